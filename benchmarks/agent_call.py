@@ -45,7 +45,7 @@ from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.rollout import garbage_collection as collector_pace
+from areal_lite.rollout import garbage_collection
 from benchmarks.report import Figure, make_parser, write_figures
 
 OUTPUT_TOKENS = 64
@@ -265,7 +265,7 @@ def main() -> None:
         target=serve_stub, args=(child, orjson.dumps(completion), orjson.dumps(generated)), daemon=True
     )
     server.start()
-    collector_pace.relax()
+    garbage_collection.relax()
     try:
         write_figures(args.json, uvloop.run(measure(args, renderer, output_ids, parent.recv())))
     finally:

@@ -32,6 +32,7 @@ from areal_lite.api import (
 )
 from areal_lite.api.trajectory import Group
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.rollout import workflow_context
 from areal_lite.rollout.dumps.dump_writer import File
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
@@ -266,9 +267,7 @@ def main(folder: Path) -> None:
     slow_disk(orders)
     source = RolloutDataSource(
         rows_of(settings),
-        n_samples_per_prompt=settings["rollout"]["group_size"],
-        seed=settings["seed"],
-        shuffle=True,
+        SourceSettings(n_samples_per_prompt=settings["rollout"]["group_size"], seed=settings["seed"], shuffle=True),
     )
     journal = Journal(folder)
     if journal.state["source"] is not None:

@@ -17,6 +17,7 @@ import datasets
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.source_settings import SourceSettings
 from benchmarks.report import Figure, make_parser, write_figures
 
 GROUPS, MEMBERS = 256, 8
@@ -41,7 +42,9 @@ def main() -> None:
         del made
         dataset = datasets.load_from_disk(folder)
         memory, clock = _memory_mib(), time.perf_counter()
-        source = RolloutDataSourceWithBuffer(dataset, n_samples_per_prompt=MEMBERS, seed=1, shuffle=True, name=folder)
+        source = RolloutDataSourceWithBuffer(
+            dataset, SourceSettings(n_samples_per_prompt=MEMBERS, seed=1, shuffle=True, name=folder)
+        )
         construction = time.perf_counter() - clock
         print(f"{args.rows:,} rows, construction: {construction:.3f} s, ", end="")
         print(f"{_memory_mib() - memory:.0f} MiB more at the peak")

@@ -34,7 +34,8 @@ from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.rollout import garbage_collection as collector_pace
+from areal_lite.data.source.source_settings import SourceSettings
+from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.weights.published_weights import WeightFolder
@@ -167,7 +168,7 @@ def episodes(total: int) -> dict[int, Measured]:
     points: dict[int, Measured] = {}
     resident: list[tuple[float, float]] = []
     every = max(BATCH, total // 100)
-    source = RolloutDataSourceWithBuffer([{"question": f"{i}?"} for i in range(1000)], shuffle=True)
+    source = RolloutDataSourceWithBuffer([{"question": f"{i}?"} for i in range(1000)], SourceSettings(shuffle=True))
     with stub_servers(1) as addresses:
         config = InferenceEngineConfig(
             backend="sglang",
@@ -222,7 +223,7 @@ def turns(count: int) -> dict[int, Measured]:
         assert session.forks == 0
         return session, spent / last
 
-    collector_pace.relax()
+    garbage_collection.relax()
     uvloop.run(session_of(3))  # warms up
     before = resident_mb()
     session, spent = uvloop.run(session_of(count))
@@ -268,7 +269,7 @@ def calls(count: int) -> dict[int, Measured]:
         await client.close()
         return _turn_costs(count, spent, end, memory)
 
-    collector_pace.relax()
+    garbage_collection.relax()
     with stub_servers(1) as addresses:
         return {count: uvloop.run(measure(addresses))}
 
@@ -311,7 +312,7 @@ def rows(count: int) -> dict[int, Measured]:
         dataset = load_dataset(str(file), cache_dir=folder)
         measured["later load, ms"] = (time.process_time() - began) * 1e3
         began = time.process_time()
-        source = RolloutDataSourceWithBuffer(dataset, shuffle=True, n_samples_per_prompt=8)
+        source = RolloutDataSourceWithBuffer(dataset, SourceSettings(shuffle=True, n_samples_per_prompt=8))
         owed = source.get_samples(256)
         measured["first batch, ms"] = (time.process_time() - began) * 1e3
         draws = 20
@@ -425,7 +426,7 @@ def servers(count: int) -> dict[int, Measured]:
             "weight update, us/server": published / count * 1e6,
         }
 
-    collector_pace.relax()
+    garbage_collection.relax()
     with stub_servers(count) as addresses:
         return {count: uvloop.run(measure(addresses))}
 

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
 from areal_lite.config.run_config import TrainerConfig
-from areal_lite.data import RolloutDataSource
+from areal_lite.data import RolloutDataSource, SourceSettings
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from areal_lite.servers.weights.weight_folder import publish_weights
@@ -32,7 +32,7 @@ class LowercaseAgent:
 
 def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", steps: str = "3") -> None:
     rows = [{"subject": subject} for subject in ("cats", "rain", "the sea", "bread", "snow", "owls")]
-    source = RolloutDataSource(rows, n_samples_per_prompt=4, shuffle=True)
+    source = RolloutDataSource(rows, SourceSettings(n_samples_per_prompt=4, shuffle=True))
     learning = TrainerConfig(total_steps=int(steps), learning_rate=3e-5)
     with EmbeddedServer(model_path=model_path) as server, tempfile.TemporaryDirectory() as weights:
         config = InferenceEngineConfig(

@@ -8,7 +8,7 @@
 | logprobs | [B, T] | float | no | behaviour log-probs (nats), 0 where not sampled |
 | versions | [B, T] | integer | no | policy version of each sampled token, -1 elsewhere |
 | rewards | [B] | float | no | reward of each sequence |
-| token_rewards | [B, T] | float | no | in place of rewards: a number for each token, whose sum is the reward |
+| token_rewards | [B, T] | float | no | instead of rewards: a number for each token, whose sum is the reward |
 
 Other keys pass through: tensors and lists with B entries are merged, anything else is taken from the
 first. torch is loaded only when a dict is made or merged.

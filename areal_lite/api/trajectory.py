@@ -65,7 +65,7 @@ class Turn:
     versions: NDArray[Any] | None = None
     """``[n]`` integer, policy version of each sampled token, -1 elsewhere; None if not recorded."""
     stop_reason: str | None = None
-    """Of a model call: stop, length, tool_calls, or abort if it was cut off."""
+    """End of a model call: stop, length, tool_calls, or abort if it was cut off."""
     started: float | None = None
     """Wall clock of the call, seconds since the epoch."""
     latency_s: float | None = None
@@ -73,9 +73,9 @@ class Turn:
     text: str | None = None
     """The tokens as text, if decoded; only the ids are exact."""
     agent: str | None = None
-    """Of a model call: name of the agent that made it, ``main`` or a sub-agent; None if unknown."""
+    """Name of the agent that made the model call, ``main`` or a sub-agent; None if unknown."""
     server: str | None = None
-    """Of a model call: URL of the server that answered; None if unknown."""
+    """URL of the server that answered the model call; None if unknown."""
 
     @property
     def end(self) -> int:
@@ -181,7 +181,7 @@ class ProcessRecord:
     returncode: int
     """Exit status; negative for the signal that ended it."""
     timed_out: bool
-    """Whether it was killed at the timeout of its call, or because its episode was stopped."""
+    """True if it was killed at the timeout of its call, or because its episode was stopped."""
     seconds: float
     stdout: str
     """The last 64 KiB."""
@@ -198,7 +198,7 @@ class Trajectory:
     """The record of one episode."""
 
     member_idx: int = 0
-    """Its place in the group."""
+    """Its index in the group."""
     task_id: TaskId = ""
     group_id: str = ""
     status: EpisodeStatus
@@ -215,7 +215,7 @@ class Trajectory:
     counts: dict[str, float] = field(default_factory=dict)
     """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
     reward_extra: dict[str, float | str | None] = field(default_factory=dict)
-    """What the reward function returned beside the reward, by name."""
+    """Values that the reward function returned beside the reward, by name."""
     scalars: list[tuple[str, float]] = field(default_factory=list)
     """Numbers that the episode's code recorded, by metric name."""
     processes: list[ProcessRecord] = field(default_factory=list)
@@ -253,13 +253,13 @@ class Trajectory:
 
     def prompt_len(self, path: Sequence[int]) -> int:
         """Return how many tokens of a path come before its first model call; all of them if it has none."""
-        turns = [self.turns[place] for place in path]
+        turns = [self.turns[turn] for turn in path]
         first = next((turn for turn in turns if turn.role is TurnRole.ASSISTANT), None)
         return first.start if first is not None else sum(len(turn.ids) for turn in turns)
 
-    def path_to(self, place: int) -> list[int]:
-        """Return the indices of the turns from the beginning of a conversation to ``turns[place]``."""
-        path = [place]
+    def path_to(self, turn: int) -> list[int]:
+        """Return the indices of the turns from the beginning of a conversation to ``turns[turn]``."""
+        path = [turn]
         while (parent := self.turns[path[-1]].parent) is not None:
             path.append(parent)
         return path[::-1]

@@ -1,4 +1,4 @@
-"""What a user writes: a workflow, or any class with ``async def run()``."""
+"""The classes that a user writes: a workflow, or any class with ``async def run()``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RolloutWorkflow(ABC):
     """Turns one dataset row into a trajectory."""
 
     takes_prompt_ids: ClassVar[bool] = False
-    """Whether it generates from ``raw_prompt_ids`` of its row: the prompt's tokens as the dataset section asks for
+    """True if it generates from ``raw_prompt_ids`` of its row: the prompt's tokens as the dataset section asks for
     them. Rows of other workflows have none, and a setting that only acts there is an error."""
 
     @abstractmethod

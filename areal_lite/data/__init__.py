@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
     from areal_lite.data.source.rollout_data_source import RolloutDataSource
     from areal_lite.data.source.sample import Sample
+    from areal_lite.data.source.source_settings import SourceSettings
     from areal_lite.data.supervised.preference_dataset import PreferenceDataset
     from areal_lite.data.supervised.sft_dataset import SFTDataset
 
 __all__ = [
     "DataPacker", "DataProto", "DecoderOnlyLLMDataPacker", "PreferenceDataset", "RLHFDataset",
-    "RolloutDataSource", "RolloutDataSourceWithBuffer", "SFTDataset", "Sample", "load_rows", "load_tokenizer",
-    "training_batch",
+    "RolloutDataSource", "RolloutDataSourceWithBuffer", "SFTDataset", "Sample", "SourceSettings", "load_rows",
+    "load_tokenizer", "training_batch",
 ]  # fmt: skip
 
 _MODULES = {
@@ -34,6 +35,7 @@ _MODULES = {
     "RolloutDataSourceWithBuffer": "source.buffered_data_source",
     "SFTDataset": "supervised.sft_dataset",
     "Sample": "source.sample",
+    "SourceSettings": "source.source_settings",
     "load_rows": "rows.load_rows",
     "load_tokenizer": "chat.tokenizer",
     "training_batch": "packer.data_packer",

@@ -15,13 +15,13 @@ from areal_lite.api.trajectory import Group
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import BatchCache
-from areal_lite.data.batch.rollout_dump import dump_rollouts
+from areal_lite.data.batch.rollout_dump import ScoredAnswers, dump_rollouts
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.rows.collate import object_array
-from areal_lite.data.source.buffered_data_source import CurriculumDataSource
+from areal_lite.data.source.row_streams import CurriculumRows
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.evaluation import Evaluation, evaluate
@@ -118,7 +118,8 @@ class RolloutDriver:
             record_batch(self._run_dir, step, self._groups)
         if self._config.dump_scores and self._groups:
             self._dump(step)
-        curriculum = self.data.source if isinstance(self.data.source, CurriculumDataSource) else None
+        stream = self.data.source.rows
+        curriculum = stream if isinstance(stream, CurriculumRows) else None
         grows = step < self._config.trainer.steps and hasattr(self.data.dataset, "on_batch_end")
         if curriculum is None and not grows:
             return
@@ -199,9 +200,7 @@ class RolloutDriver:
         lines = [(g, s, t.prompt_len(s.path)) for g in self._groups for t in g.trajectories for s in t.sequences]
         facts = [t.reward_extra for g in self._groups for t in g.trajectories for _ in t.sequences]
         names = dict.fromkeys(name for each in facts for name in each)
-        dump_rollouts(
-            self._run_dir / "scores",
-            step,
+        answers = ScoredAnswers(
             inputs=[tokenizer.decode(sequence.input_ids[:start]) for _, sequence, start in lines],
             outputs=[tokenizer.decode(sequence.input_ids[start:]) for _, sequence, start in lines],
             gts=[group.samples[0].label for group, _, _ in lines],
@@ -209,6 +208,7 @@ class RolloutDriver:
             extra={name: [each.get(name) for each in facts] for name in names}
             | {"task_id": [str(group.task_id) for group, _, _ in lines]},
         )
+        dump_rollouts(self._run_dir / "scores", step, answers)
 
 
 def make_reward_model(config: RunConfig) -> RewardModel | None:

@@ -16,8 +16,10 @@ from areal_lite.config.run_config import DatasetConfig, RunConfig
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
-from areal_lite.data.source.buffered_data_source import CurriculumDataSource, RolloutDataSourceWithBuffer
-from areal_lite.data.source.generated_data_source import GeneratedDataSource, generator_of
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.generated_rows import GeneratedRows, generator_of
+from areal_lite.data.source.row_streams import CurriculumRows
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.workflow_resolution import check_workflow, pickled_workflow
 from areal_lite.runs.prompt_settings import prompt_preparer, with_arguments
@@ -43,22 +45,21 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
     raw: Any = getattr(dataset, "rows", dataset)
     first_row = next(generate(), {}) if generate else raw[0]
     packer = _packer(config, rows, first_row, workflow)
-    settings: dict[str, Any] = {
-        "buffer_filter": config.buffer_filter,
-        "n_samples_per_prompt": config.rollout.group_size,
-        "seed": config.seed,
-        "shuffle": rows.shuffle,
-        "prompt_key": rows.prompt_key,
-        "label_key": rows.label_key,
-        "metadata_key": rows.metadata_key,
-        "reward_key": config.rollout.reward_key,
-        "packer": packer,
-        "mini_batch_size": config.rollout.consumer_batch_size,
-        "name": str(rows.path),
-    }
+    settings = SourceSettings(
+        buffer_filter=config.buffer_filter,
+        n_samples_per_prompt=config.rollout.group_size,
+        seed=config.seed,
+        shuffle=rows.shuffle,
+        prompt_key=rows.prompt_key,
+        label_key=rows.label_key,
+        metadata_key=rows.metadata_key,
+        reward_key=config.rollout.reward_key,
+        packer=packer,
+        mini_batch_size=config.rollout.consumer_batch_size,
+        name=str(rows.path) if generate is None else f"{rows.path} {rows.kwargs}",
+    )
     if generate is not None:
-        settings["name"] += f" {rows.kwargs}"
-        return TrainingData(None, packer, GeneratedDataSource(generate, **settings))
+        return TrainingData(None, packer, RolloutDataSourceWithBuffer(GeneratedRows(generate, settings)))
     sampler = create_rl_sampler(rows, raw, seed=config.seed)
     if isinstance(sampler, AbstractSampler):
         if packer.collates:
@@ -66,8 +67,8 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
                 f"{type(packer).__name__} has a rollout_collate_fn, which takes rows in mini-batches, and "
                 "train_dataset.sampler chooses one row at a time: use a packer without it, or no sampler"
             )
-        return TrainingData(dataset, packer, CurriculumDataSource(dataset, sampler=sampler, **settings))
-    return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(dataset, **settings))
+        return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(CurriculumRows(dataset, settings, sampler)))
+    return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(dataset, settings))
 
 
 def with_steps(config: RunConfig, num_rows: int) -> RunConfig:

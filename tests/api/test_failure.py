@@ -22,6 +22,7 @@ from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.api.trajectory import Group
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ContextOverflowError, ServerError, StarvationError
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
@@ -229,15 +230,15 @@ def test_a_packer_that_cannot_read_a_row_is_a_data_failure(engine: RemoteInfEngi
             raise KeyError("question")
 
     ended: list[Group] = []
-    engine._executor._on_end = ended.append
+    engine._executor.ended.on_end = ended.append
     with pytest.raises(StarvationError):
-        engine.prepare_batch(RolloutDataSource([{"n": 1}], packer=Picky()), OneTurn)
+        engine.prepare_batch(RolloutDataSource([{"n": 1}], SourceSettings(packer=Picky())), OneTurn)
     assert {group.failure.kind for group in ended if group.failure is not None} == {"data"}
 
 
 def test_episodes_that_the_run_stops_are_cancelled(engine: RemoteInfEngine) -> None:
     ended: list[Group] = []
-    engine._executor._on_end = ended.append
+    engine._executor.ended.on_end = ended.append
     engine.submit({"do": "hang"}, OneTurn)
     engine.destroy()
     (group,) = ended

@@ -25,6 +25,7 @@ from areal_lite.api import (
 from areal_lite.api.trajectory import TurnRole
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster
@@ -295,7 +296,7 @@ class RealServerContract:
     def test_a_stopped_answer_continues_from_its_tokens_under_new_weights(
         self, config: dict[str, Any], server: RealServer, policy: Policy, perturbed: Policy
     ) -> None:
-        source = RolloutDataSourceWithBuffer([{"ids": prompt(server.model)}], n_samples_per_prompt=3)
+        source = RolloutDataSourceWithBuffer([{"ids": prompt(server.model)}], SourceSettings(n_samples_per_prompt=3))
         with RemoteInfEngine(InferenceEngineConfig(**config, group_size=3, max_head_offpolicyness=1)) as engine:
 
             def run() -> None:

@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from areal_lite.rollout import garbage_collection as collector_pace
+from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 
 
 def test_the_first_engine_relaxes_the_pace_and_the_last_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector_pace, "_engines", 0)
+    monkeypatch.setattr(garbage_collection, "_engines", 0)
     before = gc.get_threshold()
     try:
         gc.set_threshold(700, 10, 10)
-        collector_pace.relax()
+        garbage_collection.relax()
         assert gc.get_threshold() == (50_000, 10, 10)
         gc.set_threshold(70_000, 10, 10)  # the user's own choice meanwhile
-        collector_pace.relax()
+        garbage_collection.relax()
         assert gc.get_threshold() == (70_000, 10, 10)
-        collector_pace.restore()
+        garbage_collection.restore()
         assert gc.get_threshold() == (70_000, 10, 10)
-        collector_pace.restore()
+        garbage_collection.restore()
         assert gc.get_threshold() == (700, 10, 10)
     finally:
         gc.set_threshold(*before)

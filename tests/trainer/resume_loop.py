@@ -29,6 +29,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.run_config import TrainerConfig
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.weight_folder import publish_weights, save_model
 from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter, checkpoint_step, find_checkpoint, load_checkpoint
@@ -109,7 +110,7 @@ def train(run_dir: Path, model: Path) -> None:
     """Train ``STEPS`` steps, resuming from the newest checkpoint."""
     trainer = LoopTrainer(model, deterministic=True)
     rows = [{"prompt": "", "ids": [5 + row, 9, *range(20, 24 + row)]} for row in range(ROWS)]
-    source = RolloutDataSource(rows, seed=3, shuffle=True)
+    source = RolloutDataSource(rows, SourceSettings(seed=3, shuffle=True))
     done = 0
     if (checkpoint := find_checkpoint(run_dir / "checkpoints", "auto")) is not None:
         done = checkpoint_step(checkpoint)

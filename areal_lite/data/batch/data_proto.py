@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_lite.data.batch.merged_dict import merged_dict
 from areal_lite.data.rows.collate import ObjectArray, form_of, object_array
 
 _DICTS = ("batch", "non_tensor_batch", "meta_info")
@@ -122,15 +123,16 @@ class DataProto:
         """
         self.check_consistency()
         if isinstance(items, int | np.integer):
-            number = int(self._numbers([int(items)])[0])
+            (number,) = self._numbers([int(items)])
             return DataProtoItem(
                 {key: tensor[number] for key, tensor in self.batch.items()},
                 {key: array[number] for key, array in self.non_tensor_batch.items()},
                 dict(self.meta_info),
             )
-        numbers: Any = items
-        index: Any = items
-        if not isinstance(items, slice) or (items.step or 0) < 0:  # tensors do not support negative steps
+        if isinstance(items, slice) and (items.step or 1) > 0:  # tensors do not support negative steps
+            index: Any = slice(*_bounds(items, len(self)))
+            numbers: Any = index
+        else:
             numbers = self._numbers(items)
             index = torch.from_numpy(numbers)
         return DataProto(
@@ -185,7 +187,7 @@ class DataProto:
         Raises:
             ValueError: If the number of items differs, or both have a name with different values.
         """
-        merged = DataProto(*map(_merged, self._dicts(), other._dicts(), _DICTS))
+        merged = DataProto(*map(merged_dict, self._dicts(), other._dicts(), _DICTS))
         for mine, union in zip(self._dicts(), merged._dicts(), strict=True):
             mine.update(union)
         return self
@@ -258,7 +260,7 @@ class DataProto:
                     )
                 for name, value in entry.items():
                     metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
-            meta_info = _merged(meta_info, metadata, "meta_info")
+            meta_info = merged_dict(meta_info, metadata, "meta_info")
         if metrics:
             meta_info["metrics"] = metrics
         return DataProto(
@@ -331,7 +333,7 @@ class DataProto:
 
     def _numbers(self, items: Items) -> NDArray[np.int64]:
         if isinstance(items, slice):
-            return np.arange(*items.indices(len(self)))
+            return np.arange(*_bounds(items, len(self)))
         index = items.cpu().numpy() if isinstance(items, Tensor) else np.asarray(items)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "biu"):
             raise TypeError(
@@ -353,37 +355,16 @@ def _at_least_one(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value}: give 1 or more")
 
 
+def _bounds(items: slice, size: int) -> tuple[int, int, int]:
+    """Return start, stop and step; a step beyond the items, which int64 may not hold, becomes an equal shorter one."""
+    start, stop, step = items.indices(size)
+    return start, stop, max(-size - 1, min(step, size + 1))
+
+
 def _lookup(values: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in values:
         raise KeyError(f"{where} has no {key!r}: it has {list(values)}")
     return values[key]
-
-
-def _merged(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for key in mine:
-        if key in theirs and not _same(mine[key], theirs[key]):
-            raise ValueError(
-                f"both batches have {where}[{key!r}], {form_of(mine[key])} and {form_of(theirs[key])}, with different "
-                "values: pop or rename it in one of them first"
-            )
-    return {**mine, **theirs}
-
-
-def _same(mine: Any, theirs: Any) -> bool:
-    """Return whether two values are deeply equal; NaN equals NaN."""
-    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
-        if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
-            return False
-        return bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
-    if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray):
-        return mine.shape == theirs.shape and _same(mine.tolist(), theirs.tolist())
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in mine)
-    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
-        return len(mine) == len(theirs) and all(map(_same, mine, theirs))
-    if isinstance(mine, Tensor | np.ndarray) or isinstance(theirs, Tensor | np.ndarray):
-        return False
-    return bool(mine == theirs or (mine != mine and theirs != theirs))
 
 
 def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:

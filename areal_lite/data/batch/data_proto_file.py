@@ -130,7 +130,7 @@ def _json_section(where: str, values: Mapping[str, Any], tensors: dict[str, Tens
     return section
 
 
-def _to_json(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+def _to_json(value: Any, tensors: dict[str, Tensor], name_prefix: str) -> Any:
     """Return ``value`` as JSON; its tensors are added to ``tensors``."""
     if isinstance(value, np.generic):
         value = value.item()
@@ -139,20 +139,20 @@ def _to_json(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor | np.ndarray):
-        name = f"{place}/{len(tensors)}"
+        name = f"{name_prefix}/{len(tensors)}"
         if isinstance(value, Tensor):
             tensors[name] = _dense(value)
             return {_KIND: "tensor", "value": name}
         tensors[name] = torch.from_numpy(np.array(value))
         return {_KIND: "array", "value": name}
     if isinstance(value, list):
-        return [_to_json(item, tensors, place) for item in value]
+        return [_to_json(item, tensors, name_prefix) for item in value]
     if isinstance(value, tuple):
-        return {_KIND: "tuple", "value": _to_json(list(value), tensors, place)}
+        return {_KIND: "tuple", "value": _to_json(list(value), tensors, name_prefix)}
     if isinstance(value, dict):
         if _KIND not in value and all(isinstance(key, str) for key in value):
-            return {key: _to_json(item, tensors, place) for key, item in value.items()}
-        return {_KIND: "dict", "value": [_to_json(list(pair), tensors, place) for pair in value.items()]}
+            return {key: _to_json(item, tensors, name_prefix) for key, item in value.items()}
+        return {_KIND: "dict", "value": [_to_json(list(pair), tensors, name_prefix) for pair in value.items()]}
     raise TypeError(f"it contains {form_of(value)}")
 
 

@@ -46,26 +46,6 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int, eq
     return min(candidates, key=lambda parts: max(totals(lengths, parts)))
 
 
-def balance_order(lengths: Sequence[int], num_ranks: int) -> list[int]:
-    """Return an order in which ``num_ranks`` equal slices hold nearly equally many tokens.
-
-    Lengths 9, 8, 2, 1 on two ranks give ``[0, 3, 1, 2]``: 10 tokens each.
-
-    Args:
-        lengths: Tokens of each sequence, 0 or more.
-        num_ranks: Data-parallel ranks; rank r takes the r-th slice.
-
-    Raises:
-        ValueError: If the ranks do not divide the number of sequences.
-    """
-    if num_ranks < 1 or len(lengths) % num_ranks or not lengths:
-        raise ValueError(
-            f"{len(lengths)} sequences cannot be divided evenly among {num_ranks} ranks: give a multiple of the ranks"
-        )
-    parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=True)
-    return [index for part in parts for index in part]
-
-
 def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
     """Return the total length of each part."""
     return [sum(lengths[index] for index in part) for part in parts]

@@ -1,4 +1,4 @@
-"""A training batch as a DataProto: whole groups, every key declared and checked in one place.
+"""A training batch as a DataProto: whole groups, every key declared and checked here.
 
 The per-token keys, all aligned to the token itself, and ``rewards`` are those of a trajectory
 (:mod:`areal_lite.api.tensor_dict`), with ``loss_mask`` and ``rewards`` required. A batch adds:
@@ -77,8 +77,8 @@ def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_to
 
     def padded(key: str, arrays: Iterable[NDArray[Any]], padding: int) -> Tensor:
         tensor = torch.full(present.shape, padding, dtype=_DTYPES[key])
-        for place, array in zip(tensor.numpy(), arrays, strict=True):
-            place[: len(array)] = array
+        for row, array in zip(tensor.numpy(), arrays, strict=True):
+            row[: len(array)] = array
         return tensor
 
     columns = {

@@ -2,8 +2,7 @@
 
 Guarantees, for any chat template: the text of a sequence is the template's own for its messages; each assistant
 message is in exactly one span, from after the generation prompt to the end of its turn; nothing else is in a span.
-What a template leaves out of an answer is an error or a :class:`Shortfall`, never silent. Knows nothing of tokens
-except which texts are special tokens.
+What a template leaves out of an answer is an error or a :class:`Shortfall`, never silent. Knows nothing of tokens.
 
 Method: the template renders the conversation, and its prefix up to each assistant message. The text that an assistant
 message adds is its span. If a template rewrites history (e.g. strips thoughts from earlier turns), answers that differ
@@ -12,23 +11,25 @@ in the full text get their own sequences.
 
 from __future__ import annotations
 
-import functools
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-import orjson
-
+from areal_lite.data.chat.chat_template import (
+    PROBE,
+    ChatTemplate,
+    EndMark,
+    Message,
+    content_like,
+    end_mark_after,
+    left_out,
+    turn_end,
+)
 from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
 from areal_lite.errors import ConfigError
 
-Message = Mapping[str, Any]
-"""``role`` and ``content``; also ``tool_calls``, ``reasoning_content``, ... if the template supports them."""
-
-_PROBE = "probe-of-the-end-mark"
 _OTHER_TEMPLATE = "set apply_chat_template_kwargs.chat_template to a copy of the template that"
 _THOUGHT_TAG = re.compile(r"[<\[◁][^<>\[\]]*think[^<>\[\]]*[>\]▷]", re.IGNORECASE)
 _THOUGHT_END = re.compile(r"[<\[◁][^<>\[\]]*(?:/|end_)think[^<>\[\]]*[>\]▷]", re.IGNORECASE)
@@ -105,95 +106,10 @@ def render_conversation(
     errors = []
     for form in _forms(messages):
         try:
-            return _sequences(form, _Template(tokenizer, list(tools) if tools else None, variables))
+            return _sequences(form, ChatTemplate(tokenizer, list(tools) if tools else None, variables))
         except ConfigError as error:
             errors.append(error)
     raise errors[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """The chat template with its variables."""
-
-    tokenizer: Any
-    tools: list[Any] | None
-    variables: dict[str, Any]
-    _written: dict[tuple[int, bool], str] = field(default_factory=dict)
-
-    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Return the text of ``messages``, with the prompt for an answer if ``prompt``."""
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.variables
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            raise ConfigError(
-                f"the chat template cannot write messages[:{len(messages)}] ({error}): fix the conversation, or use "
-                "another template"
-            ) from error
-        return text
-
-    def write_first(self, messages: Sequence[Message], count: int, *, prompt: bool = False) -> str:
-        """Return the text of the first ``count`` of the conversation's messages; each is rendered once."""
-        key = count, prompt
-        if key not in self._written:
-            self._written[key] = self.write(messages[:count], prompt=prompt)
-        return self._written[key]
-
-    def written(self, messages: Sequence[Message], count: int, mark: _EndMark | None) -> str:
-        """Return the text of the first ``count`` messages; an answer at the end has its end mark."""
-        if mark is None or not mark.only_continued or messages[count - 1]["role"] != "assistant":
-            return self.write_first(messages, count)
-        try:
-            text = self.write([*messages[:count], {"role": "user", "content": _content("x", messages)}])
-        except ConfigError:
-            return self.write_first(messages, count)
-        return text[: text.rindex(mark.text) + len(mark.text)] if mark.text in text else text
-
-    def end_mark(self, question: Sequence[Message]) -> _EndMark | None:
-        """Return what ends an answer to ``question``; None if there is nothing."""
-
-        def after_probe(*more: Message) -> str:
-            answer = {"role": "assistant", "content": _content(_PROBE, question)}
-            _, probe, end = self.write([*question, answer, *more]).rpartition(_PROBE)
-            if not probe:
-                raise _left_out("an answer", "its text")
-            return end
-
-        last = after_probe()
-        user = {"role": "user", "content": _content("x", question)}
-        try:
-            continued = after_probe(user)
-        except ConfigError:
-            continued = last
-        same = os.path.commonprefix([last, continued])
-        mark = next(iter(_special_tokens(self.tokenizer, last)), None)
-        if mark is not None and mark not in same and mark in self.write([user], prompt=True):
-            # The header of the next message, which some templates always write.
-            return _EndMark("", last[last.find(mark) :])
-        if mark is None:
-            mark = next(iter(_special_tokens(self.tokenizer, continued)), None)
-            return None if mark is None or mark in self.write([user], prompt=True) else _EndMark(mark, "", True)
-        if (eos := self.tokenizer.eos_token) and eos in same:
-            mark = same[same.find(mark) : same.find(eos) + len(eos)] or mark
-        return _EndMark(mark, last.partition(mark)[2])
-
-
-class _EndMark(NamedTuple):
-    """What a template writes at the end of an answer."""
-
-    text: str
-    """A special token and, if the template always writes an EOS token later, all up to that; empty if there is none."""
-    rest: str
-    """What a conversation that ends with an answer has after the mark."""
-    only_continued: bool = False
-    """Whether it is written only once another message follows."""
-
-
-def _content(text: str, messages: Sequence[Message]) -> Any:
-    """Return a content in the form of those in ``messages``: text, or parts."""
-    in_parts = any(isinstance(message.get("content"), list) for message in messages)
-    return [{"type": "text", "text": text}] if in_parts else text
 
 
 def _forms(messages: Sequence[Message]) -> list[Sequence[Message]]:
@@ -213,8 +129,8 @@ def _forms(messages: Sequence[Message]) -> list[Sequence[Message]]:
     return [parts, texts] if plain else [parts]
 
 
-def _sequences(messages: Sequence[Message], template: _Template) -> list[ChatText]:
-    mark = _end_mark(template, messages)
+def _sequences(messages: Sequence[Message], template: ChatTemplate) -> list[ChatText]:
+    mark = end_mark_after(template, messages)
     turns = _turns(messages, template, mark)
     shortfalls = frozenset[Shortfall]().union(*(turn.shortfalls for turn in turns))
     sequences = []
@@ -232,7 +148,7 @@ def _sequences(messages: Sequence[Message], template: _Template) -> list[ChatTex
             text = pending[-1].text
 
 
-def _turns(messages: Sequence[Message], template: _Template, mark: _EndMark | None) -> list[_Turn]:
+def _turns(messages: Sequence[Message], template: ChatTemplate, mark: EndMark | None) -> list[_Turn]:
     """Return the span of each assistant message in the conversation rendered up to it."""
     turns = []
     for i, message in enumerate(messages):
@@ -243,7 +159,7 @@ def _turns(messages: Sequence[Message], template: _Template, mark: _EndMark | No
         if not _is_written(_answer(message), text[start:]) and i:  # its beginning may be in the prompt
             before = min(start, len(os.path.commonprefix([text, template.write_first(messages, i)])))
         shortfalls = _shortfalls(i, message, text[before:])
-        end, is_marked = _turn_end(template.tokenizer, text[start:], mark)
+        end, is_marked = turn_end(template.tokenizer, text[start:], mark)
         if not is_marked:
             shortfalls.add(Shortfall.NO_END_MARK)
         if not is_prompted:
@@ -252,27 +168,8 @@ def _turns(messages: Sequence[Message], template: _Template, mark: _EndMark | No
     return turns
 
 
-def _end_mark(template: _Template, messages: Sequence[Message]) -> _EndMark | None:
-    """Return the end mark after an answer to a plain question or, if the template refuses that, to the first one."""
-    answer = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
-    if answer is None:
-        return None
-    variables = orjson.dumps(template.variables, option=orjson.OPT_NON_STR_KEYS, default=str)
-    in_parts = not isinstance(_content("", messages), str)
-    try:
-        return _plain_end_mark(template.tokenizer, repr(template.tokenizer.chat_template), variables, in_parts)
-    except ConfigError:
-        return template.end_mark(messages[:answer])
-
-
-@functools.lru_cache(maxsize=64)
-def _plain_end_mark(tokenizer: Any, chat_template: str, variables: bytes, in_parts: bool) -> _EndMark | None:
-    content: Any = [{"type": "text", "text": "x"}] if in_parts else "x"
-    return _Template(tokenizer, None, orjson.loads(variables)).end_mark([{"role": "user", "content": content}])
-
-
 def _with_start(
-    messages: Sequence[Message], i: int, template: _Template, mark: _EndMark | None
+    messages: Sequence[Message], i: int, template: ChatTemplate, mark: EndMark | None
 ) -> tuple[str, int, bool]:
     """Return the text up to an answer, where the answer starts in it, and whether its whole prompt is before that.
 
@@ -288,9 +185,9 @@ def _with_start(
     prompt = template.write_first(messages, i, prompt=True)
     if text.startswith(prompt):
         return text, len(prompt), True
-    shown = template.write([*messages[:i], {"role": "assistant", "content": _content(_PROBE, messages)}])
+    shown = template.write([*messages[:i], {"role": "assistant", "content": content_like(PROBE, messages)}])
     same = len(_OPEN_TAG.sub("", os.path.commonprefix([prompt, text, shown])))
-    lead = shown[same : max(same, shown.rfind(_PROBE))]
+    lead = shown[same : max(same, shown.rfind(PROBE))]
     # The longest end of the prompt, from a tag on, that is also before the answer.
     headers = [prompt[tag.start() :] for tag in _TAG.finditer(prompt, same)]
     ends = (lead.find(header) + len(header) for header in headers if header in lead)
@@ -343,16 +240,9 @@ def _shortfalls(i: int, message: Message, written: str) -> set[Shortfall]:
     content = message.get("content")
     if not _is_written(answer, written) or (isinstance(content, list) and content and str(content) in written):
         if not calls:
-            raise _left_out(f"messages[{i}]", f"its text {answer.strip()[:60]!r}")
+            raise left_out(f"messages[{i}]", f"its text {answer.strip()[:60]!r}")
         shortfalls.add(Shortfall.NO_TEXT_WITH_CALLS)
     return shortfalls
-
-
-def _left_out(whose: str, text: str) -> ConfigError:
-    return ConfigError(
-        f"{whose}: the chat template does not write {text}, so it would not be trained, neither as text nor as a list "
-        "of parts: set apply_chat_template_kwargs.chat_template to a template that writes message.content"
-    )
 
 
 def _is_written(text: str, written: str) -> bool:
@@ -374,25 +264,6 @@ def _text(message: Message) -> str:
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and isinstance(part.get("text"), str)
-
-
-def _turn_end(tokenizer: Any, written: str, mark: _EndMark | None) -> tuple[int, bool]:
-    """Return the end of the turn in its rendered text, and whether it is an end mark.
-
-    Some templates end tool calls with another token than texts.
-    """
-    if mark is None:
-        return len(written), False
-    written = written.removesuffix(mark.rest)
-    last = mark.text
-    if not last:
-        return len(written), False
-    if last not in written:
-        special = _special_tokens(tokenizer, written)
-        if not special:
-            return len(written), False
-        last = eos if (eos := tokenizer.eos_token) in special else special[-1]
-    return written.rindex(last) + len(last), True
 
 
 def _joined(messages: Sequence[Message]) -> ChatText:
@@ -429,19 +300,3 @@ def _check_messages(messages: Any) -> None:
                 f"messages[{i}] of role {message['role']!r} has content {content!r}: it must be text or a list of "
                 "parts; only a message with tool_calls may have none"
             )
-
-
-def _special_tokens(tokenizer: Any, text: str) -> list[str]:
-    """Return the special tokens in ``text``, in order."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    special = special_ids(tokenizer, len(tokenizer))
-    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    tokens = [(tokenizer.convert_ids_to_tokens(i), start, end) for i, (start, end) in pairs if i in special]
-    return [token for token, start, end in tokens if token in text[start:end]]  # skips <unk>
-
-
-@functools.lru_cache(maxsize=8)
-def special_ids(tokenizer: Any, size: int) -> frozenset[int]:
-    """Return the ids of special tokens; ``size``, the tokenizer's length, invalidates the cache when one is added."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from areal_lite.data.chat.chat_text import ChatText, Message, render_conversation, special_ids
+from areal_lite.data.chat.chat_template import Message, special_ids
+from areal_lite.data.chat.chat_text import ChatText, render_conversation
 
 __all__ = ["ChatTokens", "Message", "tokenize_messages", "tokens_of"]
 

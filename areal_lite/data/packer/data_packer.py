@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_lite.api.engine_api import Row
@@ -61,7 +62,7 @@ class DataPacker(ABC):
 
     @property
     def collates(self) -> bool:
-        """Whether rows become input together, because the class has a ``rollout_collate_fn`` of its own."""
+        """True if rows become input together, because the class has a ``rollout_collate_fn`` of its own."""
         return type(self).rollout_collate_fn is not DataPacker.rollout_collate_fn
 
     @abstractmethod
@@ -137,19 +138,21 @@ def make_data_packer(model_type: str, path: str | None = None) -> DataPacker:
 
 
 class UnpreparedRow(dict[str, Any]):
-    """A workflow's input without the forms of its prompt, which are made when its group starts."""
+    """A row on its way to a workflow, whose input is made from it when its group starts."""
 
-    def __init__(self, item: Row, source: Row, prepare: Callable[[Row], Row]) -> None:
-        super().__init__(item)
-        self._source, self._prepare = source, prepare
+    def __init__(self, columns: Row, prepare: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(columns)
+        self._prepare = prepare
 
     def prepared(self) -> dict[str, Any]:
-        """Return the input with the forms of its prompt; those that it has already stay.
+        """Return the workflow's input; what a packer or the prompt's preparation raises comes out."""
+        made = self._prepare()
+        return made.prepared() if isinstance(made, UnpreparedRow) else made
 
-        Raises:
-            ValueError: If the prompt is invalid or too long.
-        """
-        return {**self._prepare(self._source), **self}
+
+def _with_prompt(prepare: Callable[[Row], Row], source: Row, item: Row) -> dict[str, Any]:
+    """Return ``item`` with the forms of its prompt; those that it has already stay."""
+    return {**prepare(source), **item}
 
 
 def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[dict[str, Any]]:
@@ -171,14 +174,17 @@ def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str =
     # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
     texts = [isinstance(row, list | str) and isinstance(item, str) for row, item in zip(rows, inputs, strict=True)]
     sources = [row if text else item for row, item, text in zip(rows, plain, texts, strict=True)]
-    return [UnpreparedRow(item, source, prepare) for item, source in zip(plain, sources, strict=True)]
+    return [
+        UnpreparedRow(item, partial(_with_prompt, prepare, source, item))
+        for item, source in zip(plain, sources, strict=True)
+    ]
 
 
 class MiniBatch:
     """Rows that become workflow input together, when the first input is needed.
 
     Args:
-        packer: What turns them into input.
+        packer: Turns them into input.
         rows: The dataset rows, which it may change.
         prompt_key: As for :func:`rollout_inputs`.
     """
@@ -189,11 +195,11 @@ class MiniBatch:
         self._prompt_key = prompt_key
         self._inputs: list[dict[str, Any]] | None = None
 
-    def input(self, place: int) -> dict[str, Any]:
-        """Return the input of the row at ``place``."""
+    def input(self, index: int) -> dict[str, Any]:
+        """Return the input of the row at ``index``."""
         if self._inputs is None:
             self._inputs = rollout_inputs(self._packer, self._rows, prompt_key=self._prompt_key)
-        return self._inputs[place]
+        return self._inputs[index]
 
 
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from areal_lite.data.rows.fingerprint import differences
+from areal_lite.data.source.row_streams import RowStream
 from areal_lite.data.source.sample import Sample, SampleStatus
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 from areal_lite.files.whole_files import write_whole
@@ -71,3 +72,21 @@ def group_to_json(group: list[Sample]) -> list[dict[str, Any]]:
                 del values[key]
         saved.append(values)
     return saved
+
+
+def groups_from_json(saved: Iterable[list[dict[str, Any]]], stream: RowStream) -> list[list[Sample]]:
+    """Return saved groups as samples, with their rows."""
+    groups, settings = list(saved), stream.settings
+    positions = {v["position"] for group in groups for v in group if v.get("position") is not None}
+    rows = dict(zip(positions, stream.read(list(positions)), strict=True)) if positions else {}
+
+    def sample_of(saved: dict[str, Any]) -> Sample:  # siblings share the row, and nothing else
+        position = saved["position"]
+        return Sample.from_dict(saved | (settings.sample_fields(rows[position]) if position in rows else {}))
+
+    loaded = [[sample_of(saved) for saved in group] for group in groups]
+    again = settings.in_mini_batches([None] * len(loaded), [group[0].row for group in loaded])
+    for group, drawn in zip(loaded, again, strict=True):
+        for sample in group:
+            sample.mini_batch = drawn.mini_batch
+    return loaded

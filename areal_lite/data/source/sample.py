@@ -52,7 +52,7 @@ class Sample:
     Args:
         index: Number of the sample in the run; samples that one episode fans out into share it.
         group_index: Number or name of its group in the run.
-        position: Place of its row in the dataset; None without a dataset.
+        position: Index of its row in the dataset; None without a dataset.
         row: The dataset row, usually a dict; copied on first access.
         label: Reference to judge the answer by.
         metadata: Anything; JSON values survive a restart.
@@ -82,7 +82,7 @@ class Sample:
         self._row: Any = None
         self._shared_row = row
         self.mini_batch: tuple[Any, int] | None = None
-        """The rows that its row becomes workflow input with, and its place there; None for a row alone."""
+        """The rows that its row becomes workflow input with, and its index there; None for a row alone."""
         self.prompt = prompt
         self.label = label
         self.metadata: dict[str, Any] = {} if metadata is None else metadata
@@ -140,8 +140,8 @@ class Sample:
         Args:
             logprobs: Behaviour log-probs in nats, one per token; only of sampled tokens.
             versions: Policy versions, one per token; only of sampled tokens.
-            sampled: Whether the policy wrote them: they become a span.
-            trained: Whether they train; None is the same as ``sampled``, False keeps sampled tokens out.
+            sampled: True if the policy wrote them: they become a span.
+            trained: True if they train; None is the same as ``sampled``, False keeps sampled tokens out.
             stop_reason: Why a span ended: stop, length, or abort if it was cut off.
 
         Raises:

@@ -1,10 +1,12 @@
-"""slime's ``args`` as the settings of a data source, so that ``RolloutDataSourceWithBuffer(args)`` works as there."""
+"""slime's ``args`` as dataset and settings, so that ``RolloutDataSourceWithBuffer(args)`` works as there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from areal_lite.config.run_config import DatasetConfig
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 
 
@@ -13,33 +15,39 @@ def is_slime_args(value: Any) -> bool:
     return hasattr(value, "n_samples_per_prompt") and hasattr(value, "rollout_global_dataset")
 
 
-def settings_of(args: Any, *, buffers: bool) -> dict[str, Any]:
-    """Return the arguments of a data source.
+def settings_of(args: Any) -> SourceSettings:
+    """Return the settings that ``args`` name; those that are missing have slime's defaults.
 
-    Reads ``rollout_global_dataset``, ``hf_checkpoint``, ``prompt_data``, ``rollout_max_prompt_len``, ``input_key``,
-    ``label_key``, ``metadata_key``, ``tool_key``, ``apply_chat_template``, ``rollout_seed``, ``rollout_shuffle``,
-    ``n_samples_per_prompt``, ``reward_key`` and ``buffer_filter_path``; those that are missing have slime's defaults.
+    Reads ``n_samples_per_prompt``, ``rollout_seed``, ``rollout_shuffle``, ``input_key``, ``label_key``,
+    ``metadata_key``, ``reward_key`` and ``buffer_filter_path``.
+    """
+    given = _given(args)
+    return SourceSettings(
+        n_samples_per_prompt=args.n_samples_per_prompt,
+        seed=given.get("rollout_seed", 42),
+        shuffle=given.get("rollout_shuffle", False),
+        prompt_key=given.get("input_key", "input"),
+        label_key=given.get("label_key"),
+        metadata_key=given.get("metadata_key"),
+        reward_key=given.get("reward_key"),
+        buffer_filter=given.get("buffer_filter_path"),
+        slime_args=args,
+    )
 
-    Args:
-        buffers: Whether the source has a buffer.
+
+def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
+    """Return the dataset that ``args`` name, None without ``rollout_global_dataset``, and the settings.
+
+    Reads what :func:`settings_of` does, and ``hf_checkpoint``, ``prompt_data``, ``rollout_max_prompt_len``,
+    ``tool_key`` and ``apply_chat_template``.
 
     Raises:
         ConfigError: If ``prompt_data`` is missing, or its rows cannot be loaded.
     """
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    settings: dict[str, Any] = {
-        "n_samples_per_prompt": args.n_samples_per_prompt,
-        "seed": given.get("rollout_seed", 42),
-        "shuffle": given.get("rollout_shuffle", False),
-        "label_key": given.get("label_key"),
-        "metadata_key": given.get("metadata_key"),
-        "reward_key": given.get("reward_key"),
-        "prompt_key": given.get("input_key", "input"),
-    }
-    if buffers:
-        settings["buffer_filter"] = given.get("buffer_filter_path")
+    settings = settings_of(args)
     if not args.rollout_global_dataset:
-        return settings
+        return None, settings
+    given = _given(args)
     if missing := [name for name in ("prompt_data", "hf_checkpoint") if name not in given]:
         raise ConfigError(f"rollout_global_dataset is true, and args has no {missing[0]}: set it")
     from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -48,17 +56,21 @@ def settings_of(args: Any, *, buffers: bool) -> dict[str, Any]:
     longest = given.get("rollout_max_prompt_len")
     config = DatasetConfig(
         path=args.prompt_data,
-        prompt_key=settings["prompt_key"],
-        label_key=settings["label_key"],
+        prompt_key=settings.prompt_key,
+        label_key=settings.label_key,
         tool_key=given.get("tool_key"),
         apply_chat_template=given.get("apply_chat_template", False),
         max_prompt_length=longest,
         filter_overlong_prompts=longest is not None,
     )
     dataset = RLHFDataset(args.prompt_data, load_tokenizer(args.hf_checkpoint), config)
-    settings |= {"dataset": dataset, "name": str(args.prompt_data)}
+    settings = replace(settings, name=str(args.prompt_data))
     if config.apply_chat_template:
         assert dataset.encoder is not None
         encoder = dataset.encoder
-        settings["render"] = lambda row: encoder.encode(row).text
-    return settings
+        settings = replace(settings, render=lambda row: encoder.encode(row).text)
+    return dataset, settings
+
+
+def _given(args: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if value is not None}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from areal_lite.config.supervised_config import PreferenceDatasetConfig
-from areal_lite.data.chat.chat_text import ChatText, Message, Shortfall, render_conversation
+from areal_lite.data.chat.chat_template import Message
+from areal_lite.data.chat.chat_text import ChatText, Shortfall, render_conversation
 from areal_lite.data.chat.chat_tokens import tokens_of
 from areal_lite.data.supervised.tokenized_dataset import (
     BaseDataset,

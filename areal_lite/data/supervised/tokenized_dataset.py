@@ -127,12 +127,12 @@ class BaseDataset(Dataset[Item], Generic[S]):
         return len(self._index.rows)
 
     def __getitem__(self, index: int) -> Item:
-        number, place = int(self._index.rows[index]), int(self._index.places[index])
+        number, sequence = int(self._index.rows[index]), int(self._index.places[index])
         latest, texts = self._latest
         if latest != number:
             texts = self._texts(self.rows[number])
             self._latest = number, texts
-        return self._tokenize.item(texts[place]) | {"row": torch.tensor(number)}
+        return self._tokenize.item(texts[sequence]) | {"row": torch.tensor(number)}
 
     def collate_fn(self, batch: Sequence[Item]) -> list[Item]:
         """Return the items as a list: they differ in length, and the trainer packs them."""
@@ -172,11 +172,11 @@ class BaseDataset(Dataset[Item], Generic[S]):
                     where = place_of_row(paths, self.rows[number], cache_dir=config.cache_dir)
                     raise ConfigError(f"row {number}{f' ({where})' if where else ''}: {row.error}")
                 dropped.update(reason for reason in row.reasons if reason)
-                kept += [(number, place) for place, reason in enumerate(row.reasons) if not reason]
+                kept += [(number, sequence) for sequence, reason in enumerate(row.reasons) if not reason]
                 for shortfall in row.shortfalls:
                     shortfalls.setdefault(shortfall.name, number)
             numbers.append(np.array([number for number, _ in kept], np.int64))
-            places.append(np.array([place for _, place in kept], np.int32))
+            places.append(np.array([sequence for _, sequence in kept], np.int32))
         return _Index(np.concatenate(numbers), np.concatenate(places), dropped, shortfalls)
 
     def _checked(self, num_workers: int) -> Iterator[tuple[int, list[_CheckedRow]]]:
@@ -210,13 +210,13 @@ class BaseDataset(Dataset[Item], Generic[S]):
 
 class _CheckedRow(NamedTuple):
     reasons: Sequence[str] = ()
-    """Of each sequence, why it is skipped; empty to train on it."""
+    """Reason for skipping each sequence; empty to train on it."""
     shortfalls: frozenset[Shortfall] = frozenset()
     error: str | None = None
 
 
 class _Index(NamedTuple):
-    """Which sequence of which row each item is."""
+    """Row of each item, and the number of its sequence there."""
 
     rows: NDArray[np.int64]
     places: NDArray[np.int32]
@@ -248,7 +248,7 @@ def _check_in_worker(start: int) -> list[_CheckedRow]:
 
 
 def config_with_length(record: type[C], config: C | None, max_length: int | None) -> C:
-    """Return ``config`` (default: a plain ``record``), with ``max_length`` in place of its own unless that is None.
+    """Return ``config`` (default: a plain ``record``), with ``max_length`` instead of its own unless that is None.
 
     Raises:
         ConfigError: If both are None, or ``max_length`` is below 2.

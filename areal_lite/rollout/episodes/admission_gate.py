@@ -1,22 +1,22 @@
 """When the next episode may start: a pure state machine over concurrency, staleness and pause.
 
-It counts groups and owns no task; ask again after every change. Counting alone does
-not bound staleness (a slow episode can be overtaken); it is back-pressure. The guarantee is the check
-where a batch is cut, in :mod:`areal_lite.rollout.episodes.row_feed`.
+It counts groups and owns no task; ask again after every change. Counting alone does not bound staleness (a slow
+episode can be overtaken); it is back-pressure. The guarantee is in :mod:`areal_lite.rollout.episodes.staleness`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_lite.rollout.episodes.lookahead import Lead
+from areal_lite.errors import ConfigError
+from areal_lite.rollout.episodes.lookahead import Lookahead
 
 
 @dataclass(slots=True)
 class AdmissionGate:
     """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch + extra - taken)``.
 
-    Groups of a data source start later: just in time for the trainer (:class:`Lead`).
+    Groups of a data source start later: just in time for the trainer (:class:`Lookahead`).
     """
 
     max_concurrent: int | None
@@ -27,20 +27,25 @@ class AdmissionGate:
     extra: int = 0
     """Groups that may be started beyond what the batches need."""
     cut: bool = False
-    """Whether this version's batch was cut; until the next is requested, only the lead may run ahead."""
+    """True once this version's batch was cut; until the next is requested, only ``lookahead`` groups may run."""
     version: int = 0
     paused: bool = False
     held: bool = False
-    """Whether too many ended groups wait for the disk, or it failed."""
+    """True while too many ended groups wait for the disk, or it failed."""
     running: int = 0
     """Groups running now, evaluation included."""
     taken: int = 0
     """Training groups that run, or ended accepted and were not given back as stale."""
-    lead: Lead = field(init=False)
-    """How many groups of a data source may start before the batch that needs them."""
+    lookahead: Lookahead = field(init=False)
+    """Number of groups of a data source that may start before the batch that needs them."""
 
     def __post_init__(self) -> None:
-        self.lead = Lead(batch_size=self.batch_size, max_staleness=self.max_staleness)
+        self.lookahead = Lookahead(batch_size=self.batch_size, max_staleness=self.max_staleness)
+
+    def refuse_paused(self) -> None:
+        """Raise if no episode could start because the engine is paused."""
+        if self.paused:
+            raise ConfigError("the engine is paused, so no episode could start: call resume() first")
 
     def may_start(self) -> bool:
         """Return whether a group outside the staleness bound (evaluation, rollout_batch) may start."""
@@ -53,7 +58,7 @@ class AdmissionGate:
     def may_start_ahead(self, ahead: int) -> bool:
         """Return whether a data source may start a group while ``ahead`` of its groups run or wait."""
         wanted = 0 if self.cut else self.batch_size
-        return self.may_start_training() and ahead < wanted + self.lead.groups + self._extra
+        return self.may_start_training() and ahead < wanted + self.lookahead.groups + self._extra
 
     @property
     def _limit(self) -> int:
@@ -69,14 +74,14 @@ class AdmissionGate:
         self.taken += training
 
     def end(self, *, training: bool, accepted: bool) -> None:
-        """Count a group that ended; only accepted training groups keep their place."""
+        """Count a group that ended; only accepted training groups stay counted."""
         self.running -= 1
         if training and not accepted:
             self.taken -= 1
         assert self.running >= 0 and self.taken >= 0
 
     def give_back(self) -> None:
-        """Free the place of an accepted group that will not train."""
+        """Stop counting an accepted group that will not train."""
         self.taken -= 1
         assert self.taken >= 0
 

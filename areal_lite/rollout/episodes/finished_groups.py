@@ -1,4 +1,4 @@
-"""Finished groups and their waiters. Nothing leaves the box unless a wait succeeds."""
+"""Finished groups and their waiters. Nothing leaves unless a wait succeeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from areal_lite.api.trajectory import Group
 
 
-class ResultBox:
+class FinishedGroups:
     """Groups in the order they finished; lives on the event loop.
 
     A waiter's condition is checked once per change, so a completion costs O(waiters); usually there is

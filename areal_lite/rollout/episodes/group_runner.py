@@ -2,6 +2,14 @@
 
 Knows nothing of queues, batches or staleness: :mod:`areal_lite.rollout.episodes.workflow_executor` decides what starts
 and where a group goes when it ended. There is one task per group, owned here.
+
+Three things may end a group at once: its task, its deadline, and a stop by the run. ``live`` decides: whoever removes
+the group there ends it, and the others find it gone. A cancelled episode may swallow its cancellation (a bare
+``except:`` around a model call) and run on. It cannot be killed, so after a grace it is ended as stopped and left
+behind; its task may finish later, and finds the group gone.
+
+An episode that cancels itself looks like one that was stopped. ``stopped_by`` tells them apart: it is set before each
+cancel that comes from here, so without it the cancellation is the agent's own failure.
 """
 
 from __future__ import annotations
@@ -44,7 +52,7 @@ class GroupRunner:
     """Runs submissions; each ends in exactly one call of ``on_end``.
 
     Args:
-        engine: What workflows generate with.
+        engine: Passed to workflows, which generate with it.
         timeout_s: Wall-clock limit of one group.
         on_end: Called on the loop with each submission and its group, once.
     """
@@ -62,7 +70,7 @@ class GroupRunner:
         self._timeout_s = timeout_s
         self._on_end = on_end
         self.shared = SharedResources()
-        """What all episodes share."""
+        """Objects that all episodes share."""
         self._first_task_id = self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
@@ -88,9 +96,9 @@ class GroupRunner:
 
         Args:
             data: The dataset row.
-            recipe: What to run on it.
+            recipe: Workflow and filter to run on it.
             deliver: Gets the group.
-            training: Whether the group waits for a training step.
+            training: True if the group waits for a training step.
             task_id: Its id; None takes the next number.
             seed_name: Separates its sampling seeds from those of other groups; None is its task id.
             **drawn: ``feed`` and ``samples`` of a group drawn from a data source.
@@ -174,8 +182,6 @@ class GroupRunner:
         )
         try:
             with attributed_to(FailureKind.DATA):  # a packer is user code, so it runs here
-                if submission.feed is not None:
-                    submission.data = submission.feed.source.rollout_input(submission.samples)
                 if isinstance(submission.data, UnpreparedRow):
                     submission.data = submission.data.prepared()
             if self.workers is None:

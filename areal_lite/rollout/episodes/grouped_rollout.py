@@ -24,7 +24,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     """Runs ``workflow`` ``group_size`` times on one row; siblings never outlive the group.
 
     Args:
-        workflow: What one episode runs.
+        workflow: Runs one episode.
         group_size: Episodes, at least 1.
         on_error: When an episode fails, ``drop_episode`` trains the others (if all fail, it raises the
             first error), ``drop_group`` stops the others and drops the group, ``raise`` stops the others
@@ -53,10 +53,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     async def run_episodes(
         self, engine: InferenceEngine, data: dict[str, Any], episodes: list[Episode]
     ) -> list[dict[str, Any]]:
-        """Run ``episodes``, resized in place to the group's size; each gets its trajectory.
+        """Run ``episodes``, resized to the group's size; each gets its trajectory.
 
         Returns:
-            What the episodes that finished with data returned, by ``member_idx``; empty for a dropped group.
+            Values of the episodes that finished with data, by ``member_idx``; empty for a dropped group.
         """
         if len(episodes) != self.group_size:
             seed_name = episodes[0].seed_name if episodes else None
@@ -107,7 +107,7 @@ async def run_group(
     """Run ``workflow`` once on ``data``; each of ``episodes`` that finished gets its trajectory.
 
     Raises:
-        Exception: What the workflow raised, if no episode is left to train.
+        Exception: The workflow's own, if no episode is left to train.
     """
     if isinstance(workflow, GroupedRolloutWorkflow):
         await workflow.run_episodes(engine, data, episodes)

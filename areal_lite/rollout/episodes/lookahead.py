@@ -1,9 +1,15 @@
 """How far generation runs ahead of training: just in time, for the freshest tokens at the same step time.
 
-A pure controller of one number, the lead: the mean staleness of a run is the lead divided by the batch size. One
-batch ahead overlaps generation with training. A larger lead is tried while the trainer lacks finished groups, and
-kept only if steps get shorter; finished groups left over while the trainer is busy reduce it. Where a larger lead did
-not help, generation is the bottleneck, and less than one batch ahead is tried.
+A pure controller of one number, the groups ahead: divided by the batch size, it is the mean staleness of a run. One
+batch ahead overlaps generation with training. More is tried while the trainer lacks finished groups, and kept only if
+steps get shorter; finished groups left over while the trainer is busy reduce it. If more did not help, generation is
+the bottleneck, and less than one batch ahead is tried.
+
+Two signals look right and are not. The time that the trainer waits for a batch alone would grow the lookahead without
+end where generation is the bottleneck: more groups at once then only make each slower and staler. The number of
+finished groups alone would shrink it while batches wait for their oldest groups, and quick groups would overtake those
+even further. So more must prove itself in the step time, which varies: a trial lasts a window of batches, and after
+each failure the next trial is put off longer.
 """
 
 from __future__ import annotations
@@ -16,16 +22,15 @@ WINDOW = 8
 IDLE = 0.05
 """Share of its time that the trainer may wait before it counts as waiting."""
 CHANGE = 1.5
-"""Factor between the leads of a trial."""
+"""Factor between the lookaheads of a trial."""
 GAIN = 0.95
-"""A larger lead stays if it cuts the step time to this share or less; a smaller one stays unless the larger one had
-done so."""
+"""More groups ahead stay if they cut the step time to this share or less; fewer stay unless the more had done so."""
 PATIENCE = (4, 64)
 """Windows without a trial after a failed one: the first number, doubled at each further failure up to the second."""
 
 
 @dataclass(slots=True)
-class Lead:
+class Lookahead:
     """Groups that may start before the batch that needs them, up to ``max_staleness`` batches.
 
     It begins at half the staleness bound, and at least one batch.
@@ -40,9 +45,9 @@ class Lead:
     _waited_s: float = 0.0
     _spare: int | None = None
     _before: tuple[int, float] | None = None
-    """Lead and seconds of the window before the running trial."""
+    """Lookahead and seconds of the window before the running trial."""
     _grows: bool = True
-    """Whether the next trial raises the lead."""
+    """True if the next trial raises the lookahead."""
     _hold: int = 0
     """Windows left without a trial."""
     _patience: int = PATIENCE[0]
@@ -65,7 +70,7 @@ class Lead:
             step_s: Seconds since the batch before.
             waited_s: Seconds of it that the trainer waited.
             starved_s: Seconds of ``waited_s`` with too few finished groups for a batch. In the rest a full batch
-                waited for the oldest groups, which a larger lead would not speed up.
+                waited for the oldest groups, which a larger lookahead would not speed up.
             spare: Finished groups left over by the batch.
         """
         self._batches += 1
@@ -101,7 +106,7 @@ class Lead:
                 self._try(step_s, least)
 
     def _try(self, step_s: float, least: int) -> None:
-        """Begin a trial; at a limit of the lead, in the other direction."""
+        """Begin a trial; at a limit of the lookahead, in the other direction."""
         if not least < self.groups < self._most:
             self._grows = self.groups < self._most
         groups = int(self.groups * CHANGE) + 1 if self._grows else int(self.groups / CHANGE)

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, TurnRole
-from areal_lite.data.source.rollout_data_source import SampleGroup, restarted
+from areal_lite.data.source.rollout_data_source import restarted
 from areal_lite.data.source.sample import Sample, SampleStatus
+from areal_lite.data.source.source_settings import SampleGroup
 
 _STATUS = {EpisodeStatus.ACCEPTED: SampleStatus.COMPLETED, EpisodeStatus.FAILED: SampleStatus.FAILED}
 
@@ -45,19 +46,19 @@ def sampled_group(group: Group) -> SampleGroup:
 def _paths(sample: Sample, trajectory: Trajectory) -> Iterator[Sample]:
     """Yield one sample per path through the turns; a shared answer counts as sampled in the first only."""
     turns = trajectory.turns
-    sampled = [place for place, turn in enumerate(turns) if turn.role is TurnRole.ASSISTANT and len(turn.ids)]
-    ancestors = {above for place in sampled for above in trajectory.path_to(place)[:-1]}
+    sampled = [number for number, turn in enumerate(turns) if turn.role is TurnRole.ASSISTANT and len(turn.ids)]
+    ancestors = {above for number in sampled for above in trajectory.path_to(number)[:-1]}
     taken: set[int] = set()
     for leaf in sampled:
         if leaf in ancestors:
             continue
         linear = sample.sibling(sample.index)
-        for place in trajectory.path_to(leaf):
-            turn = turns[place]
-            if turn.role is not TurnRole.ASSISTANT or place in taken:
+        for number in trajectory.path_to(leaf):
+            turn = turns[number]
+            if turn.role is not TurnRole.ASSISTANT or number in taken:
                 linear.append(turn.ids.tolist())
                 continue
-            taken.add(place)
+            taken.add(number)
             linear.append(
                 turn.ids.tolist(),
                 logprobs=None if turn.logprobs is None else turn.logprobs.tolist(),
@@ -76,9 +77,9 @@ def record_answers(samples: SampleGroup, episodes: Sequence[Episode], *, oldest_
     versions = {version for sample in samples for version in _sampled_versions(sample)}
     if any(version < oldest_version for version in versions):
         return
-    places = {index: place for place, index in enumerate(dict.fromkeys(sample.index for sample in samples))}
+    member_indices = {index: number for number, index in enumerate(dict.fromkeys(sample.index for sample in samples))}
     for sample in samples:
-        episode = episodes[places[sample.index]]
+        episode = episodes[member_indices[sample.index]]
         episode.oldest_version = min(_sampled_versions(sample), default=episode.oldest_version)
         tokens = list(sample.tokens)
         for start, end, stop_reason in sample.spans:

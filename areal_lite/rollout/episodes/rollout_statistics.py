@@ -1,4 +1,4 @@
-"""What pacing costs and whether it is fair: tokens thrown away, seconds waited, slow groups among the trained."""
+"""Costs of pacing and its fairness: tokens thrown away, seconds waited, slow groups among the trained."""
 
 from __future__ import annotations
 

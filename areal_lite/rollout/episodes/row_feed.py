@@ -1,8 +1,15 @@
-"""Groups drawn ahead of the trainer, and the cut of a batch within the staleness bound.
+"""Groups drawn ahead of the trainer: accepted ones gather until a batch is cut, others go back to their source.
 
-A feed belongs to one data source. The executor starts its groups when the gate allows; accepted groups
-gather here until a batch is cut, and untrained ones go back to the source. Guarantees that no batch has a
-token beyond the bound and, with ``stale_groups: wait``, that batches are cut in time for the oldest groups.
+A feed belongs to one data source. Each group drawn from it ends in one of five ways: handed over in a batch and then
+marked as trained, kept with its tokens (stopped or surplus), owed again (too old), retried, or dropped.
+
+The source is user code, and may raise wherever a row is drawn or given back. Raising there would be wrong twice: the
+caller is often the callback of a group that ended, where nobody would see the error, and the group would be counted
+half. So the error is kept, and whoever waits for a batch gets it; the feed draws nothing more.
+
+A batch may never come: every group is rejected, or the rows end. Groups without training data are counted since the
+last accepted one, and beyond a limit the wait ends with the reasons. Stale groups are still counted after an accepted
+one: a bound that is too tight lets some groups through and would otherwise redraw the others for ever.
 """
 
 from __future__ import annotations
@@ -11,93 +18,16 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
-from areal_lite.data.source.rollout_data_source import RolloutDataSource, SampleGroup, restarted
+from areal_lite.data.source.rollout_data_source import RolloutDataSource, restarted
+from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.rollout.episodes.failure_tally import PASSING
-from areal_lite.rollout.episodes.finished_groups import ResultBox
+from areal_lite.rollout.episodes.finished_groups import FinishedGroups
 from areal_lite.rollout.episodes.partial_rollout import sampled_group
-
-STALE = "stale: older than max_head_offpolicyness allows"
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A batch within the bound, and what was too stale to be in it."""
-
-    fresh: list[Group]
-    stale: list[Group]
-    masked_tokens: int = 0
-
-
-def cut_batch(
-    groups: list[Group], count: int, *, version: int, max_staleness: int, mask_off_policy: bool = False
-) -> Cut:
-    """Take ``count`` groups within the staleness bound: oldest tokens first, then earliest start.
-
-    Staleness is ``version`` minus the version of the oldest trained token. Older groups come out as
-    stale; the rest stays in ``groups``, which is changed in place. With fewer than ``count`` fresh
-    groups nothing fresh is taken.
-
-    Args:
-        groups: Accepted groups that wait.
-        count: Groups of the batch.
-        version: The trainer's policy version.
-        max_staleness: The bound.
-        mask_off_policy: Mask tokens beyond the bound and train on the rest.
-    """
-    oldest_version = version - max_staleness
-    too_old = [group for group in groups if _oldest(group) < oldest_version] if mask_off_policy else []
-    masked_tokens = sum(_mask_older(group, oldest_version) for group in too_old)
-    stale = [group for group in groups if _oldest(group) < oldest_version]
-    fresh = [group for group in groups if _oldest(group) >= oldest_version]
-    fresh.sort(key=lambda group: (_oldest(group), group.start_order))
-    taken = fresh[:count] if len(fresh) >= count else []
-    groups[:] = fresh[len(taken) :]
-    return Cut(taken, stale, masked_tokens)
-
-
-def _mask_older(group: Group, oldest_version: int) -> int:
-    """Mask older tokens, unless none would remain; return how many."""
-    kept = [
-        (sequence, sequence.versions >= oldest_version) for sequence in group.sequences if sequence.versions is not None
-    ]
-    before = sum(sequence.num_trained_tokens for sequence, _ in kept)
-    after = sum(int((sequence.loss_mask & newer).sum()) for sequence, newer in kept)
-    if not after:
-        return 0
-    for sequence, newer in kept:
-        sequence.loss_mask &= newer  # in place: the turns see it
-    group.note_versions()
-    return before - after
-
-
-def _oldest(group: Group) -> int:
-    return group.start_version if group.head_version is None else group.head_version
-
-
-def must_wait(running: Mapping[int, int], finished: Mapping[int, int], count: int) -> bool:
-    """Return whether a batch cut now would leave a running group without a place in a later batch.
-
-    A group of slack ``s`` fits into this batch or the next ``s``; after those it is beyond the staleness bound.
-    Groups of slack ``s`` or less therefore fit if at most ``s * count`` of them are left over by this batch,
-    which takes the finished ones of least slack first.
-
-    Args:
-        running: Number of running groups by slack.
-        finished: Number of finished groups by slack.
-        count: Groups per batch.
-    """
-    due = ready = 0
-    for slack in sorted({*running, *finished}):
-        ready += finished.get(slack, 0)
-        due += running.get(slack, 0) + finished.get(slack, 0)
-        if min(due - slack * count, count) > ready:
-            return True
-    return False
+from areal_lite.rollout.episodes.staleness import STALE, OldestGroups
 
 
 class RowFeed:
@@ -105,20 +35,15 @@ class RowFeed:
 
     def __init__(self, source: RolloutDataSource, *, retries: int) -> None:
         self.source = source
-        self.box = ResultBox()
+        self.finished = FinishedGroups()
         self.running = 0
         self.exhausted = False
         self.error: Exception | None = None
-        """What ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
+        """Ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
         self.waited_for_oldest_s = 0.0
-        """Seconds that a full batch waited for running groups, see :func:`must_wait`."""
+        """Seconds that a full batch waited for running groups, see :class:`OldestGroups`."""
+        self.oldest_groups = OldestGroups()
         self._full_since: float | None = None
-        self._oldest_allowed: int | None = None
-        """Oldest version that this batch may train; None if it waits for no running group."""
-        self._slack: dict[TaskId, int] = {}
-        """Slack by running group: number of later batches that it may still be in."""
-        self._running_by_slack: Counter[int] = Counter()
-        self._finished_by_slack: Counter[int] = Counter()
         self._retries = retries
         self._handed_over: list[SampleGroup] = []
         self._misses: Counter[str] = Counter()
@@ -132,7 +57,7 @@ class RowFeed:
                 for group in self.source.get_samples(1):
                     return group
                 self.exhausted = True
-                self.box.changed()
+                self.finished.changed()
         return None
 
     @contextlib.contextmanager
@@ -148,12 +73,12 @@ class RowFeed:
     def end(self, error: Exception) -> None:
         """Stop drawing; whoever waits for a batch gets ``error``."""
         self.error = error
-        self.box.changed()
+        self.finished.changed()
 
     @property
     def ahead(self) -> int:
         """Groups that run or wait for a batch."""
-        return self.running + len(self.box.groups)
+        return self.running + len(self.finished.groups)
 
     def wait_for_oldest(self, running: Mapping[TaskId, int], oldest_allowed: int | None) -> None:
         """Make the next batch wait for running groups that would otherwise grow too old.
@@ -163,32 +88,18 @@ class RowFeed:
             oldest_allowed: Oldest version that the batch may train; None waits for no running group.
         """
         self._full_since = None
-        self._oldest_allowed = oldest_allowed
-        self._slack.clear()
-        self._running_by_slack.clear()
-        self._finished_by_slack.clear()
-        if oldest_allowed is not None:
-            for task_id, version in running.items():
-                self.note_running(task_id, version)
-            self._finished_by_slack.update(self._slack_of(_oldest(group)) for group in self.box.groups)
-
-    def note_running(self, task_id: TaskId, version: int) -> None:
-        """Record a running group whose oldest token has ``version``."""
-        if self._oldest_allowed is not None:
-            slack = self._slack[task_id] = self._slack_of(version)
-            self._running_by_slack[slack] += 1
-
-    def _slack_of(self, version: int) -> int:
-        assert self._oldest_allowed is not None
-        return max(0, version - self._oldest_allowed)
+        self.oldest_groups = OldestGroups(oldest_allowed)
+        for task_id, version in running.items():
+            self.oldest_groups.add_running(task_id, version)
+        for group in self.finished.groups:
+            self.oldest_groups.add_finished(group)
 
     def accept(self, group: Group) -> None:
         """Keep an accepted group for a batch, and reset the counts of missed groups except stale ones."""
         self._misses = Counter({STALE: self._misses[STALE]})
         self._missed_kinds.clear()
-        if self._oldest_allowed is not None:
-            self._finished_by_slack[self._slack_of(_oldest(group))] += 1
-        self.box.put(group)
+        self.oldest_groups.add_finished(group)
+        self.finished.put(group)
 
     def hand_over(self, groups: list[Group]) -> None:
         """Record the batch just cut, mark the one before as trained, and reset the counts of missed groups."""
@@ -200,7 +111,7 @@ class RowFeed:
     def take_back(self, batch: list[Group]) -> None:
         """Keep the last batch, which never reached its caller, for the next cut."""
         self._handed_over = []
-        self.box.put_back(batch)
+        self.finished.put_back(batch)
 
     def mark_trained(self) -> None:
         """Mark the last batch as trained."""
@@ -217,7 +128,7 @@ class RowFeed:
         """Return a stopped or surplus group to the source with what it has sampled."""
         with self._source_at_work():
             self._return(sampled_group(group))
-        self.box.changed()
+        self.finished.changed()
 
     def miss(self, group: Group) -> None:
         """Count a group that ended without training data; the row of a failed one is retried a few times."""
@@ -238,7 +149,7 @@ class RowFeed:
     def count_miss(self, reason: str) -> None:
         """Count a group that ended without training data."""
         self._misses[reason] += 1
-        self.box.changed()
+        self.finished.changed()
 
     def ready(self, count: int, max_misses: int) -> Callable[[], bool]:
         """Return the condition to wait for: a batch is complete, or certain never to be."""
@@ -252,11 +163,11 @@ class RowFeed:
 
     def _complete(self, count: int) -> bool:
         """Return whether there is a batch, and no running group that it has to wait for."""
-        if len(self.box.groups) < count:
+        if len(self.finished.groups) < count:
             return False
         now = time.monotonic()
         self._full_since = self._full_since or now
-        if self._slack and must_wait(self._running_by_slack, self._finished_by_slack, count):
+        if self.oldest_groups.hold_up(count):
             return False
         self.waited_for_oldest_s += now - self._full_since
         self._full_since = None
@@ -265,8 +176,7 @@ class RowFeed:
     def ended(self, group: Group) -> None:
         """Record that a running group ended, with any status."""
         self.running -= 1
-        if (slack := self._slack.pop(group.task_id, None)) is not None:
-            self._running_by_slack[slack] -= 1
+        self.oldest_groups.remove_running(group.task_id)
 
     def check(self, count: int) -> None:
         """Raise what ended the wait of :meth:`ready`, unless a batch is complete.
@@ -277,10 +187,12 @@ class RowFeed:
         """
         if self.error is not None:
             raise self.error
-        if len(self.box.groups) >= count:
+        if len(self.finished.groups) >= count:
             return
         if self._ended():
-            what = "has no rows" if not self.source.sample_index else f"ended with {len(self.box.groups)} groups left"
+            what = (
+                "has no rows" if not self.source.sample_index else f"ended with {len(self.finished.groups)} groups left"
+            )
             raise ConfigError(
                 f"the source of rows {what}, fewer than consumer_batch_size={count}: give an iterable that can be "
                 "iterated again (a list), more rows, or a smaller batch"

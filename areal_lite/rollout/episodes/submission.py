@@ -12,14 +12,14 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.data.source.rollout_data_source import SampleGroup
+from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.rollout.episodes.row_feed import RowFeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRecipe:
-    """What to run on a row, resolved once and shared by many submissions."""
+    """The workflow and filter to run on a row, resolved once and shared by many submissions."""
 
     workflow: RolloutWorkflow
     sent: PickledObject | None = None
@@ -38,7 +38,7 @@ class Submission:
     recipe: EpisodeRecipe
     deliver: Callable[[Group], None]
     training: bool
-    """Whether the staleness bound applies: its group waits for a training step."""
+    """True if its group waits for a training step, so that the staleness bound applies."""
     feed: RowFeed | None = None
     """The feed it was drawn from, which decides when an accepted group trains."""
     samples: SampleGroup = field(default_factory=list)
@@ -49,10 +49,10 @@ class Submission:
     start_order: int = 0
     start_version: int = 0
     extended: bool = False
-    """Whether it got its time again, because another episode blocked the event loop at its deadline."""
+    """True if it got its time again, because another episode blocked the event loop at its deadline."""
     task: asyncio.Task[Group] | None = None
     stopped_by: Failure | None = None
-    """Why the run cancelled it; None otherwise."""
+    """Reason that the run cancelled it for; None otherwise."""
 
     def oldest_version(self) -> int | None:
         """Return a lower bound on the versions of its tokens; None before the first model call."""

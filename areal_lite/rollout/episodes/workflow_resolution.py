@@ -73,7 +73,7 @@ def resolve_workflow(
         workflow_kwargs: Arguments of the class's constructor. A path in ``tokenizer`` is loaded, unless the
             constructor annotates it as ``str``.
         wrap_agent: Makes a workflow of an object with ``async run()``.
-        allow_sync: Whether an agent's ``run`` may be a plain function.
+        allow_sync: Let an agent's ``run`` be a plain function.
 
     Raises:
         ConfigError: If it is none of these, kwargs do not fit, ``run`` is not async, or the tokenizer cannot

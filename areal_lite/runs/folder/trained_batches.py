@@ -17,7 +17,7 @@ from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
-from areal_lite.rollout.episodes.row_feed import cut_batch
+from areal_lite.rollout.episodes.staleness import cut_batch
 
 BATCHES = "batches.jsonl"
 

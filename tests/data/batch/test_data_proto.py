@@ -105,6 +105,12 @@ def test_every_kind_of_index_takes_the_same_items_on_both_sides(size: int, data:
     assert items_of(batch[cut]) == items[cut]
 
 
+@pytest.mark.parametrize("step", [-(2**63) - 1, 2**63, -4, 4])
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_step_beyond_the_items_selects_one_at_most(size: int, step: int) -> None:
+    assert items_of(numbered(size)[::step]) == list(range(size))[::step]
+
+
 _INDEX_TYPES: list[Callable[[list[Any]], Any]] = [list, tuple, np.array, torch.tensor]
 
 

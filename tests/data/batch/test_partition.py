@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.data.batch.partition import (
-    balance_order,
     get_seqlen_balanced_partitions,
     karmarkar_karp,
     longest_processing_time,
@@ -106,22 +105,6 @@ def test_fewer_items_than_parts_are_refused(lengths, k):  # R18
 def test_a_negative_length_is_refused():
     with pytest.raises(ValueError, match="item 1 has length -1"):
         get_seqlen_balanced_partitions([3, -1], 2)
-
-
-@given(st.integers(1, 6), st.integers(1, 8), st.data())
-def test_equal_slices_hold_nearly_equal_tokens(num_ranks, per_rank, data):  # V43
-    count = num_ranks * per_rank
-    lengths = data.draw(st.lists(st.integers(0, 500), min_size=count, max_size=count))
-    order = balance_order(lengths, num_ranks)
-    assert sorted(order) == list(range(count))
-    loads = [sum(lengths[i] for i in order[start : start + per_rank]) for start in range(0, count, per_rank)]
-    assert max(loads) - sum(loads) / num_ranks <= max(lengths)
-
-
-def test_a_balanced_order_by_hand():  # V43
-    assert balance_order([9, 8, 2, 1], 2) == [0, 3, 1, 2]
-    with pytest.raises(ValueError, match="3 sequences cannot be divided evenly among 2 ranks"):
-        balance_order([1, 2, 3], 2)
 
 
 def test_a_part_takes_its_whole_share_while_it_is_the_lightest() -> None:

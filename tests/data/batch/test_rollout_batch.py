@@ -17,6 +17,7 @@ from areal_lite.data.packer.data_packer import UnpreparedRow, rollout_inputs, ro
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.dynamic_filters import nonzero_reward_std
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, TrainingError
 from tests.fixtures.tiny_model import build_tiny_model
 
@@ -103,7 +104,7 @@ def test_the_packers_text_becomes_the_prompt(packer: DecoderOnlyLLMDataPacker) -
 
     rows = [{"prompt": "a", "answer": 1}]
     assert rollout_inputs(Shouting(), rows) == [{"prompt": "A!", "answer": 1}]
-    source = RolloutDataSource(rows, packer=Shouting())
+    source = RolloutDataSource(rows, SourceSettings(packer=Shouting()))
     (group,) = source.get_samples(1)
     assert source.rollout_input(group) == {"prompt": "A!", "answer": 1}
     assert group[0].row == rows[0]

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.data.batch.rollout_dump import dump_rollouts
+from areal_lite.data.batch.rollout_dump import ScoredAnswers, dump_rollouts
 from areal_lite.errors import StorageError
 from tests.trainer.crash_states import files_end_at
 
 
 def dump(directory, step=3, **changes):
     columns = {"inputs": ["2+2?", "1+1?"], "outputs": ["4", "3"], "gts": ["4", "2"], "scores": [1.0, 0.0]}
-    return dump_rollouts(directory, step, **(columns | changes))
+    return dump_rollouts(directory, step, ScoredAnswers(**(columns | changes)))
 
 
 def lines(path):
@@ -66,9 +66,7 @@ def test_vb10_a_step_trained_again_gets_a_new_file(tmp_path):
 @given(texts=st.lists(st.text(st.characters(codec="utf-8")), max_size=4))
 def test_every_answer_is_one_line_for_any_text(tmp_path_factory, texts):
     count = len(texts)
-    path = dump_rollouts(
-        tmp_path_factory.mktemp("dump"), 0, inputs=texts, outputs=texts, gts=texts, scores=[0.0] * count
-    )
+    path = dump(tmp_path_factory.mktemp("dump"), 0, inputs=texts, outputs=texts, gts=texts, scores=[0.0] * count)
     assert [one["output"] for one in lines(path)] == texts
 
 

@@ -14,11 +14,14 @@ from areal_lite.data.source.buffered_data_source import (
 )
 from areal_lite.data.source.rollout_data_source import restarted
 from areal_lite.data.source.sample import Sample
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 
 
 def make(size=9, members=1, **settings):
-    return RolloutDataSourceWithBuffer([{"n": n} for n in range(size)], n_samples_per_prompt=members, **settings)
+    return RolloutDataSourceWithBuffer(
+        [{"n": n} for n in range(size)], SourceSettings(n_samples_per_prompt=members, **settings)
+    )
 
 
 def groups_with_rewards(source, *rewards):

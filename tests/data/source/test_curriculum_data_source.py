@@ -10,7 +10,9 @@ import pytest
 
 from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.rows.samplers import AbstractSampler
-from areal_lite.data.source.buffered_data_source import CurriculumDataSource
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.row_streams import CurriculumRows
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 
 ROWS = [{"prompt": str(number)} for number in range(6)]
@@ -43,9 +45,14 @@ class UpWithState(Up):
         self.place = state["place"]
 
 
-def source(kind: type[Up] = Up) -> CurriculumDataSource:
+def source(kind: type[Up] = Up) -> RolloutDataSourceWithBuffer:
     sampler = kind(ROWS, DatasetConfig(path=""))
-    return CurriculumDataSource(ROWS, sampler=sampler, n_samples_per_prompt=2)
+    return RolloutDataSourceWithBuffer(CurriculumRows(ROWS, SourceSettings(n_samples_per_prompt=2), sampler))
+
+
+def learn(source: RolloutDataSourceWithBuffer, batch: int) -> None:
+    assert isinstance(source.rows, CurriculumRows)
+    source.rows.update(batch)
 
 
 def prompts(drawn: list[Any]) -> list[Any]:
@@ -55,7 +62,7 @@ def prompts(drawn: list[Any]) -> list[Any]:
 def test_v61_a_trained_batch_changes_the_next_draw() -> None:
     rows = source()
     assert prompts(rows.get_samples(2)) == ["0", "1"]
-    rows.update(2)
+    learn(rows, 2)
     assert prompts(rows.get_samples(2)) == ["4", "5"]
     assert prompts(rows.get_samples(1)) == ["0"]
     assert (rows.epoch_id, rows.sample_offset, len(rows)) == (1, 1, 6)
@@ -73,7 +80,7 @@ def test_a_restart_resumes_the_curriculum(kind: type[Up], next_prompt: str) -> N
     """A curriculum without a state skips as many rows as were drawn, and forgets what it learned."""
     before = source(kind)
     before.mark_trained(before.get_samples(2))
-    before.update(2)
+    learn(before, 2)
     after = source(kind)
     after.load_state_dict(orjson.loads(orjson.dumps(before.state_dict())))
     assert prompts(after.get_samples(1)) == [next_prompt]

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.source.buffered_data_source import IterableDataSource, RolloutDataSourceWithBuffer
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.data_source_state import group_to_json
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.row_streams import IterableRows
 from areal_lite.data.source.sample import Sample, SampleStatus
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 
 
@@ -26,7 +28,11 @@ def rows(size):
 
 
 def make(size=5, cls=RolloutDataSource, **settings):
-    return cls(rows(size), **({"seed": 1, "shuffle": True} | settings))
+    return cls(rows(size), SourceSettings(**({"seed": 1, "shuffle": True} | settings)))
+
+
+def of_iterable(rows):
+    return RolloutDataSource(IterableRows(rows, SourceSettings()))
 
 
 def drawn(source, count):
@@ -49,7 +55,7 @@ def test_s3_epoch_0_is_shuffled_too():
 
 
 def test_s4_s10_without_a_dataset_samples_are_empty_but_counted():
-    source = RolloutDataSource(None, n_samples_per_prompt=2)
+    source = RolloutDataSource(None, SourceSettings(n_samples_per_prompt=2))
     assert len(source) == 0
     groups = source.get_samples(3)
     assert [[s.index for s in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
@@ -87,7 +93,7 @@ def drawn_of_epoch_1(size):
 
 def test_s8_no_sample_shares_anything_with_the_dataset_or_a_sibling():
     data = rows(1)
-    (group,) = RolloutDataSource(data, n_samples_per_prompt=3).get_samples(1)
+    (group,) = RolloutDataSource(data, SourceSettings(n_samples_per_prompt=3)).get_samples(1)
     group[0].row["nested"]["list"].append(9)
     group[0].row["n"] = 9
     assert data == rows(1)
@@ -114,7 +120,7 @@ def test_sb7_a_source_says_whether_it_takes_samples():
 def test_s16_s17_without_a_dataset_or_a_directory_nothing_is_saved_or_loaded(tmp_path):
     RolloutDataSource(None).save(1, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert RolloutDataSource(None, shuffle=True).load(1, tmp_path) is False  # S-B11 too
+    assert RolloutDataSource(None, SourceSettings(shuffle=True)).load(1, tmp_path) is False  # S-B11 too
     assert make().load(1, None) is False
     with pytest.raises(ConfigError, match=r"save\(1\): no directory is given: pass one"):
         make().save(1)
@@ -167,14 +173,14 @@ def test_sb1_every_epoch_gives_each_row_once_for_any_requests(size, requests, sh
 
 def test_sb2_a_dataset_without_rows_is_refused():
     with pytest.raises(ConfigError, match="the dataset empty.jsonl has no rows"):
-        RolloutDataSource([], name="empty.jsonl")
+        RolloutDataSource([], SourceSettings(name="empty.jsonl"))
 
 
 def test_sb10_the_order_depends_on_seed_and_epoch_only():
     state = random.getstate()
     first = drawn(make(50), 100)
     assert random.getstate() == state
-    assert drawn(RolloutDataSource(rows(50), shuffle=True), 100) == first
+    assert drawn(RolloutDataSource(rows(50), SourceSettings(shuffle=True)), 100) == first
     random.seed(7)
     assert drawn(make(50), 100) == first
     assert first[:50] != first[50:]
@@ -197,7 +203,7 @@ def test_sb12_a_missing_state_is_an_error_if_strict(tmp_path):
         (make(shuffle=False), "shuffle was True and is False"),
         (make(n_samples_per_prompt=2), "n_samples_per_prompt was 1 and is 2"),
         (make(name="b"), "dataset was '' and is 'b'"),
-        (RolloutDataSource([{"n": -n} for n in range(5)], seed=1, shuffle=True), "content was"),
+        (RolloutDataSource([{"n": -n} for n in range(5)], SourceSettings(seed=1, shuffle=True)), "content was"),
     ],
 )
 def test_sb13_a_state_of_other_data_is_refused_with_the_difference(other, said):
@@ -316,7 +322,7 @@ def test_a_row_that_is_no_row_is_refused_and_loses_no_row_before_it():
     message = "a row of the dataset is 17: each row must be a dict of columns, text, or a list of messages"
     with pytest.raises(ConfigError, match=message):
         RolloutDataSource([17])
-    source = IterableDataSource([{"n": 0}, 17])
+    source = of_iterable([{"n": 0}, 17])
     with pytest.raises(ConfigError, match=message):
         source.get_samples(2)
     assert drawn(source, 1) == [0]
@@ -329,12 +335,12 @@ CONVERSATION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.mark.parametrize("row", ["What is 2+2?", CONVERSATION])
 def test_d10_d11_a_row_may_be_text_or_a_conversation(row, tmp_path):
-    source = RolloutDataSource([row, row], n_samples_per_prompt=2)
+    source = RolloutDataSource([row, row], SourceSettings(n_samples_per_prompt=2))
     ((sample, _),) = groups = source.get_samples(1)
     assert (sample.row, sample.prompt, sample.label) == (row, row, None)
     assert source.rollout_input(groups[0]) == {"prompt": row}
     source.save(1, tmp_path)
-    resumed = RolloutDataSource([row, row], n_samples_per_prompt=2)
+    resumed = RolloutDataSource([row, row], SourceSettings(n_samples_per_prompt=2))
     resumed.load(1, tmp_path)
     assert resumed.get_samples(1)[0][0].row == row
 
@@ -415,15 +421,15 @@ def test_a_packer_that_collates_nothing_gets_each_row_when_it_is_needed():
 
 def test_metadata_come_from_their_column_and_keep_what_was_added():
     data = [{"prompt": "p", "facts": {"level": 3}}, {"prompt": "q", "facts": None}]
-    source = RolloutDataSource(data, n_samples_per_prompt=2, metadata_key="facts")
+    source = RolloutDataSource(data, SourceSettings(n_samples_per_prompt=2, metadata_key="facts"))
     (first, second), (third, _) = source.get_samples(2)
     assert (first.metadata, second.metadata, third.metadata) == ({"level": 3}, {"level": 3}, {})
     first.metadata["seen"] = True
-    resumed = RolloutDataSource(data, n_samples_per_prompt=2, metadata_key="facts")
+    resumed = RolloutDataSource(data, SourceSettings(n_samples_per_prompt=2, metadata_key="facts"))
     resumed.load_state_dict(source.state_dict())
     assert resumed.get_samples(1)[0][0].metadata == {"level": 3, "seen": True}
     with pytest.raises(ConfigError, match=r"the column 'prompt' \(metadata_key\) of a row is 'p': it must be a dict"):
-        RolloutDataSource(data, metadata_key="prompt").get_samples(1)
+        RolloutDataSource(data, SourceSettings(metadata_key="prompt")).get_samples(1)
 
 
 def test_metadata_are_json_values_and_copied_on_load():
@@ -456,7 +462,7 @@ def test_new_rows_of_a_growing_dataset_are_drawn_in_the_next_epoch():
             self.rows = rows(3)
 
     dataset = Growing()
-    source = RolloutDataSource(dataset, shuffle=True)
+    source = RolloutDataSource(dataset, SourceSettings(shuffle=True))
     source.get_samples(1)
     dataset.rows += [{"n": 3}]
     assert 3 not in drawn(source, 2)
@@ -472,10 +478,10 @@ def test_a_resumed_epoch_has_the_rows_that_it_began_with():
         on_disk = property(lambda self: self[:4])
 
     dataset = Growing(4)
-    source = RolloutDataSource(dataset, shuffle=True)
+    source = RolloutDataSource(dataset, SourceSettings(shuffle=True))
     source.get_samples(2)
     dataset.rows += rows(6)[4:]
-    resumed = RolloutDataSource(Growing(6), shuffle=True)
+    resumed = RolloutDataSource(Growing(6), SourceSettings(shuffle=True))
     resumed.load_state_dict(source.state_dict())
     assert len(resumed) == 4
     assert sorted(drawn(resumed, 4)) == [0, 1, 2, 3]  # the two owed ones first
@@ -505,10 +511,10 @@ def test_owed_groups_are_handed_out_in_the_order_of_their_numbers():
 
 
 def test_rows_that_are_not_json_are_saved_by_position(tmp_path):
-    source = RolloutDataSource([{"image": object(), (1, 2): 3}], seed=1)
+    source = RolloutDataSource([{"image": object(), (1, 2): 3}], SourceSettings(seed=1))
     source.get_samples(1)
     source.save(1, tmp_path)
-    resumed = RolloutDataSource([{"image": object(), (1, 2): 3}], seed=1)
+    resumed = RolloutDataSource([{"image": object(), (1, 2): 3}], SourceSettings(seed=1))
     resumed.load(1, tmp_path)
     assert resumed.get_samples(1)[0][0].row[(1, 2)] == 3
 
@@ -527,13 +533,13 @@ def test_the_source_is_an_endless_iterable_of_groups():
 
 
 def test_an_iterable_starts_over_and_an_iterator_ends():
-    again = IterableDataSource(rows(2))
+    again = of_iterable(rows(2))
     assert drawn(again, 5) == [0, 1, 0, 1, 0]
     assert (again.epoch_id, again.sample_offset) == (2, 1)
     assert len(again.get_samples(1)[0]) == 1
-    once = IterableDataSource(iter(rows(2)))
+    once = of_iterable(iter(rows(2)))
     assert drawn(once, 5) == [0, 1]
-    assert once.ended
+    assert once.get_samples(1) == []
     with pytest.raises(ConfigError, match="no position to save"):
         again.state_dict()
 
@@ -544,8 +550,8 @@ def test_a_loader_of_lists_gives_its_rows_one_by_one(sizes, count):
     batches = [[{"n": next(numbers)} for _ in range(size)] for size in sizes]
     flat = [row["n"] for batch in batches for row in batch]
     expected = list(itertools.islice(itertools.cycle(flat), count))
-    assert drawn(IterableDataSource(batches), count) == expected
-    assert drawn(IterableDataSource(iter(batches)), count) == flat[:count]
+    assert drawn(of_iterable(batches), count) == expected
+    assert drawn(of_iterable(iter(batches)), count) == flat[:count]
 
 
 def test_an_error_of_an_iterable_loses_no_row_before_it():
@@ -560,7 +566,7 @@ def test_an_error_of_an_iterable_loses_no_row_before_it():
                 raise OSError("net")
             return self.left.pop(0)
 
-    source = IterableDataSource(Broken())
+    source = of_iterable(Broken())
     with pytest.raises(OSError, match="net"):
         source.get_samples(4)
     assert drawn(source, 4) == [0, 1]

@@ -8,6 +8,7 @@ import pytest
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer, highest_reward_first
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.slime_args import settings_of
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 
 
@@ -96,17 +97,8 @@ def test_the_switch_of_the_chat_template_and_the_longest_prompt(args):
 
 def test_missing_arguments_have_slimes_defaults(args):
     needed = {"rollout_global_dataset": False, "n_samples_per_prompt": 2}
-    expected = {
-        "n_samples_per_prompt": 2,
-        "seed": 42,
-        "shuffle": False,
-        "label_key": None,
-        "metadata_key": None,
-        "reward_key": None,
-        "prompt_key": "input",
-    }
-    assert settings_of(Namespace(**needed), buffers=False) == expected
-    assert settings_of(Namespace(**needed), buffers=True) == expected | {"buffer_filter": None}
+    found = settings_of(Namespace(**needed))
+    assert found == SourceSettings(n_samples_per_prompt=2, seed=42, prompt_key="input", slime_args=found.slime_args)
     del args.apply_chat_template, args.rollout_shuffle, args.rollout_max_prompt_len
     source = RolloutDataSource(args)
     assert (len(source), source.get_samples(1)[0][0].prompt) == (40, "What is 0?")

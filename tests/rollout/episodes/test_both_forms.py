@@ -9,7 +9,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from areal_lite.rollout.remote_inf_engine import Operation, RemoteInfEngine
+from areal_lite.rollout.both_forms import Operation
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.scripted import OneTurn
 from tests.stub_server import StubThread
 

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
-from areal_lite.rollout.episodes.lookahead import Lead
+from areal_lite.rollout.episodes.lookahead import Lookahead
 from areal_lite.rollout.episodes.rollout_statistics import RolloutStatistics, trained_shares
-from areal_lite.rollout.episodes.row_feed import RowFeed, cut_batch, must_wait
+from areal_lite.rollout.episodes.row_feed import RowFeed
+from areal_lite.rollout.episodes.staleness import cut_batch, must_wait
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.episodes.test_partial_rollout import hold, let_go, rows_of, source_of
 from tests.rollout.scripted import OneTurn, TwoTurns
@@ -187,12 +188,12 @@ def test_a_feed_waits_by_the_groups_that_run_and_have_finished() -> None:
     feed = RowFeed(source_of(1), retries=0)
     feed.running = 9
     ready = feed.ready(2, 10)
-    feed.box.groups += [group_of(1, [6]), group_of(2, [6])]
+    feed.finished.groups += [group_of(1, [6]), group_of(2, [6])]
     feed.wait_for_oldest({7: 1}, 3)  # too old already, and still waited for
     assert not ready()
     feed.ended(group_of(7, [1]))
     assert ready()
-    feed.note_running(8, 3)
+    feed.oldest_groups.add_running(8, 3)
     assert not ready()
     feed.accept(group_of(3, [3]))
     assert not ready()
@@ -204,8 +205,8 @@ def test_a_feed_waits_by_the_groups_that_run_and_have_finished() -> None:
     assert ready()
     feed.wait_for_oldest({}, 3)
     feed.ended(group_of(8, [3]))  # of the wait before
-    feed.note_running(10, 3)
-    feed.box.groups[:] = [group_of(1, [6]), group_of(2, [6])]
+    feed.oldest_groups.add_running(10, 3)
+    feed.finished.groups[:] = [group_of(1, [6]), group_of(2, [6])]
     feed.wait_for_oldest({10: 3}, 3)
     assert not ready()
     feed.wait_for_oldest({10: 3}, None)
@@ -249,7 +250,7 @@ def test_a_full_batch_waits_for_the_group_that_the_next_one_could_not_train(
 
 def until_finished(engine: RemoteInfEngine, count: int) -> None:
     """Return once so many groups of the source have finished."""
-    until(lambda: len(engine._executor.statistics._drawn) >= count)
+    until(lambda: len(engine._executor.ended.statistics._drawn) >= count)
     engine.set_version(engine.get_version())  # and whoever waits for them has run
 
 
@@ -274,7 +275,7 @@ def test_a_full_batch_waits_for_a_resumed_group_with_tokens_that_the_next_one_co
     engine.set_version(1)
     with ThreadPoolExecutor() as thread:
         batch = thread.submit(engine.prepare_batch, source, OneTurn)
-        until(lambda: len(engine._executor.statistics._drawn) >= 1)  # the other group
+        until(lambda: len(engine._executor.ended.statistics._drawn) >= 1)  # the other group
         let_go(stub)
         (result,) = batch.result(10)
     assert (result.data["n"], result.head_version, result.tail_version) == (1, 0, 1)
@@ -289,7 +290,7 @@ def test_a_redrawn_group_is_discarded_and_its_row_comes_again(start_stub: StartS
         rows += rows_of(engine.prepare_batch(source, OneTurn))
         engine.set_version(version)
     assert rows[0] == 3 and rows.count(1) == 1
-    (feed, _) = engine._executor._feeds[id(source)]
+    (feed, _) = engine._executor.batches._feeds[id(source)]
     assert engine._executor.gate.taken == 5 + feed.ahead  # the discarded group's place is free
     assert engine.rollout_metrics()["discarded_tokens"] == 8
 
@@ -347,12 +348,12 @@ def test_a_new_version_while_a_batch_waits_changes_what_it_waits_for(
     until(lambda: answered[3] == 1)
     with ThreadPoolExecutor() as thread:
         batch = thread.submit(engine.prepare_batch, source, Gated)
-        until(engine._executor._asking.locked)
+        until(engine._executor.batches._asking.locked)
         engine.set_version(2)  # row 1 is of version 0
-        engine._running_loop.call_soon(gates[3].set)
+        engine.running_loop.call_soon(gates[3].set)
         until_finished(engine, 2)
         assert not batch.done()
-        engine._running_loop.call_soon(gates[1].set)
+        engine.running_loop.call_soon(gates[1].set)
         assert rows_of(batch.result(10)) == [1]
 
 
@@ -369,26 +370,26 @@ def test_a_new_version_ends_a_wait_for_a_group_that_is_too_old_by_now(
     with ThreadPoolExecutor() as thread:
         batch = thread.submit(engine.prepare_batch, source, OneTurn)
         until_finished(engine, 2)
-        until(engine._executor._asking.locked)
+        until(engine._executor.batches._asking.locked)
         assert not batch.done()
         engine.set_version(2)
         assert rows_of(batch.result(10)) == [3]
     let_go(stub)
 
 
-def test_a_batch_that_is_asked_for_starts_its_groups_beside_those_of_the_lead(
+def test_a_batch_that_is_asked_for_starts_its_groups_beside_those_ahead(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Lead, "batch_cut", lambda self, **_: setattr(self, "groups", 6))
+    monkeypatch.setattr(Lookahead, "batch_cut", lambda self, **_: setattr(self, "groups", 6))
     stub = start_stub(tell_version=False)
     hold(stub, lambda ids: ids[0] > 2)
     engine = start_engine(stub, consumer_batch_size=1, max_head_offpolicyness=9)
     source = source_of(20)
     rows = rows_of(engine.prepare_batch(source, OneTurn))
-    until(lambda: len(engine._executor.statistics._drawn) == 2)
-    assert len(engine._executor._runner.live) == 3  # with one that has finished: the lead
+    until(lambda: len(engine._executor.ended.statistics._drawn) == 2)
+    assert len(engine._executor.runner.live) == 3  # with one that has finished: the lookahead
     rows += rows_of(engine.prepare_batch(source, OneTurn))
-    stub.until_held(6)  # the larger lead
+    stub.until_held(6)  # the larger lookahead
     with ThreadPoolExecutor() as thread:
         batch = thread.submit(engine.prepare_batch, source, OneTurn)
         stub.until_held(1)  # one for the batch
@@ -407,7 +408,7 @@ def test_groups_start_for_the_batch_that_is_asked_for_and_the_lead_alone_once_it
     assert [gate.may_start_ahead(4), gate.may_start_ahead(5)] == [True, False]
     gate.set_version(1)
     assert gate.may_start_ahead(8)
-    gate.lead.groups = 7
+    gate.lookahead.groups = 7
     assert [gate.may_start_ahead(11), gate.may_start_ahead(12)] == [True, False]
     gate.paused = True
     assert not gate.may_start_ahead(0)

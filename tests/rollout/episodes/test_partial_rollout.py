@@ -17,6 +17,7 @@ from areal_lite.api.engine_api import FilterDecision
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.dynamic_filters import nonzero_reward_std
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.scripted import OneTurn, tensors_of
@@ -54,7 +55,7 @@ class FailsAtFirst(RolloutWorkflow):
 
 def source_of(size: int, members: int = 1) -> RolloutDataSourceWithBuffer:
     rows = [{"n": n, "ids": [n, n, n]} for n in range(1, size + 1)]
-    return RolloutDataSourceWithBuffer(rows, n_samples_per_prompt=members)
+    return RolloutDataSourceWithBuffer(rows, SourceSettings(n_samples_per_prompt=members))
 
 
 def hold(stub: StubThread, holds: Callable[[list[int]], bool]) -> None:
@@ -184,7 +185,7 @@ def test_sb17_finished_surplus_groups_are_accepted_later_without_generation(
     )
     source = source_of(9)
     first = engine.prepare_batch(source, AskTwice)
-    while engine._executor._runner.live:
+    while engine._executor.runner.live:
         engine.rollout_batch([], OneTurn)
     engine.close_source(source)
     statuses = [g[0].status for g in source.buffer]

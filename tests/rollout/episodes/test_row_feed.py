@@ -13,8 +13,10 @@ import pytest
 
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
-from areal_lite.data.source.buffered_data_source import IterableDataSource
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.row_streams import IterableRows
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, ServerError, StarvationError
 from areal_lite.rollout.episodes import row_feed
 from areal_lite.rollout.episodes.row_feed import RowFeed, drop_reason
@@ -124,7 +126,7 @@ def test_a_batch_is_owed_until_the_next_is_handed_over_and_one_taken_back_stays_
     assert feed.source.num_owed == 1
     feed.take_back(second)
     feed.mark_trained()
-    assert (feed.source.num_owed, feed.box.groups) == (1, second)
+    assert (feed.source.num_owed, feed.finished.groups) == (1, second)
 
 
 class Marked(RolloutDataSource):
@@ -145,7 +147,7 @@ def test_a_source_hears_once_that_a_batch_was_trained() -> None:
 
 
 def test_a_row_that_comes_back_is_drawn_again_though_the_source_had_ended() -> None:
-    feed = RowFeed(IterableDataSource(iter([{"n": 0}])), retries=1)
+    feed = RowFeed(RolloutDataSourceWithBuffer(IterableRows(iter([{"n": 0}]), SourceSettings())), retries=1)
     failed = drawn(feed, "failed")
     assert feed.next_group() is None
     for give_back in (feed.miss, feed.owe, feed.keep):
@@ -188,7 +190,7 @@ def test_groups_that_run_and_groups_that_wait_are_ahead() -> None:
 
 async def wakes(feed: RowFeed, act: Callable[[], object], *, count: int = 1) -> bool:
     """Return whether the wait for a batch, which goes on before, is over after ``act``."""
-    waiter = asyncio.create_task(feed.box.until(feed.ready(count, 2)))
+    waiter = asyncio.create_task(feed.finished.until(feed.ready(count, 2)))
     await asyncio.sleep(0)
     assert not waiter.done()
     act()
@@ -204,7 +206,7 @@ def woken(feed: RowFeed, act: Callable[[], object], *, count: int = 1) -> bool:
 
 def test_a_wait_ends_with_the_source_once_no_group_runs() -> None:
     for running in (1, 0):
-        feed = RowFeed(IterableDataSource(iter([])), retries=0)
+        feed = RowFeed(RolloutDataSourceWithBuffer(IterableRows(iter([]), SourceSettings())), retries=0)
         feed.running = running
         assert woken(feed, feed.next_group) is not bool(running)
     with pytest.raises(ConfigError, match="has no rows, fewer than consumer_batch_size=2"):
@@ -328,6 +330,6 @@ def test_a_new_count_of_running_groups_forgets_those_it_does_not_name() -> None:
     feed.accept(ended("accepted", start_version=9))
     feed.wait_for_oldest({7: 3}, 3)
     feed.wait_for_oldest({}, 3)
-    feed.note_running(8, 3)
+    feed.oldest_groups.add_running(8, 3)
     feed.ended(ended("accepted", task_id=7))
     assert not feed.ready(1, 10)()

@@ -141,7 +141,7 @@ def test_a_batch_whose_caller_left_when_it_was_ready_is_for_the_next_caller(
     assert engine.export_stats()["accepted"] == 2  # each was counted once
     engine.update_weights_from_disk("ckpt", 1)
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [3, 4]
-    assert engine._executor.statistics.trained_tokens == 4 * 8
+    assert engine._executor.ended.statistics.trained_tokens == 4 * 8
 
 
 def test_results_whose_caller_left_when_they_were_ready_are_for_the_next_wait(

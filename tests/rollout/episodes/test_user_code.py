@@ -14,6 +14,7 @@ from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.sample import Sample
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.rollout.episodes.test_partial_rollout import hold, let_go, rows_of, source_of
@@ -72,7 +73,7 @@ class InPlace(RolloutWorkflow):
 
 def source_with(packer: DataPacker, size: int) -> RolloutDataSource:
     rows = [{"n": n, "ids": [n, n, n], "tags": []} for n in range(1, size + 1)]
-    return RolloutDataSource(rows, packer=packer)
+    return RolloutDataSource(rows, SourceSettings(packer=packer))
 
 
 def test_a_packer_that_fails_for_a_row_costs_that_row_alone(start_stub: StartStub, start_engine: StartEngine) -> None:
@@ -101,7 +102,7 @@ def test_what_a_workflow_does_to_its_row_no_sibling_retry_or_result_sees(
 ) -> None:
     engine = start_engine(start_stub(), consumer_batch_size=2, on_error="drop_group")
     rows = [{"n": n, "messages": [{"role": "user"}]} for n in range(2)]
-    source, workflow = RolloutDataSource(rows, n_samples_per_prompt=members), Scribbler()
+    source, workflow = RolloutDataSource(rows, SourceSettings(n_samples_per_prompt=members)), Scribbler()
     results = engine.prepare_batch(source, workflow, group_size=members)
     assert sorted(rows_of(results)) == [0, 1]
     assert {count for _, count in workflow.seen} == {1}

@@ -16,7 +16,7 @@ from areal_lite.utils import stats_tracker
 from areal_lite.api import EpisodeStatus, InferenceEngine, RolloutWorkflow
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, EpisodeError, ServerError, StarvationError, StorageError
-from areal_lite.rollout import remote_inf_engine, workflow_context
+from areal_lite.rollout import running_engine, workflow_context
 from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.rollout.episodes.test_partial_rollout import hold, let_go, source_of
@@ -133,7 +133,7 @@ def test_destroy_ends_what_runs_and_what_waits_as_cancelled(start_stub: StartStu
     ended = []
     engine = start_engine(start_stub(), max_concurrent_rollouts=2, consumer_batch_size=8)
     engine._on_end = ended.append  # type: ignore[assignment,method-assign]
-    engine._executor._on_end = ended.append
+    engine._executor.ended.on_end = ended.append
     for _ in range(5):
         engine.submit({"do": "hang"}, OneTurn())
     assert engine._loop is not None
@@ -149,9 +149,9 @@ def test_destroy_starts_no_group_in_the_place_of_one_that_it_stops(
     engine = start_engine(start_stub(), consumer_batch_size=2, max_head_offpolicyness=4)
     rows = ({"do": "ok" if n < 2 else "hang"} for n in range(100))
     engine.prepare_batch(rows, OneTurn)
-    assert engine._executor._runner.live
+    assert engine._executor.runner.live
     engine.destroy()
-    assert not engine._executor._runner.live
+    assert not engine._executor.runner.live
     assert engine.export_stats()["abandoned"] == 0
 
 
@@ -514,7 +514,7 @@ def test_an_engine_that_could_not_start_leaves_no_thread_and_may_start_again(
         raise ServerError("no server answers")
 
     with monkeypatch.context() as patched:
-        patched.setattr(remote_inf_engine, "servers_behind", unreachable)
+        patched.setattr(running_engine, "servers_behind", unreachable)
         with pytest.raises(ServerError, match="no server answers"):
             engine.initialize()
     assert not any(thread.name.startswith("areal-lite") for thread in {*threading.enumerate()} - before)
@@ -567,7 +567,7 @@ def test_a_wait_ends_with_an_error_once_groups_of_a_data_source_have_taken_all_p
     engine.submit({}, OneTurn())
     with ThreadPoolExecutor() as thread:
         waits = thread.submit(engine.wait)
-        until(lambda: engine._executor._box._waiters)
+        until(lambda: engine._executor._finished._waiters)
         let_go(stub)
         with pytest.raises(ConfigError, match="would never return: 0 of them ended"):
             waits.result(10)

@@ -27,12 +27,12 @@ from areal_lite.api.failure import FailureKind
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import Group
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.processes import child_process
 from areal_lite.processes.channel import read_message
 from areal_lite.processes.child_process import PickledObject, pickled_object
-from areal_lite.rollout import garbage_collection as collector_pace
-from areal_lite.rollout import workflow_context
+from areal_lite.rollout import garbage_collection, workflow_context
 from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
@@ -181,7 +181,7 @@ def test_a_killed_worker_fails_its_own_groups_and_is_started_again(
     with pytest.raises(TimeoutError, match="0 of 1"):
         engine.wait(1, timeout=0.01)
     ends: list[Group] = []
-    engine._executor._on_end = ends.append
+    engine._executor.ended.on_end = ends.append
     engine.destroy()
     assert [(group.task_id, group.status) for group in ends] == [(other, "cancelled")]
     assert not any(map(alive, before | after))
@@ -192,7 +192,7 @@ def test_a_row_whose_worker_died_is_drawn_again(
 ) -> None:
     engine = start_engine(start_stub(), workers=2, consumer_batch_size=2, group_size=2)
     rows = [{"do": "die", "mark": str(tmp_path / "mark")}, {"do": "ok"}]
-    batch = engine.prepare_batch(RolloutDataSourceWithBuffer(rows, n_samples_per_prompt=2), Scripted)
+    batch = engine.prepare_batch(RolloutDataSourceWithBuffer(rows, SourceSettings(n_samples_per_prompt=2)), Scripted)
     assert {group.data["do"] for group in batch} == {"die", "ok"}
     assert engine.failures.metrics()["failed_episodes/worker"] >= 2
 
@@ -570,7 +570,7 @@ def line() -> Iterator[Line]:
         line.process._sender.close()
         logging.getLogger("areal_lite.of_a_worker").setLevel(logging.NOTSET)
         logging.getLogger().handlers[:] = handlers
-        collector_pace.restore()
+        garbage_collection.restore()
         gc.set_threshold(*pace)
 
 

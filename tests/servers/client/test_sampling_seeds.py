@@ -10,6 +10,7 @@ import pytest
 
 from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.scripted import TwoTurns
 from tests.stub_server import StubThread
@@ -23,7 +24,7 @@ def seeds(stub: StubThread, folder: Path, **settings: Any) -> dict[tuple[int, ..
     asked = len(stub.server.requests)
     config = InferenceEngineConfig(addresses=[stub.address], fileroot=str(folder), **settings)
     with RemoteInfEngine(config) as engine:
-        source = RolloutDataSourceWithBuffer(ROWS, n_samples_per_prompt=2)
+        source = RolloutDataSourceWithBuffer(ROWS, SourceSettings(n_samples_per_prompt=2))
         engine.prepare_batch(source, TwoTurns, group_size=2)
         engine.close_source(source)
     found: dict[tuple[int, ...], list[int | None]] = {}

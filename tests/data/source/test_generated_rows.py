@@ -6,10 +6,12 @@ import pytest
 
 from areal_lite.config.run_config import ClassConfig, DatasetConfig
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.source.generated_data_source import GeneratedDataSource, generator_of
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.generated_rows import GeneratedRows, generator_of
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 
-ROWS = DatasetConfig(path="tests.data.source.test_generated_data_source.count", kwargs={"stop": 5}, shuffle=False)
+ROWS = DatasetConfig(path="tests.data.source.test_generated_rows.count", kwargs={"stop": 5}, shuffle=False)
 
 
 def count(stop, start=0):
@@ -22,7 +24,7 @@ def a_list(stop):
 
 
 def make(rows=ROWS, **settings):
-    return GeneratedDataSource(generator_of(rows), name="count", **settings)
+    return RolloutDataSourceWithBuffer(GeneratedRows(generator_of(rows), SourceSettings(name="count", **settings)))
 
 
 def drawn(source, number):
@@ -79,7 +81,7 @@ def test_a_generator_with_too_few_rows_is_an_error():
     [
         ({"path": ["a.jsonl", "b.jsonl"]}, r"path is \['a.jsonl', 'b.jsonl'\]: write one dotted path"),
         ({"path": "rows.jsonl"}, "'rows.jsonl'"),
-        ({"path": "tests.data.source.test_generated_data_source.a_list"}, "is none: name a function that yields rows"),
+        ({"path": "tests.data.source.test_generated_rows.a_list"}, "is none: name a function that yields rows"),
         ({"kwargs": {"end": 5}}, "train_dataset.kwargs {'end': 5} do not fit"),
         ({"shuffle": True}, "train_dataset.shuffle is True, which needs a dataset: set train_dataset.shuffle: false"),
         ({"max_samples": 3}, "train_dataset.max_samples is 3, which needs a dataset: remove"),

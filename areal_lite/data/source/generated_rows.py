@@ -1,4 +1,4 @@
-"""A data source whose rows come from a generator function: no dataset, no length, no shuffling."""
+"""Rows of a generator function: no dataset, no length, no shuffling."""
 
 from __future__ import annotations
 
@@ -9,56 +9,52 @@ from typing import Any
 
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.run_config import DatasetConfig
-from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.row_streams import RowStream
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 
 
-class GeneratedDataSource(RolloutDataSourceWithBuffer):
+class GeneratedRows(RowStream):
     """Draws the rows of an iterator, and makes a new one when it ends.
 
-    The state names the number of rows drawn: a resumed source skips as many, so the function must give the same rows
+    The state names the number of rows drawn: a resumed stream skips as many, so the function must give the same rows
     again. Groups that are owed are saved with their rows, which must be JSON values.
 
     Args:
         generate: Returns an iterator of rows; called once per epoch.
-        **settings: Those of :class:`RolloutDataSourceWithBuffer`.
     """
 
-    has_position = True
-
-    def __init__(self, generate: Callable[[], Iterator[Any]], **settings: Any) -> None:
-        super().__init__(None, **settings)
+    def __init__(self, generate: Callable[[], Iterator[Any]], settings: SourceSettings) -> None:
+        super().__init__(settings)
         self._generate = generate
         self._iterator = generate()
 
     def _read_ahead(self, count: int) -> None:
-        size = self._mini_batch_size
-        rows = list(itertools.islice(self._iterator, size))
+        rows = list(itertools.islice(self._iterator, self.settings.rows_at_once))
         if not rows:
             if self.sample_offset == 0:
-                raise ConfigError(f"the generator {self._name} yielded no row: yield at least one")
+                raise ConfigError(f"the generator {self.settings.name} yielded no row: yield at least one")
             self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
             self._iterator = self._generate()
             self._read_ahead(count)
             return
-        self._ahead.extend(self._in_mini_batches([None] * len(rows), rows))
+        self._ahead.extend(self.settings.in_mini_batches([None] * len(rows), rows))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``: skip the rows that were drawn."""
-        with self._lock:
-            super().load_state_dict(state)
-            self._iterator = self._generate()
-            drawn = self.sample_offset % self._mini_batch_size
-            skipped = self.sample_offset - drawn
-            if sum(1 for _ in itertools.islice(self._iterator, skipped)) < skipped:
-                raise ConfigError(
-                    f"the generator {self._name} ended before row {skipped}, which this run had drawn: a resumed run "
-                    "needs a function that yields the same rows again"
-                )
-            if drawn:  # the rest of a mini-batch
-                self._read_ahead(drawn)
-                for _ in range(drawn):
-                    self._ahead.popleft()
+        super().load_state_dict(state)
+        self._iterator = self._generate()
+        drawn = self.sample_offset % self.settings.rows_at_once
+        skipped = self.sample_offset - drawn
+        if sum(1 for _ in itertools.islice(self._iterator, skipped)) < skipped:
+            raise ConfigError(
+                f"the generator {self.settings.name} ended before row {skipped}, which this run had drawn: a "
+                "resumed run needs a function that yields the same rows again"
+            )
+        if drawn:  # the rest of a mini-batch
+            self._read_ahead(drawn)
+            for _ in range(drawn):
+                self._ahead.popleft()
 
 
 def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:

@@ -1,0 +1,168 @@
+"""A chat template with its variables: renders messages, and finds what it writes at the end of an answer.
+
+Guarantees that whatever a template, which is a program, raises comes out as a ``ConfigError`` that names the messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import os.path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from areal_lite.errors import ConfigError
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``; also ``tool_calls``, ``reasoning_content``, ... if the template supports them."""
+
+PROBE = "probe-of-the-end-mark"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """The chat template with its variables."""
+
+    tokenizer: Any
+    tools: list[Any] | None
+    variables: dict[str, Any]
+    _written: dict[tuple[int, bool], str] = field(default_factory=dict)
+
+    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """Return the text of ``messages``, with the prompt for an answer if ``prompt``."""
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.variables
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise ConfigError(
+                f"the chat template cannot write messages[:{len(messages)}] ({error}): fix the conversation, or use "
+                "another template"
+            ) from error
+        return text
+
+    def write_first(self, messages: Sequence[Message], count: int, *, prompt: bool = False) -> str:
+        """Return the text of the first ``count`` of the conversation's messages; each is rendered once."""
+        key = count, prompt
+        if key not in self._written:
+            self._written[key] = self.write(messages[:count], prompt=prompt)
+        return self._written[key]
+
+    def written(self, messages: Sequence[Message], count: int, mark: EndMark | None) -> str:
+        """Return the text of the first ``count`` messages; an answer at the end has its end mark."""
+        if mark is None or not mark.only_continued or messages[count - 1]["role"] != "assistant":
+            return self.write_first(messages, count)
+        try:
+            text = self.write([*messages[:count], {"role": "user", "content": content_like("x", messages)}])
+        except ConfigError:
+            return self.write_first(messages, count)
+        return text[: text.rindex(mark.text) + len(mark.text)] if mark.text in text else text
+
+    def end_mark(self, question: Sequence[Message]) -> EndMark | None:
+        """Return the end mark of an answer to ``question``; None if there is none."""
+
+        def after_probe(*more: Message) -> str:
+            answer = {"role": "assistant", "content": content_like(PROBE, question)}
+            _, probe, end = self.write([*question, answer, *more]).rpartition(PROBE)
+            if not probe:
+                raise left_out("an answer", "its text")
+            return end
+
+        last = after_probe()
+        user = {"role": "user", "content": content_like("x", question)}
+        try:
+            continued = after_probe(user)
+        except ConfigError:
+            continued = last
+        same = os.path.commonprefix([last, continued])
+        mark = next(iter(_special_tokens(self.tokenizer, last)), None)
+        if mark is not None and mark not in same and mark in self.write([user], prompt=True):
+            # This is the header of the next message, which some templates always write.
+            return EndMark("", last[last.find(mark) :])
+        if mark is None:
+            mark = next(iter(_special_tokens(self.tokenizer, continued)), None)
+            return None if mark is None or mark in self.write([user], prompt=True) else EndMark(mark, "", True)
+        if (eos := self.tokenizer.eos_token) and eos in same:
+            mark = same[same.find(mark) : same.find(eos) + len(eos)] or mark
+        return EndMark(mark, last.partition(mark)[2])
+
+
+class EndMark(NamedTuple):
+    """The end that a template writes after an answer."""
+
+    text: str
+    """A special token and, if the template always writes an EOS token later, all up to that; empty if there is none."""
+    rest: str
+    """Text after the mark in a conversation that ends with an answer."""
+    only_continued: bool = False
+    """True if it is written only once another message follows."""
+
+
+def content_like(text: str, messages: Sequence[Message]) -> Any:
+    """Return a content in the form of those in ``messages``: text, or parts."""
+    in_parts = any(isinstance(message.get("content"), list) for message in messages)
+    return [{"type": "text", "text": text}] if in_parts else text
+
+
+def end_mark_after(template: ChatTemplate, messages: Sequence[Message]) -> EndMark | None:
+    """Return the end mark after an answer to a plain question or, if the template refuses that, to the first one."""
+    answer = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
+    if answer is None:
+        return None
+    variables = orjson.dumps(template.variables, option=orjson.OPT_NON_STR_KEYS, default=str)
+    in_parts = not isinstance(content_like("", messages), str)
+    try:
+        return _plain_end_mark(template.tokenizer, repr(template.tokenizer.chat_template), variables, in_parts)
+    except ConfigError:
+        return template.end_mark(messages[:answer])
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_end_mark(tokenizer: Any, chat_template: str, variables: bytes, in_parts: bool) -> EndMark | None:
+    content: Any = [{"type": "text", "text": "x"}] if in_parts else "x"
+    return ChatTemplate(tokenizer, None, orjson.loads(variables)).end_mark([{"role": "user", "content": content}])
+
+
+def turn_end(tokenizer: Any, written: str, mark: EndMark | None) -> tuple[int, bool]:
+    """Return the end of the turn in its rendered text, and whether it is an end mark.
+
+    Some templates end tool calls with another token than texts.
+    """
+    if mark is None:
+        return len(written), False
+    written = written.removesuffix(mark.rest)
+    last = mark.text
+    if not last:
+        return len(written), False
+    if last not in written:
+        special = _special_tokens(tokenizer, written)
+        if not special:
+            return len(written), False
+        last = eos if (eos := tokenizer.eos_token) in special else special[-1]
+    return written.rindex(last) + len(last), True
+
+
+def left_out(whose: str, text: str) -> ConfigError:
+    """Return the error of a template that does not write ``text``."""
+    return ConfigError(
+        f"{whose}: the chat template does not write {text}, so it would not be trained, neither as text nor as a list "
+        "of parts: set apply_chat_template_kwargs.chat_template to a template that writes message.content"
+    )
+
+
+def _special_tokens(tokenizer: Any, text: str) -> list[str]:
+    """Return the special tokens in ``text``, in order."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    special = special_ids(tokenizer, len(tokenizer))
+    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    tokens = [(tokenizer.convert_ids_to_tokens(i), start, end) for i, (start, end) in pairs if i in special]
+    return [token for token, start, end in tokens if token in text[start:end]]  # skips <unk>
+
+
+@functools.lru_cache(maxsize=8)
+def special_ids(tokenizer: Any, size: int) -> frozenset[int]:
+    """Return the ids of special tokens; ``size``, the tokenizer's length, invalidates the cache when one is added."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}

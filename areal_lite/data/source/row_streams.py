@@ -1,0 +1,256 @@
+"""Rows in the order they are drawn, epoch after epoch: of a dataset, a curriculum or an iterable.
+
+Guarantees that every epoch of a dataset gives each row once, in an order that depends on (seed, epoch) alone. A stream
+counts what was drawn and can be moved there again; which rows are still owed is the data source's to know. Calls are
+made under the data source's lock, except :meth:`CurriculumRows.update`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
+from areal_lite.data.rows.samplers import AbstractSampler
+from areal_lite.data.source.source_settings import DrawnRow, SourceSettings, checked_row
+from areal_lite.errors import ConfigError
+
+_AHEAD = 64
+"""Minimum rows read at once: from disk, many rows cost little more than one."""
+
+
+class RowStream(ABC):
+    """Draws rows; a subclass reads them."""
+
+    has_position = True
+    """False if there is no position to save."""
+
+    def __init__(self, settings: SourceSettings) -> None:
+        self.settings = settings
+        self.epoch_id = 0
+        self.sample_offset = 0
+        """Rows drawn in this epoch."""
+        self._ahead: deque[DrawnRow] = deque()
+        """Rows read and not drawn yet."""
+
+    def draw(self, count: int) -> Iterator[DrawnRow]:
+        """Yield the next ``count`` rows, fewer if they end; a row counts as drawn when the next is requested."""
+        for left in range(count, 0, -1):
+            if not self._ahead:
+                self._read_ahead(left)
+            if not self._ahead:
+                return
+            yield self._ahead[0]
+            self._ahead.popleft()
+            self.sample_offset += 1
+
+    @abstractmethod
+    def _read_ahead(self, count: int) -> None:
+        """Read at least one row, if there is one; ``count`` are needed."""
+
+    def read(self, positions: list[int]) -> Iterable[Any]:
+        """Return the rows at ``positions``; only a dataset's rows have one."""
+        return []
+
+    def __len__(self) -> int:
+        """Return the number of rows in one epoch; 0 if it is unknown."""
+        return 0
+
+    def content(self) -> dict[str, Any]:
+        """Return the number of rows, and a hash that changes with them."""
+        return {"rows": 0, "content": content_hash([[]])}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
+        return {"epoch_id": self.epoch_id, "epoch_size": len(self), "sample_offset": self.sample_offset}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move to the position of ``state``."""
+        self.epoch_id = int(state.get("epoch_id", 0))
+        self.sample_offset = int(state.get("sample_offset", 0))
+        self._ahead.clear()
+
+
+class EmptyRows(RowStream):
+    """Endless rows without columns, for tests."""
+
+    has_position = False
+
+    def _read_ahead(self, count: int) -> None:
+        self._ahead.append(DrawnRow(None, {}))
+
+
+class DatasetRows(RowStream):
+    """The rows of a dataset, shuffled anew in each epoch.
+
+    Args:
+        dataset: Rows by position: a list, a ``datasets.Dataset``, or an object whose attribute ``rows`` is one; it may
+            grow at its end, and new rows are drawn from the next epoch on.
+
+    Raises:
+        ConfigError: If the dataset has no rows, or one of another type.
+    """
+
+    def __init__(self, dataset: Any, settings: SourceSettings) -> None:
+        super().__init__(settings)
+        self.dataset = dataset
+        if len(self._rows) == 0:
+            raise ConfigError(f"the dataset {settings.name} has no rows: give at least one")
+        self._order = self._epoch_order(len(self._rows))
+
+    @property
+    def _rows(self) -> Any:
+        return getattr(self.dataset, "rows", self.dataset)
+
+    def _read_ahead(self, count: int) -> None:
+        if self.sample_offset == len(self._order):
+            self.epoch_id += 1
+            self.sample_offset = 0
+            self._order = self._epoch_order(len(self._rows))
+        size = self.settings.rows_at_once
+        drawn = self.sample_offset % size  # rows of a mini-batch that were drawn before a restart
+        end = self.sample_offset + max(count, _AHEAD)
+        positions = self._order[self.sample_offset - drawn : end + -end % size].tolist()
+        self._ahead.extend(self.settings.in_mini_batches(positions, list(self.read(positions)))[drawn:])
+
+    def read(self, positions: list[int]) -> Iterable[Any]:
+        """Return the rows at ``positions``."""
+        rows = self._rows
+        if hasattr(rows, "__getitems__"):
+            return rows.__getitems__(positions)  # type: ignore[no-any-return]
+        return [rows[position] for position in positions]
+
+    def _epoch_order(self, size: int) -> NDArray[np.int64]:
+        if not self.settings.shuffle:
+            return np.arange(size)
+        digest = hashlib.sha256(f"{self.settings.seed}-{self.epoch_id}".encode()).digest()
+        return np.random.default_rng(list(digest[:16])).permutation(size)
+
+    def __len__(self) -> int:
+        """Return the number of rows in one epoch."""
+        return len(self._order)
+
+    def content(self) -> dict[str, Any]:
+        """Return the number of rows, and a hash of a few of them and of the beginning of the first epoch.
+
+        Rows that the dataset adds during a run are left out: its own state has them.
+        """
+        rows = getattr(self._rows, "on_disk", self._rows) or ()
+        size = len(rows)
+        order = self._order if size == len(self._order) else self._epoch_order(size)
+        some = [checked_row(rows[position]) for position in spread_positions(size)]
+        return {"rows": size, "content": content_hash([order[:FINGERPRINT_ROWS].tolist(), *some])}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values, with the dataset's own state if it has one."""
+        state = getattr(self.dataset, "state_dict", None)
+        saved = {"epoch_size": len(self._order), "dataset": state() if callable(state) else None}
+        return super().state_dict() | saved
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move to the position of ``state``; the epoch has the rows that it began with."""
+        if state.get("dataset") is not None:
+            self.dataset.load_state_dict(state["dataset"])
+        super().load_state_dict(state)
+        self._order = self._epoch_order(int(state.get("epoch_size", len(self._rows))))
+
+
+class CurriculumRows(DatasetRows):
+    """The rows of a dataset in the order of a curriculum, each chosen when it is needed.
+
+    Args:
+        sampler: The order of each epoch; it need not give every row.
+    """
+
+    def __init__(self, dataset: Any, settings: SourceSettings, sampler: AbstractSampler) -> None:
+        super().__init__(dataset, settings)
+        self._sampler = sampler
+        self._indices: Iterator[int] = iter(sampler)
+        self._lock = threading.Lock()
+        """Held while the sampler works: the trainer's thread updates it while others draw."""
+
+    def update(self, batch: Any) -> None:
+        """Let the curriculum learn from a batch that was trained; any thread may call this."""
+        with self._lock:
+            self._sampler.update(batch)
+
+    def __len__(self) -> int:
+        """Return the number of rows in one epoch."""
+        return len(self._sampler)
+
+    def _read_ahead(self, count: int) -> None:
+        with self._lock:
+            position = next(self._indices, None)
+            if position is None:
+                self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
+                self._indices = iter(self._sampler)
+                position = next(self._indices, None)
+        if position is None:
+            raise ConfigError(
+                f"train_dataset.sampler: {type(self._sampler).__name__} gives no row in epoch {self.epoch_id}: its "
+                "__iter__ must yield at least one index"
+            )
+        (row,) = self.read([position])
+        self._ahead.append(DrawnRow(position, row))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values, with the curriculum's state if it has one."""
+        with self._lock:
+            state = getattr(self._sampler, "state_dict", None)
+            return super().state_dict() | {"sampler": state() if callable(state) else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move to the position of ``state``; a curriculum without a state restarts its epoch and skips rows."""
+        super().load_state_dict(state)
+        with self._lock:
+            if state.get("sampler") is None:
+                self._indices = itertools.islice(iter(self._sampler), self.sample_offset, None)
+            else:
+                self._sampler.load_state_dict(state["sampler"])  # type: ignore[attr-defined]
+                self._indices = iter(self._sampler)
+
+
+class IterableRows(RowStream):
+    """The rows of an iterable, which restarts each time it ends; an iterator ends for good.
+
+    Args:
+        rows: Rows, or batches of rows as a data loader gives them: a list is a batch.
+    """
+
+    has_position = False
+
+    def __init__(self, rows: Iterable[Any], settings: SourceSettings) -> None:
+        super().__init__(settings)
+        self._source = rows
+        self._iterator: Iterator[Any] = iter(rows)
+        self._endless = self._iterator is not rows
+        self._ended = False
+
+    def _read_ahead(self, count: int) -> None:
+        """Read one row or batch, if there is one."""
+        while not self._ahead and not self._ended:
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                if not self._endless or self.sample_offset == 0:
+                    self._ended = True
+                else:
+                    self._iterator, self.sample_offset = iter(self._source), 0
+                    self.epoch_id += 1
+            except BaseException:
+                self._ended = True
+                raise
+            else:
+                self._ahead.extend(DrawnRow(None, row) for row in (item if isinstance(item, list) else [item]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise: an iterable has no position to save."""
+        raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")

@@ -1,0 +1,136 @@
+"""Settings of a data source, and what they make of a dataset row: a sample's fields, a workflow's input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from areal_lite.data.packer.data_packer import DataPacker, MiniBatch
+from areal_lite.data.source.sample import Prompt, Sample, deep_copy, with_own_containers
+from areal_lite.errors import ConfigError
+
+SampleGroup = list[Sample]
+"""The samples of one dataset row: slime's view of a :class:`~areal_lite.api.trajectory.Group`."""
+
+BufferFilter = Callable[[Any, int | None, list[SampleGroup], int], list[SampleGroup]]
+"""``filter(source, rollout_id, buffer, num_samples)`` returns at most ``num_samples`` groups of ``buffer``.
+
+``source`` is the data source, whose ``update_metadata`` keeps what a filter must remember, also over a restart; one
+made from slime's ``args`` passes them instead. ``rollout_id`` is None. It may leave the buffer alone or delete from it:
+what it returns is handed out and leaves the buffer; what it deletes and does not return is dropped.
+"""
+
+
+class DrawnRow(NamedTuple):
+    """A dataset row on its way into a group."""
+
+    position: int | None
+    row: Any
+    mini_batch: tuple[MiniBatch, int] | None = None
+    """The rows it becomes workflow input with, and its index there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSettings:
+    """How rows are drawn and what becomes of one."""
+
+    n_samples_per_prompt: int = 1
+    """Samples in one group."""
+    seed: int = 1
+    """Determines the order of the epochs."""
+    shuffle: bool = False
+    """False keeps the order of the rows in every epoch."""
+    prompt_key: str = "prompt"
+    """Column that becomes ``Sample.prompt``; a row without it has an empty prompt."""
+    label_key: str | None = None
+    """Column that becomes ``Sample.label``."""
+    metadata_key: str | None = None
+    """Column, a dict, that becomes ``Sample.metadata``."""
+    reward_key: str | None = None
+    """Entry of a reward that is a dict, for filters that compare rewards."""
+    render: Callable[[Any], Prompt] | None = None
+    """Makes ``Sample.prompt`` of a row; None takes the column as it is."""
+    packer: DataPacker | None = None
+    """Turns a row into workflow input; None passes the row."""
+    mini_batch_size: int = 1
+    """Rows that a packer with its own ``rollout_collate_fn`` gets at once."""
+    buffer_filter: BufferFilter | str | None = None
+    """Chooses from the buffer: a function or its dotted path; None takes the groups that were added first."""
+    name: str = ""
+    """Name of the dataset, for its fingerprint."""
+    slime_args: Any = None
+    """slime's ``args``, if the source was made from them."""
+
+    def __post_init__(self) -> None:
+        if self.n_samples_per_prompt < 1:
+            raise ConfigError(f"n_samples_per_prompt is {self.n_samples_per_prompt}: it must be 1 or more")
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that become workflow input together."""
+        return self.mini_batch_size if self.packer is not None and self.packer.collates else 1
+
+    def columns_of(self, row: Any) -> dict[str, Any]:
+        """Return a row as a dict; text and messages alone are the column ``prompt_key``."""
+        return row if isinstance(row, Mapping) else {self.prompt_key: row}  # type: ignore[return-value]
+
+    def sample_fields(self, row: Any) -> dict[str, Any]:
+        """Return the sample's fields that come from its row, except the metadata."""
+        columns = self.columns_of(row)
+        prompt = self.render(row) if self.render is not None else deep_copy(columns.get(self.prompt_key, ""))
+        label = columns.get(self.label_key) if self.label_key else None
+        return {"row": row, "prompt": prompt, "label": deep_copy(label)}
+
+    def metadata_of(self, row: Any) -> dict[str, Any]:
+        """Return the sample's metadata.
+
+        Raises:
+            ConfigError: If the column ``metadata_key`` is not a dict.
+        """
+        if self.metadata_key is None or not isinstance(row, Mapping):
+            return {}
+        metadata = row.get(self.metadata_key) or {}
+        if not isinstance(metadata, Mapping):
+            raise ConfigError(
+                f"the column {self.metadata_key!r} (metadata_key) of a row is {metadata!r:.80}: it must be a dict"
+            )
+        return dict(deep_copy(metadata))
+
+    def in_mini_batches(self, positions: Sequence[int | None], rows: Sequence[Any]) -> list[DrawnRow]:
+        """Return the rows, those that become workflow input together with their mini-batch."""
+        size = self.rows_at_once
+        if size == 1:
+            return list(map(DrawnRow, positions, rows))
+        assert self.packer is not None
+        drawn: list[DrawnRow] = []
+        for start in range(0, len(rows), size):
+            own = [with_own_containers(row) for row in rows[start : start + size]]
+            mini_batch = MiniBatch(self.packer, own, prompt_key=self.prompt_key)
+            drawn += [DrawnRow(positions[start + i], rows[start + i], (mini_batch, i)) for i in range(len(own))]
+        return drawn
+
+    def new_group(self, drawn: DrawnRow, number: int, first_index: int) -> SampleGroup:
+        """Return the samples of a row, whose indices count from ``first_index``; they share no container with it.
+
+        Raises:
+            ConfigError: If the row is neither a dict nor text nor a list.
+        """
+        row = deep_copy(checked_row(drawn.row))
+        fields, metadata = self.sample_fields(row), self.metadata_of(row)
+        first = Sample(first_index, group_index=number, position=drawn.position, metadata=metadata, **fields)
+        first.mini_batch = drawn.mini_batch
+        return [first, *(first.sibling(first_index + i) for i in range(1, self.n_samples_per_prompt))]
+
+
+def checked_row(row: Any) -> Any:
+    """Return the row.
+
+    Raises:
+        ConfigError: If it is neither a dict nor text nor a list.
+    """
+    if not isinstance(row, Mapping | str | list):
+        raise ConfigError(
+            f"a row of the dataset is {row!r:.100}: each row must be a dict of columns, text, or a list of messages"
+        )
+    return row

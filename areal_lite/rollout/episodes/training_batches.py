@@ -1,0 +1,274 @@
+"""Training batches of data sources: draws their groups ahead of need, cuts batches, gives back what does not train.
+
+Each source has a :class:`RowFeed`; the one used last starts groups, whenever the gate is open, also between calls.
+Three rules keep a source's rows from being lost or trained twice:
+
+- A batch counts as trained when the next one is requested, not when it is returned. A trainer that stops between the
+  two has its rows drawn again after a restart; marking at the return would lose them.
+- A caller may leave while its batch is on the way (Ctrl-C, a time-out). The batch is then put back, and the next call
+  returns it. Its groups were counted and dumped already, so ``EndedGroups`` does not count them again.
+- Only one caller waits at a time. Two that wait for one feed would each see a complete batch when the last group of
+  one batch ends, and the second would cut too few.
+
+On-policy (a bound of 0), a batch ends its whole generation: groups that still run would be too old for the next one,
+so they are stopped before the batch is returned, and their tokens go back to the source. The caller may leave in that
+wait, too; the batch is put back before the cancellation passes on. A group that swallows its cancellation is left
+behind by the runner after its grace and counts as cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from areal_lite.api.episode_context import Episode
+from areal_lite.api.failure import Failure
+from areal_lite.api.trajectory import EpisodeStatus, Group
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.row_streams import IterableRows
+from areal_lite.data.source.source_settings import SourceSettings
+from areal_lite.errors import ConfigError, EpisodeError
+from areal_lite.rollout.episodes.admission_gate import AdmissionGate
+from areal_lite.rollout.episodes.ended_groups import EndedGroups
+from areal_lite.rollout.episodes.group_runner import GroupRunner
+from areal_lite.rollout.episodes.partial_rollout import record_answers
+from areal_lite.rollout.episodes.row_feed import RowFeed
+from areal_lite.rollout.episodes.staleness import STALE, cut_batch
+from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
+
+
+class TrainingBatches:
+    """Batches of accepted groups; lives on the event loop.
+
+    Args:
+        config: Bounds of a batch.
+        gate: Decides when the next group may start.
+        runner: Runs the groups.
+        ended: Counts them.
+        interrupt: Ends the model calls of episodes that are about to be stopped, with what they have sampled.
+        start_more: Asks the executor to start what the gate allows, :meth:`next_submission` included.
+    """
+
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        *,
+        gate: AdmissionGate,
+        runner: GroupRunner,
+        ended: EndedGroups,
+        interrupt: Callable[[Sequence[Episode]], Awaitable[None]],
+        start_more: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._gate = gate
+        self._runner = runner
+        self._ended = ended
+        self._interrupt = interrupt
+        self._start_more = start_more
+        self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
+        """Feeds by the id of their source. The last one was used last, and it alone starts groups."""
+        self._asking = asyncio.Lock()
+        """Held while a batch is waited for."""
+        self._last_cut: float | None = None
+
+    async def prepare(self, source: Iterable[Any], recipe: EpisodeRecipe) -> list[Group]:
+        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
+
+        A full batch waits for running groups that would be too old for later batches (``stale_groups: wait``); rows of
+        groups that are too old anyway are drawn again. Groups of another source go back to it, so that ``source`` may
+        start as many as the gate allows.
+
+        Raises:
+            StarvationError: If nothing was accepted for ``max_empty_batches`` batches.
+            EpisodeError: If an episode failed under ``on_error: raise``.
+            ConfigError: If the engine is paused, the source ended with less than a batch, or its groups have another
+                size.
+        """
+        self._gate.refuse_paused()
+        async with self._asking:
+            feed = self._feed_of(source, recipe)
+            feed.mark_trained()
+            for other, _ in list(self._feeds.values()):
+                if other is not feed and other.ahead:
+                    await self._set_aside(other, "a batch of another source was requested")
+            return await self._batch_of(feed)
+
+    def unclaimed(self, source: Iterable[Any], batch: list[Group]) -> None:
+        """Put back a batch whose caller left before it arrived; the next call returns it."""
+        if id(source) in self._feeds:
+            feed, _ = self._feeds[id(source)]
+            feed.take_back(batch)
+            self._gate.cut = False
+            self._ended.reopen(batch)
+
+    async def _batch_of(self, feed: RowFeed) -> list[Group]:
+        count = self._config.consumer_batch_size
+        max_misses = self._config.max_empty_batches * count
+        asked = time.monotonic()
+        if self._config.max_head_offpolicyness:
+            self._gate.cut = False
+        while True:
+            self._wait_for_oldest(feed)
+            self._start_more()
+            await feed.finished.until(feed.ready(count, max_misses))
+            feed.check(count)
+            batch = self._cut(feed, count)
+            if not batch:
+                continue
+            self._gate.cut = True
+            if self._config.max_head_offpolicyness == 0:
+                try:
+                    await self._set_aside(feed, "surplus: the batch was full")
+                except asyncio.CancelledError:  # the caller is gone; the next call returns this batch
+                    feed.finished.put_back(batch)
+                    self._gate.cut = False
+                    raise
+            feed.hand_over(batch)
+            self._ended.close_batch(batch)
+            self._note_pace(feed, asked)
+            self._start_more()
+            return batch
+
+    def _cut(self, feed: RowFeed, count: int) -> list[Group]:
+        """Return a batch of the feed, or an empty list if too many of its groups are stale."""
+        cut = cut_batch(
+            feed.finished.groups,
+            count,
+            version=self._gate.version,
+            max_staleness=self._config.max_head_offpolicyness,
+            mask_off_policy=self._config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest,
+        )
+        self._ended.statistics.discard(cut.stale, masked_tokens=cut.masked_tokens)
+        for group in cut.stale:
+            group.end_as(EpisodeStatus.REJECTED, rejection=STALE)
+            self._gate.give_back()
+            feed.owe(group)
+            self._ended.close(group)
+        return cut.fresh
+
+    @property
+    def _waits_for_oldest(self) -> bool:
+        return self._config.stale_groups == "wait" and self._config.max_head_offpolicyness > 0
+
+    def _wait_for_oldest(self, feed: RowFeed) -> None:
+        """Have the batch wait for running groups that would be too old for a later one."""
+        if not self._waits_for_oldest:
+            return
+        versions = {s.task_id: s.oldest_version() for s in self._running(feed)}
+        known = {task_id: version for task_id, version in versions.items() if version is not None}
+        feed.wait_for_oldest(known, self._gate.version - self._config.max_head_offpolicyness)
+
+    def _note_pace(self, feed: RowFeed, asked: float) -> None:
+        """Let the gate adapt how far groups run ahead."""
+        now = time.monotonic()
+        self._ended.statistics.waited_for_oldest_s += feed.waited_for_oldest_s
+        if self._last_cut is not None:
+            self._gate.lookahead.batch_cut(
+                step_s=now - self._last_cut,
+                waited_s=now - asked,
+                starved_s=now - asked - feed.waited_for_oldest_s,
+                spare=len(feed.finished.groups),
+            )
+        self._last_cut = now
+        feed.waited_for_oldest_s = 0.0
+
+    def _running(self, feed: RowFeed) -> list[Submission]:
+        return [s for s in self._runner.live.values() if s.task is not None and s.feed is feed]
+
+    def _feed_of(self, source: Iterable[Any], recipe: EpisodeRecipe) -> RowFeed:
+        if id(source) in self._feeds:
+            feed, _ = self._feeds[id(source)]
+        else:
+            settings = SourceSettings(n_samples_per_prompt=recipe.group_size)
+            data_source = (
+                source
+                if isinstance(source, RolloutDataSource)
+                else RolloutDataSourceWithBuffer(IterableRows(source, settings))
+            )
+            feed = RowFeed(data_source, retries=self._config.failed_group_retries)
+        if feed.source.settings.n_samples_per_prompt != recipe.group_size:
+            raise ConfigError(
+                f"the data source gives groups of {feed.source.settings.n_samples_per_prompt} and group_size is "
+                f"{recipe.group_size}: make them equal"
+            )
+        self._feeds.pop(id(source), None)
+        self._feeds[id(source)] = (feed, recipe)
+        return feed
+
+    def next_submission(self) -> Submission | None:
+        """Return the next group to start; None if the gate lets none start ahead, or the rows have ended."""
+        if not self._feeds:
+            return None
+        feed, recipe = next(reversed(self._feeds.values()))
+        if not self._gate.may_start_ahead(feed.ahead) or (samples := feed.next_group()) is None:
+            return None
+        feed.running += 1
+        submission = self._runner.make(
+            feed.source.unprepared_input(samples),
+            recipe,
+            partial(self._deliver, feed),
+            training=True,
+            seed_name=f"group {samples[0].group_index}, attempt {samples[0].attempts}",
+            feed=feed,
+            samples=samples,
+        )
+        record_answers(samples, submission.episodes, oldest_version=self._oldest_useful_version())
+        if (oldest := submission.oldest_version()) is not None:
+            feed.oldest_groups.add_running(submission.task_id, oldest)
+        return submission
+
+    def _oldest_useful_version(self) -> int:
+        """Return the oldest version whose tokens a stopped group may resume from."""
+        if self._config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest:
+            return 0
+        return self._gate.version - self._config.max_head_offpolicyness
+
+    def _deliver(self, feed: RowFeed, group: Group) -> None:
+        feed.ended(group)
+        if group.status is EpisodeStatus.CANCELLED:
+            feed.keep(group)
+            return
+        self._ended.statistics.group_ended(group)
+        if group.status is EpisodeStatus.ACCEPTED:
+            feed.accept(group)
+            return
+        if group.status is EpisodeStatus.FAILED and self._config.on_error == "raise":
+            feed.error = EpisodeError(f"episode {group.task_id} failed and rollout.on_error is raise:\n{group.error}")
+        feed.miss(group)
+
+    def version_changed(self) -> None:
+        """Look again which groups a batch that is waited for has to wait for: its oldest ones have changed."""
+        if self._feeds:
+            feed, _ = next(reversed(self._feeds.values()))
+            self._wait_for_oldest(feed)
+            feed.finished.changed()
+
+    async def close_source(self, source: Iterable[Any]) -> None:
+        """Stop drawing from ``source`` and give back its groups that run or wait for a batch."""
+        if id(source) in self._feeds:
+            feed, _ = self._feeds.pop(id(source))
+            await self._set_aside(feed, "the source was closed")
+            feed.end(ConfigError("the source was closed while a batch was waited for"))
+
+    async def set_all_aside(self, reason: str) -> None:
+        """Give the groups of all sources back to them."""
+        for feed, _ in list(self._feeds.values()):
+            await self._set_aside(feed, reason)
+
+    async def _set_aside(self, feed: RowFeed, reason: str) -> None:
+        """Stop the feed's running groups and give them and its finished ones back to the source, with their tokens."""
+        if running := self._running(feed):
+            try:
+                await self._interrupt([episode for s in running for episode in s.episodes])
+            finally:  # what was interrupted has to be stopped
+                await self._runner.stop(running, reason)
+        for group in feed.finished.take(len(feed.finished.groups)):
+            feed.keep(group)
+            group.end_as(EpisodeStatus.CANCELLED, failure=Failure.cancelled(reason))
+            self._gate.give_back()
+            self._ended.close(group)

@@ -1,0 +1,213 @@
+"""The parts of an inference engine, started and stopped together: loop, client, executor, workers, dumper, watchdog.
+
+Guarantees that :meth:`RunningEngine.destroy` ends every episode, whatever has failed, in an order that loses nothing:
+
+1. Calls may no longer fail with the run's error (``end_failing``), or the steps below would, too.
+2. The executor ends all groups, and passes each on to the dumper.
+3. Workers and client close; until here, an episode that cleans up may still call its model or another process.
+4. The watchdog stops before the loop whose tasks it looks at.
+5. The dumper closes last, off the loop: it writes what step 2 gave it, and raises if it cannot.
+
+An error that ends the run (too many servers gone, a broken worker, a full disk) comes up in some thread or task with
+nobody to raise to. :meth:`RunningEngine.fail` passes it to all calls that wait, and to every later one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.trajectory import Group
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.errors import ConfigError, StorageError
+from areal_lite.rollout import garbage_collection
+from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
+from areal_lite.rollout.episodes.admission_gate import AdmissionGate
+from areal_lite.rollout.episodes.failure_tally import FailureTally
+from areal_lite.rollout.episodes.workflow_executor import WorkflowExecutor
+from areal_lite.rollout.loop_thread import LoopThread
+from areal_lite.rollout.loop_watchdog import LoopWatchdog
+from areal_lite.rollout.workers.worker_pool import Workers
+from areal_lite.servers.client.engine_client import EngineClient
+from areal_lite.servers.client.model_identity import ModelIdentity
+from areal_lite.servers.pool.server_pool import Server
+from areal_lite.servers.pool.sglang_router import servers_behind
+
+logger = logging.getLogger(__name__)
+
+
+class RunningEngine(InferenceEngine):
+    """Starts and stops the parts; :class:`~areal_lite.rollout.remote_inf_engine.RemoteInfEngine` has the calls."""
+
+    def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:
+        """Start unconnected; servers must serve the model ``model_path`` (folder or hub name), if given."""
+        self.config = config
+        self._identity = None if model_path is None else ModelIdentity.of(model_path)
+        self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
+        self._dumper: TrajectoryDumper | None = None
+        self._loop: LoopThread | None = None
+        self._watchdog: LoopWatchdog | None = None
+        self._workers: Workers | None = None
+        self._executor = WorkflowExecutor(
+            self,
+            config,
+            gate=AdmissionGate(
+                max_concurrent=config.max_concurrent_rollouts,
+                max_staleness=config.max_head_offpolicyness,
+                batch_size=config.consumer_batch_size,
+                extra=config.extra_groups,
+            ),
+            on_end=self._on_end,
+            interrupt=lambda episodes: self._client.interrupt(episodes),
+        )
+
+    def initialize(self) -> Self:
+        """Start the event loop and reach the servers.
+
+        Raises:
+            ServerError: If no server answers, or a router in ``addresses`` has none.
+            ConfigError: If a server speaks another protocol or serves another model, or if dumps are to show text
+                and ``tokenizer_path`` holds no tokenizer.
+        """
+        if self._loop is not None:
+            raise ConfigError("the engine is initialized already: call destroy() before a second initialize()")
+        if self.config.dump_to_file:
+            self._dumper = TrajectoryDumper(self.config, self._on_dumper_change)
+            self._executor.runner.number_from(next_task_id(self.config.run_dir))
+        self._loop = LoopThread("areal-lite-rollout")
+        self._watchdog = LoopWatchdog(self._loop, self._executor.runner.shared, self._executor.runner.deadline_of)
+        garbage_collection.relax()
+        try:
+            config = self._loop.call(servers_behind(self.config))
+            if config is not self.config:
+                self.config = config
+                self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
+            self._loop.call(self._client.open())
+            if config.workers > 1:
+                self._workers = Workers(self, config, self._executor.runner.shared, on_broken=self.fail)
+                self._executor.runner.workers = self._workers
+                self._loop.call(self._workers.open())
+        except BaseException:
+            self.destroy()
+            raise
+        return self
+
+    def destroy(self) -> None:
+        """End all episodes as cancelled, write the dumps, close the connections, stop the loop.
+
+        Raises:
+            StorageError: At the end, if dumps could not be written.
+        """
+        if self._loop is None:
+            return
+        self._loop.end_failing()
+        self._loop.call(self._executor.close())
+        if self._workers is not None:
+            self._loop.call(self._workers.close())
+            self._workers = None
+        self._loop.call(self._client.close())
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._loop.stop()
+        self._loop = None
+        garbage_collection.restore()
+        if self._dumper is not None:
+            dumper, self._dumper = self._dumper, None
+            dumper.close()
+
+    def __enter__(self) -> Self:
+        return self.initialize()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.destroy()
+        except StorageError as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                logger.warning("%s", failure)
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        """The servers with their state."""
+        return self._client.pool.servers
+
+    @property
+    def running_loop(self) -> LoopThread:
+        """The loop that all calls run on.
+
+        Raises:
+            ConfigError: If the engine is not initialized.
+        """
+        if self._loop is None:
+            raise ConfigError(
+                "the engine is not running: use `with RemoteInfEngine(config) as engine:` or initialize()"
+            )
+        return self._loop
+
+    def _on_end(self, group: Group) -> None:
+        if self._dumper is not None:
+            self._dumper.put(group)
+            self._executor.gate.held = self._dumper.behind
+
+    def flush_dumps(self) -> None:
+        """Wait until the groups that have ended are dumped; a disk that hangs is waited for 10 s."""
+        if self._dumper is not None:
+            self._dumper.flush()
+
+    def _on_dumper_change(self) -> None:
+        """Have the loop act on the dumper's state; called by its thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                self._loop.call_soon(self._follow_dumper)
+
+    def _follow_dumper(self) -> None:
+        if self._dumper is None:
+            return
+        if self._dumper.error is not None:
+            self.fail(self._dumper.error)
+        else:
+            self._executor.hold(self._dumper.behind)
+
+    def fail(self, error: Exception) -> None:
+        """End all calls that wait, and every later one, with ``error``; returns at once, from any thread."""
+        with contextlib.suppress(RuntimeError, ConfigError):  # the engine was destroyed meanwhile
+            self.running_loop.call_soon(self._executor.pause)
+            self.running_loop.fail(error)
+
+    def export_stats(self) -> dict[str, int]:
+        """Return ended groups by status, and ``abandoned``: episodes that swallowed their cancellation."""
+        return {**self._executor.ended.counts, "abandoned": self._executor.runner.abandoned}
+
+    def take_scalars(self, *, is_eval: bool = False) -> dict[str, float]:
+        """Return the mean of each number that accepted episodes recorded since the last call, by metric name.
+
+        The episodes of a data source count once :meth:`prepare_batch` returns them.
+        """
+        return self._executor.ended.scalars.take(is_eval=is_eval)
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """Return failures, what pacing cost so far and whether it was fair; see docs/metrics.md, ``rollout/``."""
+        return {
+            **self._executor.ended.statistics.metrics(),
+            **self.failures.metrics(),
+            **self._executor.runner.shared.counts,
+            "lead_groups": float(self._executor.gate.lookahead.groups),
+            "retried_requests": float(self._client.retried),
+            "generated_tokens": float(self._client.generated_tokens),
+        }
+
+    def server_metrics(self) -> dict[str, float]:
+        """Return the figures of each server, by ``INDEX/NAME``; see docs/metrics.md, ``servers/``."""
+        return self._client.metrics()
+
+    @property
+    def failures(self) -> FailureTally:
+        """Failed episodes so far, by cause."""
+        return self._executor.ended.failures
