@@ -17,8 +17,9 @@ from openai.types.chat import ChatCompletion
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import BASE_URL, SharedClient
 from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS
+from areal_lite.agents.session.chat_history import Interactions, Style
 from areal_lite.agents.session.chat_renderer import chat_renderer
-from areal_lite.agents.session.chat_session import ChatSession, Interactions, Style
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.scalars import record_counts
@@ -151,7 +152,7 @@ class ArealOpenAI(AsyncOpenAI):
         if not self._exported:
             record_counts(self.session.counts())
         self._exported = True
-        sequences = self.session.export(style)
+        sequences = self.session.history.export(style)
         rewarded = {key: answer for key, answer in sequences.items() if answer.reward is not None}
         return rewarded if rewarded and style == "individual" else sequences
 

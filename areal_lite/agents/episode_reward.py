@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from areal_lite.agents.session.chat_session import ChatSession, Interactions
+from areal_lite.agents.session.chat_history import Interactions
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.processes.reward_worker import as_reward
 
 
@@ -52,11 +53,11 @@ def rewarded(
 
 
 def _of_episode(session: ChatSession, reward: float) -> Interactions:
-    return {key: replace(answer, reward=reward) for key, answer in session.export("concat").items()}
+    return {key: replace(answer, reward=reward) for key, answer in session.history.export("concat").items()}
 
 
 def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None) -> Interactions:
-    answers = session.export("individual")
+    answers = session.history.export("individual")
     if unknown := [key for key in rewards if key not in answers]:
         raise ValueError(
             f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}; "

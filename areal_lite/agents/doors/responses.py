@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
-from areal_lite.agents.doors.api import event, openai_error
+from areal_lite.agents.doors.api import Api, EventStream, event, fields_as_chat
 from areal_lite.agents.parsers.call_json import dump_json
+from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.chat_session import Answer, ChatSession
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed
 from areal_lite.agents.session.text_stream import Piece
 
@@ -39,68 +40,11 @@ _IGNORED = {
 """Fields without effect on the tokens: accepted and ignored."""
 
 
-class Responses:
-    """Bodies and replies of Responses. A session keeps its responses, so ``previous_response_id`` works."""
-
-    id_prefix = "resp_"
-
-    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
-        """Return the checked request."""
-        body = json_object(raw)
-        if unknown := [name for name in body if name not in _READ and name not in _IGNORED]:
-            raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
-        if body.get("background"):
-            raise RequestError("background is not served: leave it out and wait for the response", param="background")
-        if body.get("truncation") not in (None, "disabled", "auto"):
-            raise RequestError(f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation")
-        chat = {name: body[field] for field, name in _AS_CHAT.items() if body.get(field) is not None}
-        history = self._history(body.get("previous_response_id"), session)
-        instructions = typed("instructions", body.get("instructions"), str, "send a string")
-        chat["messages"] = [
-            *([{"role": "system", "content": instructions}] if instructions else []),
-            *history,
-            *_messages(body.get("input")),
-        ]
-        if tools := typed("tools", body.get("tools"), list, "send a list of functions"):
-            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-        text = typed("text", body.get("text"), dict, "send an object with format") or {}
-        if text.get("format") is not None:
-            chat["response_format"] = text["format"]
-        return parse_chat_request(chat, session.find_conversation)
-
-    def _history(self, previous: Any, session: ChatSession) -> list[dict[str, Any]]:
-        """Return the messages of an earlier response without its instructions, and its answer."""
-        if previous is None:
-            return []
-        if not isinstance(previous, str) or previous not in session.responses:
-            raise _no_response(previous, "previous_response_id")
-        interaction = session.interactions[previous]
-        messages = interaction.messages
-        if messages and messages[0]["role"] == "system":  # instructions hold for one response
-            messages = messages[1:]
-        return [*messages, *interaction.output_message_list]
-
-    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
-        """Return a ``response``."""
-        (answer,) = answers
-        response = session.responses[answer.id] = _response(answer.id, request, answer, _items(answer))
-        return response
-
-    def stream(self, request: ChatRequest, session: ChatSession) -> ResponseStream:
-        """Return a writer of response events."""
-        return ResponseStream(request, session)
-
-    def error(self, error: RequestError) -> dict[str, Any]:
-        """Return OpenAI's error object."""
-        return openai_error(error)
-
-
-class ResponseStream:
+class ResponseStream(EventStream):
     """Writes response.created, the output items one after another, and response.completed."""
 
     def __init__(self, request: ChatRequest, session: ChatSession) -> None:
-        self._request = request
-        self._session = session
+        super().__init__(request, session)
         self._number = -1
         self._id = ""
         self._item: dict[str, Any] = {}
@@ -111,7 +55,7 @@ class ResponseStream:
     def start(self, answer_id: str) -> bytes:
         """Return response.created and response.in_progress."""
         self._id = answer_id
-        response = _response(answer_id, self._request, None, [])
+        response = _response(answer_id, self.request, None, [])
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -148,8 +92,8 @@ class ResponseStream:
                 parts.append(self._event("response.function_call_arguments.done", **done))
             parts.append(self._event("response.output_item.done", **place, item=item))
             self._output.append(item)
-        response = _response(self._id, self._request, answer, self._output)
-        self._session.responses[self._id] = response
+        response = _response(self._id, self.request, answer, self._output)
+        self.session.responses[self._id] = response
         parts.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(parts)
 
@@ -175,6 +119,53 @@ class ResponseStream:
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+
+class Responses(Api):
+    """Bodies and replies of Responses. A session keeps its responses, so ``previous_response_id`` works."""
+
+    id_prefix = "resp_"
+    event_stream = ResponseStream
+
+    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
+        """Return the checked request."""
+        body = json_object(raw)
+        chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
+        if body.get("background"):
+            raise RequestError("background is not served: leave it out and wait for the response", param="background")
+        if body.get("truncation") not in (None, "disabled", "auto"):
+            raise RequestError(f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation")
+        history = self._history(body.get("previous_response_id"), session)
+        instructions = typed("instructions", body.get("instructions"), str, "send a string")
+        chat["messages"] = [
+            *([{"role": "system", "content": instructions}] if instructions else []),
+            *history,
+            *_messages(body.get("input")),
+        ]
+        if tools := typed("tools", body.get("tools"), list, "send a list of functions"):
+            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+        text = typed("text", body.get("text"), dict, "send an object with format") or {}
+        if text.get("format") is not None:
+            chat["response_format"] = text["format"]
+        return parse_chat_request(chat, session.history.find)
+
+    def _history(self, previous: Any, session: ChatSession) -> list[dict[str, Any]]:
+        """Return the messages of an earlier response without its instructions, and its answer."""
+        if previous is None:
+            return []
+        if not isinstance(previous, str) or previous not in session.responses:
+            raise _no_response(previous, "previous_response_id")
+        interaction = session.interactions[previous]
+        messages = interaction.messages
+        if messages and messages[0]["role"] == "system":  # instructions hold for one response
+            messages = messages[1:]
+        return [*messages, *interaction.output_message_list]
+
+    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
+        """Return a ``response``."""
+        (answer,) = answers
+        response = session.responses[answer.id] = _response(answer.id, request, answer, _items(answer))
+        return response
 
 
 def stored_response(method: str, path: str, query: str, session: ChatSession) -> dict[str, Any]:

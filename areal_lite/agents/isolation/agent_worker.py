@@ -50,7 +50,7 @@ def run_job(agent: Any, job: dict[str, Any], recorded: dict[str, Any]) -> Any:
 
     from areal_lite.agents.doors.http_transport import socket_client
     from areal_lite.agents.isolation.agent_access import AgentAccess
-    from areal_lite.agents.isolation.misrouted_call import explain_strayed_call
+    from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
     from areal_lite.api import episode_context
     from areal_lite.api.episode_context import Episode, EpisodeContext
 
@@ -74,7 +74,7 @@ def run_job(agent: Any, job: dict[str, Any], recorded: dict[str, Any]) -> Any:
         with socket_client(is_async=False) as client:
             return call(client)
     except BaseException as error:
-        explain_strayed_call(error, access.base_url)
+        explain_misrouted_call(error, access.base_url)
         raise
     finally:
         recorded["processes"] += [asdict(record) for record in episode.processes]

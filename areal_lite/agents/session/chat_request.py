@@ -16,7 +16,7 @@ import orjson
 
 from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.answer_grammar import answer_grammar
-from areal_lite.agents.session.request_body_cache import BodyBeginning, beginning_of
+from areal_lite.agents.session.request_body_cache import RequestBodyCache, cache_request_body
 from areal_lite.agents.session.request_fields import RequestError, is_token_id, json_bytes, number, short, typed, whole
 
 MAX_TOOLS = 128
@@ -66,19 +66,19 @@ class Conversation:
 
     body: bytes
     """The request's body; empty if the API is not chat completions."""
-    known: BodyBeginning | None
-    """What the body may begin with."""
+    known: RequestBodyCache | None
+    """The body's beginning in the request that it extends."""
     raw: list[Any]
     """As the client sent them."""
     messages: list[dict[str, Any]]
     keys: list[Hashable]
-    place: Any
-    """What the session knows of it."""
+    node: Any
+    """The history's record of it."""
 
     @functools.cached_property
-    def beginning(self) -> BodyBeginning | None:
-        """The beginning of the body, for requests whose bodies begin so too."""
-        return beginning_of(self.body, self.known) if self.body else None
+    def known_body(self) -> RequestBodyCache | None:
+        """The beginning of the body, for requests whose bodies begin alike."""
+        return cache_request_body(self.body, self.known) if self.body else None
 
 
 FindConversation = Callable[[list[Any]], Conversation | None]
