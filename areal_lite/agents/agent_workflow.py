@@ -40,7 +40,7 @@ class AgentWorkflow(RolloutWorkflow):
     ``config.agent_isolation`` says where ``run`` is called: on the event loop, in a thread or in a process. Only in
     the last two may it block; it may then also be a plain function, whose ``http_client`` is a sync one.
 
-    What ``run`` returns is the reward (:func:`areal_lite.agents.episode_reward.rewarded`); None rejects the
+    ``run`` returns the reward (:func:`areal_lite.agents.episode_reward.rewarded`); None rejects the
     episode.
 
     Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
@@ -58,7 +58,7 @@ class AgentWorkflow(RolloutWorkflow):
         self.agent = agent
         self._config = config
         self.renderer: ChatRenderer | None = None
-        """What sessions render messages with; None until the first episode."""
+        """Renders the messages of all sessions; None until the first episode."""
         self._loading = asyncio.Lock()
         self._pickled = pickled_agent(agent) if config.agent_isolation == "process" else None
 

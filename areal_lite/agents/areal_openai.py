@@ -1,7 +1,7 @@
 """AReaL's client: an OpenAI SDK client that generates with the engine and keeps what it sampled.
 
-    For workflows that call the model themselves. An agent with ``async run()`` does not need it: the
-plain SDK does.
+For workflows that call the model themselves. An agent with ``async run()`` uses the plain SDK. The nine parameters of
+``ArealOpenAI`` are AReaL's.
 """
 
 from __future__ import annotations

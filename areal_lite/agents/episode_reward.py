@@ -1,4 +1,4 @@
-"""What an agent's ``run()`` returned, as the rewards of its answers."""
+"""Turn the return value of an agent's ``run()`` into rewards of its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rewarded(
     |---|---|
     | a number | the episode; all answers are trained as conversations |
     | a dict by completion id | these answers, each a sequence of its own; others are not trained |
-    | a list with a number or None per answer, in order | the same by place |
+    | a list with a number or None per answer, in order | the same, by index |
     | a dict by name of ``rollout.reward_weights`` | the episode with the weighted sum |
     | a dict with ``rollout.reward_key`` | the episode with that part; other parts may also be text |
 

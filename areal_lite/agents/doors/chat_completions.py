@@ -37,7 +37,7 @@ class ChatCompletionStream(EventStream):
         parts = []
         for index, answer in enumerate(answers):
             if calls := answer.message.get("tool_calls"):
-                indexed = [{"index": place, **call} for place, call in enumerate(calls)]
+                indexed = [{"index": number, **call} for number, call in enumerate(calls)]
                 parts.append(self._chunk(index, {"tool_calls": indexed}))
             logprobs = _logprobs(answer, self.session) if self.request.logprobs else None
             parts.append(self._chunk(index, {}, finish_reason=answer.finish_reason, logprobs=logprobs))

@@ -11,7 +11,7 @@ from areal_lite.agents.doors.api import Api, EventStream, event, fields_as_chat
 from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed
+from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -68,9 +68,7 @@ class MessageStream(EventStream):
                     self._delta({"type": "input_json_delta", "partial_json": partial}),
                     self._close(),
                 ]
-        response = answer.response
-        usage = {"input_tokens": response.input_len, "output_tokens": response.output_len}
-        parts += [_event("message_delta", delta=_stop(answer), usage=usage), _event("message_stop")]
+        parts += [_event("message_delta", delta=_stop(answer), usage=_usage(answer)), _event("message_stop")]
         return b"".join(parts)
 
     def error(self, error: RequestError) -> bytes:
@@ -120,7 +118,7 @@ class Messages(Api):
             **_head(answer.id, request),
             "content": _blocks(answer.message),
             **_stop(answer),
-            "usage": {"input_tokens": answer.response.input_len, "output_tokens": answer.response.output_len},
+            "usage": _usage(answer),
         }
 
     def error(self, error: RequestError) -> dict[str, Any]:
@@ -135,6 +133,10 @@ def _error(error: RequestError) -> dict[str, Any]:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, kind)
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    return {"input_tokens": answer.response.input_len, "output_tokens": answer.response.output_len}
 
 
 def _head(answer_id: str, request: ChatRequest) -> dict[str, Any]:
@@ -169,9 +171,8 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _system(raw: Any) -> list[dict[str, Any]]:
-    if raw is None or raw == "" or raw == []:
-        return []
-    return [{"role": "system", "content": raw if isinstance(raw, str) else _texts(raw, "system")}]
+    text = joined_text(raw, "system")
+    return [{"role": "system", "content": text}] if raw else []
 
 
 def _messages(raw: Any) -> list[dict[str, Any]]:
@@ -231,23 +232,12 @@ def _user(blocks: list[Any], role: str, where: str) -> list[dict[str, Any]]:
                 texts.append(block)
             case "tool_result":
                 result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-                messages.append({**result, "content": _texts(block.get("content") or "", where)})
+                messages.append({**result, "content": joined_text(block.get("content"), where)})
             case kind:
                 raise _unsupported(kind, where)
     if texts:
-        messages.append({"role": role, "content": _texts(texts, where)})
+        messages.append({"role": role, "content": joined_text(texts, where)})
     return messages
-
-
-def _texts(raw: Any, where: str) -> str:
-    if isinstance(raw, str):
-        return raw
-    parts = []
-    for block in raw if isinstance(raw, list) else [raw]:
-        if (kind := _kind(block, where)) != "text" or not isinstance(block.get("text"), str):
-            raise _unsupported(kind, where)
-        parts.append(block["text"])
-    return "\n".join(parts)
 
 
 def _kind(block: Any, where: str) -> str:

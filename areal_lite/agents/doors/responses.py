@@ -13,7 +13,7 @@ from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed
+from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -38,6 +38,7 @@ _IGNORED = {
     "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management",
 }  # fmt: skip
 """Fields without effect on the tokens: accepted and ignored."""
+_TEXTS = ("input_text", "output_text", "text")
 
 
 class ResponseStream(EventStream):
@@ -69,10 +70,10 @@ class ResponseStream(EventStream):
             self._item = new
             opened = {**new, "content": []}
             head += self._event("response.output_item.added", output_index=len(self._output), item=opened)
-            head += self._event("response.content_part.added", **self._place(), part=new["content"][0])
+            head += self._event("response.content_part.added", **self._part(), part=new["content"][0])
         part = self._item["content"][0]
         part["text"] += piece.text
-        delta = self._event(f"response.{part['type']}.delta", **self._place(), delta=piece.text, logprobs=[])
+        delta = self._event(f"response.{part['type']}.delta", **self._part(), delta=piece.text, logprobs=[])
         return head + delta
 
     def end(self, answers: Sequence[Answer]) -> bytes:
@@ -81,16 +82,16 @@ class ResponseStream(EventStream):
         parts = [self._close()]
         items = _items(answer)
         for item in items if not self._output else [i for i in items if i["type"] == "function_call"]:
-            place = {"output_index": len(self._output)}
+            output = {"output_index": len(self._output)}
             opened = {**item, "arguments": ""} if item["type"] == "function_call" else item
-            parts.append(self._event("response.output_item.added", **place, item=opened))
+            parts.append(self._event("response.output_item.added", **output, item=opened))
             if item["type"] == "function_call":
-                call = {**place, "item_id": item["id"]}
+                call = {**output, "item_id": item["id"]}
                 arguments = item["arguments"]
                 done = {**call, "name": item["name"], "arguments": arguments}
                 parts.append(self._event("response.function_call_arguments.delta", **call, delta=arguments))
                 parts.append(self._event("response.function_call_arguments.done", **done))
-            parts.append(self._event("response.output_item.done", **place, item=item))
+            parts.append(self._event("response.output_item.done", **output, item=item))
             self._output.append(item)
         response = _response(self._id, self.request, answer, self._output)
         self.session.responses[self._id] = response
@@ -104,16 +105,16 @@ class ResponseStream(EventStream):
     def _close(self) -> bytes:
         if not self._item:
             return b""
-        item, place = self._item, self._place()
+        item, opened = self._item, self._part()
         part = item["content"][0]
-        events = self._event(f"response.{part['type']}.done", **place, text=part["text"], logprobs=[])
-        events += self._event("response.content_part.done", **place, part=part)
+        events = self._event(f"response.{part['type']}.done", **opened, text=part["text"], logprobs=[])
+        events += self._event("response.content_part.done", **opened, part=part)
         events += self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         self._item = {}
         return events
 
-    def _place(self) -> dict[str, Any]:
+    def _part(self) -> dict[str, Any]:
         return {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -188,7 +189,7 @@ def stored_response(method: str, path: str, query: str, session: ChatSession) ->
             raise RequestError("a stored response is not streamed: leave stream out", param="stream")
         return session.responses[name]
     items = [item for message in session.interactions[name].messages for item in _input_items(message)]
-    items = [{"id": f"{name}_{place}", "status": "completed", **item} for place, item in enumerate(items)]
+    items = [{"id": f"{name}_{index}", "status": "completed", **item} for index, item in enumerate(items)]
     if asked.get("order") != ["asc"]:
         items.reverse()
     return {"object": "list", "data": items, "first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
@@ -301,7 +302,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
             texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
             reasoning = "".join(text for text in texts if isinstance(text, str)) or None
         elif kind == "message":
-            message = {"role": item.get("role"), "content": _text(item.get("content"), where)}
+            message = {"role": item.get("role"), "content": joined_text(item.get("content"), where, _TEXTS)}
             if message["role"] == "assistant" and reasoning is not None:
                 message["reasoning_content"], reasoning = reasoning, None
             messages.append(message)
@@ -314,7 +315,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
                     messages[-1]["reasoning_content"], reasoning = reasoning, None
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _text(item.get("output"), where)
+            content = joined_text(item.get("output"), where, _TEXTS)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
             raise RequestError(
@@ -322,19 +323,6 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
                 param=where,
             )
     return messages
-
-
-def _text(raw: Any, where: str) -> str:
-    if raw is None or isinstance(raw, str):
-        return raw or ""
-    texts = []
-    for part in raw if isinstance(raw, list) else [raw]:
-        kind = part.get("type") if isinstance(part, dict) else part
-        text = part.get("text") if kind in ("input_text", "output_text", "text") else None
-        if not isinstance(text, str):
-            raise RequestError(f"{where} has a part of type {short(kind)}: only text is supported", param=where)
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class AnswerParser:
 
     tool_format: ToolFormat
     splits_reasoning: bool
-    """Whether ``<think>...</think>`` at the beginning is reasoning."""
+    """True if ``<think>...</think>`` at the beginning is reasoning."""
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -64,10 +64,6 @@ class AnswerParser:
         """Return whether parsing needs to see ``token``, also where it is a special token."""
         markers = (*self.tool_format.starts, *self.tool_format.markers) if tools else ()
         return token in markers or (self.splits_reasoning and token in (THINK, THINK_END))
-
-    def opens_thinking(self, prefill: str) -> bool:
-        """Return whether an answer begins with reasoning because its prompt ends with ``<think>``."""
-        return self.splits_reasoning and prefill.rstrip().endswith(THINK)
 
     def parse(
         self,
@@ -82,8 +78,8 @@ class AnswerParser:
         Args:
             text: The answer, without its end token.
             tools: Declared tools; None leaves tool calls in the content.
-            thinking: Whether the prompt ends with ``<think>``, so that the answer begins inside of it.
-            bare_json: Whether an answer that is only JSON may be a call in every format, as where a grammar forces it.
+            thinking: True if the prompt ends with ``<think>``, so that the answer begins inside of it.
+            bare_json: True if an answer that is only JSON may be a call in every format, since a grammar forces it.
         """
         reasoning, closed, content = self._split_reasoning(text, thinking)
         if not tools or not closed:

@@ -116,7 +116,7 @@ class ResponseTemplateParser:
             text: The answer, without its end token.
             tools: Declared tools; None leaves tool calls in the content.
             prefill: The end of the prompt, which may have the beginning of the message.
-            bare_json: Whether an answer that is only JSON is a call, as where a grammar forces it.
+            bare_json: True if an answer that is only JSON is a call, since a grammar forces it.
         """
         if tools and bare_json and (bare := read_bare_calls(text, declared_tools(tools))):
             return ParsedAnswer("", "", [openai_call(call) for call in bare], not all(call.is_json for call in bare))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_lite.agents.parsers.answer_parser import AnswerParser, ParsedAnswer
+from areal_lite.agents.parsers.answer_parser import THINK, AnswerParser, ParsedAnswer
 from areal_lite.agents.parsers.response_template import ResponseTemplateParser
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import ChatRequest
@@ -50,8 +51,13 @@ class AnswerReader:
         self._skip_special_tokens = gconfig.skip_special_tokens
         self._stops = [*(gconfig.stop or []), *request.stop]
         self._parser = renderer.answer_parser if request.prompt is None else None
-        self._prefill = "" if request.grammar else renderer.prefill(prompt)  # under a grammar there is no reasoning
+        self._prompt = prompt
         self._stream: TextStream | None = None
+
+    @functools.cached_property
+    def _prefill(self) -> str:
+        # Under a grammar there is no reasoning.
+        return "" if self._request.grammar else self._renderer.prefill(self._prompt)
 
     def feed(self, ids: Sequence[int]) -> list[Piece]:
         """Return the text that can be sent after these ids; often nothing."""
@@ -92,8 +98,7 @@ class AnswerReader:
             case None:
                 return ParsedAnswer(text)
             case AnswerParser() as parser:
-                thinking = parser.opens_thinking(self._prefill)
-                return parser.parse(text, self._tools, thinking=thinking, bare_json=bare_json)
+                return parser.parse(text, self._tools, thinking=self._thinking(parser), bare_json=bare_json)
             case ResponseTemplateParser() as parser:
                 return parser.parse(text, self._tools, prefill=self._prefill, bare_json=bare_json)
 
@@ -109,11 +114,15 @@ class AnswerReader:
                 stops=self._stops,
                 openings=parser.starts if tools else (),
                 json_waits=tools and parser.tool_format.bare_json,
-                thinking=parser.opens_thinking(self._prefill) if parser.splits_reasoning else None,
+                thinking=self._thinking(parser) if parser.splits_reasoning else None,
             )
         if tools and self._request.grammar:  # the answer is a call as bare JSON
             stream.wait()
         return stream
+
+    def _thinking(self, parser: AnswerParser) -> bool:
+        """Return whether the prompt ends with ``<think>``, so that the answer begins with reasoning."""
+        return parser.splits_reasoning and self._prefill.rstrip().endswith(THINK)
 
     def _decode(self, ids: list[int]) -> str:
         return self._renderer.visible_text(

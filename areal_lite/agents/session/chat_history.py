@@ -1,4 +1,4 @@
-"""What one session has recorded, and which of it a new request continues.
+"""The recorded answers of one session, and the search for the one that a new request continues.
 
 Invariant: a token that was sampled is never tokenized again. So the history is lists of ids, and messages are only the
 key under which a list is found: a tree of message keys, with an answer at some nodes. A request continues the deepest

@@ -231,21 +231,8 @@ class ChatRenderer:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-@functools.lru_cache(maxsize=8)
-def chat_renderer(
-    tokenizer: Any,
-    *,
-    tool_parser: str | None = None,
-    reasoning_parser: str | None = None,
-    tools_in_system_prompt: bool = False,
-) -> ChatRenderer:
-    """Return the cached renderer of a tokenizer; arguments and errors are those of :class:`ChatRenderer`."""
-    return ChatRenderer(
-        tokenizer,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        tools_in_system_prompt=tools_in_system_prompt,
-    )
+chat_renderer = functools.lru_cache(maxsize=8)(ChatRenderer)
+"""Returns the cached renderer of a tokenizer; arguments and errors are those of :class:`ChatRenderer`."""
 
 
 def _prompt_key(messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> bytes | None:
@@ -290,18 +277,9 @@ def _argument_forms(messages: list[Any]) -> Iterator[list[Any]]:
 
 
 def _with_arguments(messages: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
-    return [
-        {
-            **message,
-            "tool_calls": [
-                {
-                    **call,
-                    "function": {**call["function"], "arguments": convert(call["function"]["arguments"])},
-                }
-                for call in message["tool_calls"]
-            ],
-        }
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    converted = []
+    for message in messages:
+        functions = [(call, call["function"]) for call in message.get("tool_calls") or ()]
+        calls = [{**call, "function": {**one, "arguments": convert(one["arguments"])}} for call, one in functions]
+        converted.append({**message, "tool_calls": calls} if calls else message)
+    return converted

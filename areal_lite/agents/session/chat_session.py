@@ -16,8 +16,9 @@ since the episode's sequences have been taken already.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal_lite.agents.session.agent_names import AgentNames
@@ -108,15 +109,41 @@ class ChatSession:
         Raises:
             RequestError: If the request is bad (400) or no server answers (503).
         """
+        with self._inside_episode():
+            try:
+                if request.n == 1:
+                    answers = [await self._answer(request, 0, answer_id, on_text)]
+                else:
+                    async with asyncio.TaskGroup() as tasks:
+                        ids = [answer_id, *(f"{answer_id}-{k}" for k in range(1, request.n))]
+                        choices = [self._answer(request, k, name, on_text) for k, name in enumerate(ids)]
+                        running = [tasks.create_task(choice) for choice in choices]
+                    answers = [task.result() for task in running]
+            except Exception as failure:
+                error: BaseException = failure
+                while isinstance(error, ExceptionGroup):
+                    error = error.exceptions[0]
+                assert isinstance(error, Exception)
+                if isinstance(error, RequestError):
+                    self.refusal = error
+                    raise error from None
+                self.error = error
+                raise RequestError(f"the engine failed: {type(error).__name__}: {error}"[:500], status=503) from error
+            self.error = None
+            return answers
+
+    @contextlib.contextmanager
+    def _inside_episode(self) -> Iterator[None]:
+        """Run a call that came through a socket or a thread as a part of the episode, which ends it."""
         if episode_context.current().episode is self._context.episode:
-            return await self._answers(request, answer_id, on_text)
-        # The call came through a socket or a thread: this task belongs to no episode.
+            yield
+            return
         task = asyncio.current_task()
         assert task is not None
         outside = episode_context.enter(self._context)
         self._tasks.add(task)
         try:
-            return await self._answers(request, answer_id, on_text)
+            yield
         except asyncio.CancelledError:
             if self._closed and not task.uncancel():
                 raise RequestError("the episode has ended", status=410, code="session_ended") from None
@@ -124,30 +151,6 @@ class ChatSession:
         finally:
             self._tasks.discard(task)
             episode_context.leave(outside)
-
-    async def _answers(self, request: ChatRequest, answer_id: str, on_text: OnText | None) -> list[Answer]:
-        try:
-            if request.n == 1:
-                answers = [await self._answer(request, 0, answer_id, on_text)]
-            else:
-                async with asyncio.TaskGroup() as tasks:
-                    running = [
-                        tasks.create_task(self._answer(request, k, f"{answer_id}-{k}" if k else answer_id, on_text))
-                        for k in range(request.n)
-                    ]
-                answers = [task.result() for task in running]
-        except Exception as failure:
-            error: BaseException = failure
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            assert isinstance(error, Exception)
-            if isinstance(error, RequestError):
-                self.refusal = error
-                raise error from None
-            self.error = error
-            raise RequestError(f"the engine failed: {type(error).__name__}: {error}"[:500], status=503) from error
-        self.error = None
-        return answers
 
     def counts(self) -> dict[str, float]:
         """Return the session's numbers by name; see docs/metrics.md."""
@@ -242,48 +245,36 @@ class ChatSession:
     ) -> tuple[TokenPrefix, InteractionWithTokenLogpReward | None, bool]:
         """Return the prompt's ids, the answer they extend, and whether the prompt renders an answer from text."""
         if request.prompt is not None:
-            return *await self._untemplated_prompt(request.prompt), False
+            parent, rest = self.history.longest_untemplated(request.prompt)
+            added = list(rest) if isinstance(rest, list) else await self._renderer.plain(rest, begins=parent is None)
+            return _extended(parent, added), parent, False
         parent, known = self.history.longest_recorded(request)
-        new = request.messages[known:]
-        prompt, parent = await self._prompt(request, parent, new)
-        if parent is None:
-            new = request.messages
-        is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
-        return prompt, parent, is_fork
-
-    async def _untemplated_prompt(
-        self, prompt: str | list[int]
-    ) -> tuple[TokenPrefix, InteractionWithTokenLogpReward | None]:
-        parent, rest = self.history.longest_untemplated(prompt)
-        added = list(rest) if isinstance(rest, list) else await self._renderer.plain(rest, begins=parent is None)
-        if parent is None:
-            return TokenPrefix(added, len(added)), None
-        recorded = parent.model_response
-        return recorded.prompt.extended(recorded.output_tokens + added), parent
-
-    async def _prompt(
-        self, request: ChatRequest, parent: InteractionWithTokenLogpReward | None, new: list[dict[str, Any]]
-    ) -> tuple[TokenPrefix, InteractionWithTokenLogpReward | None]:
+        new, added = request.messages[known:], []
         if parent is not None:
             recorded = parent.model_response
+            ended = recorded.stop_reason != "length"
             try:
                 added = await self._renderer.continuation(
-                    recorded.output_tokens,
-                    recorded.stop_reason != "length",
-                    new,
-                    request.tools,
-                    request.template_kwargs,
+                    recorded.output_tokens, ended, new, request.tools, request.template_kwargs
                 )
-                return recorded.prompt.extended(recorded.output_tokens + added), parent
-            except RequestError:
-                # Templates that reject or drop parts of a conversation; the whole one is rendered, which is a fork.
+            except RequestError:  # templates that reject or drop parts of a conversation: render the whole one
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
-        if self._prompt_ids is not None and not self.interactions:
-            ids = list(self._prompt_ids)  # it grows with the conversation
-        else:
-            ids = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)
-        return TokenPrefix(ids, len(ids)), None
+                parent, new = None, request.messages
+        if parent is None and self._prompt_ids is not None and not self.interactions:
+            added = list(self._prompt_ids)  # it grows with the conversation
+        elif parent is None:
+            added = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)
+        is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
+        return _extended(parent, added), parent, is_fork
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone, special tokens included."""
         return [self._renderer.decode([token], skip_special_tokens=False) for token in ids]
+
+
+def _extended(parent: InteractionWithTokenLogpReward | None, ids: list[int]) -> TokenPrefix:
+    """Return the prompt that continues an answer, or begins anew, with ``ids``."""
+    if parent is None:
+        return TokenPrefix(ids, len(ids))
+    recorded = parent.model_response
+    return recorded.prompt.extended(recorded.output_tokens + ids)
