@@ -231,7 +231,7 @@ def turns(count: int) -> dict[int, Measured]:
     for interaction in session.interactions.values():
         interaction.reward = 1.0
     answers = [interaction.model_response for interaction in session.interactions.values()]
-    end = cpu_s(lambda: _end(session.export("concat"), answers))
+    end = cpu_s(lambda: _end(session.history.export("concat"), answers))
     return {count: _turn_costs(count, spent, end, memory)}
 
 

@@ -1,4 +1,9 @@
-"""Agents: objects with ``async run()`` that talk to the model through an OpenAI-style client."""
+"""Agents: objects with ``async run()`` that talk to the model through an OpenAI-style client.
+
+Promises that any SDK, thread or process can be an episode's agent, and that the tokens it trains on are the sampled
+ones. Imports api, config, data and processes; knows the engine only through api. The rollout room runs
+:class:`AgentWorkflow` like any other workflow. Read agent_workflow, then doors, session and parsers.
+"""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ from areal_lite.agents.isolation import episode_environ
 from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.isolation.agent_processes import AgentProcesses, pickled_agent
 from areal_lite.agents.isolation.agent_thread import run_in_thread
-from areal_lite.agents.isolation.misrouted_call import explain_strayed_call
+from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
+from areal_lite.agents.session.chat_history import Interactions
 from areal_lite.agents.session.chat_renderer import ChatRenderer, chat_renderer
-from areal_lite.agents.session.chat_session import ChatSession, Interactions
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
@@ -39,7 +40,7 @@ class AgentWorkflow(RolloutWorkflow):
     ``config.agent_isolation`` says where ``run`` is called: on the event loop, in a thread or in a process. Only in
     the last two may it block; it may then also be a plain function, whose ``http_client`` is a sync one.
 
-    What ``run`` returns is the reward (:func:`areal_lite.agents.episode_reward.rewarded`); None rejects the
+    ``run`` returns the reward (:func:`areal_lite.agents.episode_reward.rewarded`); None rejects the
     episode.
 
     Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
@@ -57,7 +58,7 @@ class AgentWorkflow(RolloutWorkflow):
         self.agent = agent
         self._config = config
         self.renderer: ChatRenderer | None = None
-        """What sessions render messages with; None until the first episode."""
+        """Renders the messages of all sessions; None until the first episode."""
         self._loading = asyncio.Lock()
         self._pickled = pickled_agent(agent) if config.agent_isolation == "process" else None
 
@@ -91,7 +92,7 @@ class AgentWorkflow(RolloutWorkflow):
             if session.refusal is not None and session.refusal.code == "context_length_exceeded":
                 raise ContextOverflowError(str(session.refusal)) from error
             if session.refusal is None:
-                explain_strayed_call(error, access.base_url)
+                explain_misrouted_call(error, access.base_url)
             raise
         finally:
             episode_context.enter(context)

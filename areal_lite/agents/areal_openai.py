@@ -1,7 +1,7 @@
 """AReaL's client: an OpenAI SDK client that generates with the engine and keeps what it sampled.
 
-    For workflows that call the model themselves. An agent with ``async run()`` does not need it: the
-plain SDK does.
+For workflows that call the model themselves. An agent with ``async run()`` uses the plain SDK. The nine parameters of
+``ArealOpenAI`` are AReaL's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from openai.types.chat import ChatCompletion
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import BASE_URL, SharedClient
 from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS
+from areal_lite.agents.session.chat_history import Interactions, Style
 from areal_lite.agents.session.chat_renderer import chat_renderer
-from areal_lite.agents.session.chat_session import ChatSession, Interactions, Style
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.reward_value import as_reward
@@ -151,7 +152,7 @@ class ArealOpenAI(AsyncOpenAI):
         if not self._exported:
             record_counts(self.session.counts())
         self._exported = True
-        sequences = self.session.export(style)
+        sequences = self.session.history.export(style)
         rewarded = {key: answer for key, answer in sequences.items() if answer.reward is not None}
         return rewarded if rewarded and style == "individual" else sequences
 

@@ -1,4 +1,4 @@
-"""What an agent's ``run()`` returned, as the rewards of its answers."""
+"""Turn the return value of an agent's ``run()`` into rewards of its answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from areal_lite.agents.session.chat_session import ChatSession, Interactions
+from areal_lite.agents.session.chat_history import Interactions
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.reward_value import as_reward
 
 
@@ -19,7 +20,7 @@ def rewarded(
     |---|---|
     | a number | the episode; all answers are trained as conversations |
     | a dict by completion id | these answers, each a sequence of its own; others are not trained |
-    | a list with a number or None per answer, in order | the same by place |
+    | a list with a number or None per answer, in order | the same, by index |
     | a dict by name of ``rollout.reward_weights`` | the episode with the weighted sum |
     | a dict with ``rollout.reward_key`` | the episode with that part; other parts may also be text |
 
@@ -52,11 +53,11 @@ def rewarded(
 
 
 def _of_episode(session: ChatSession, reward: float) -> Interactions:
-    return {key: replace(answer, reward=reward) for key, answer in session.export("concat").items()}
+    return {key: replace(answer, reward=reward) for key, answer in session.history.export("concat").items()}
 
 
 def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None) -> Interactions:
-    answers = session.export("individual")
+    answers = session.history.export("individual")
     if unknown := [key for key in rewards if key not in answers]:
         raise ValueError(
             f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}; "

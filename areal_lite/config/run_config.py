@@ -166,7 +166,8 @@ class InferenceEngineConfig(RunIdentity):
     tool_parser: (
         Literal["hermes", "qwen3_coder", "function_tag", "llama3", "mistral", "deepseek", "glm45", "fenced_json"] | None
     ) = None
-    """Format of the tool calls in an agent's answers. Null chooses it by the chat template."""
+    """Format of the tool calls in an agent's answers. Null takes the tokenizer's response_template, or else the chat
+    template's format."""
 
     reasoning_parser: Literal["think", "none"] | None = None
     """think moves <think>...</think> of an agent's answers into reasoning_content, none leaves it in the content. Null

@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from areal_lite.agents.session import chat_request, chat_session
+from areal_lite.agents.doors import chat_completions
+from areal_lite.agents.session import chat_request
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.config.generation import GenerationHyperparameters
@@ -37,14 +38,14 @@ def test_a_turn_parses_only_its_new_messages_also_among_other_conversations(
     monkeypatch: pytest.MonkeyPatch, begins_alike: bool
 ) -> None:
     parsed = json_bytes = 0
-    parse, load = chat_request.parse_message, chat_session.json_object
+    parse, load = chat_request.parse_message, chat_completions.json_object
 
     def count_bytes(body: bytes) -> Any:
         nonlocal json_bytes
         json_bytes = len(body)
         return load(body)
 
-    monkeypatch.setattr(chat_session, "json_object", count_bytes)
+    monkeypatch.setattr(chat_completions, "json_object", count_bytes)
 
     def count(raw: Any, where: str) -> Any:
         nonlocal parsed
@@ -74,7 +75,7 @@ def test_a_turn_parses_only_its_new_messages_also_among_other_conversations(
 
     asyncio.run(play())
     assert session.forks == 1
-    assert len(session.export("concat")) == 4
+    assert len(session.history.export("concat")) == 4
 
 
 def test_the_turns_of_a_conversation_share_one_list_of_ids() -> None:
@@ -85,7 +86,9 @@ def test_the_turns_of_a_conversation_share_one_list_of_ids() -> None:
         messages: list[Any] = []
         for turn in range(20):
             messages.append({"role": "user", "content": f"question {turn}"})
-            await session.count_tokens(session.parse(orjson.dumps({"messages": messages})))
+            await session.count_tokens(
+                chat_completions.ChatCompletions().parse(orjson.dumps({"messages": messages}), session)
+            )
             completion = await create(session, {"messages": messages})
             if turn == 10:  # another answer to the same prompt, which is not continued
                 await create(session, {"messages": messages})

@@ -20,8 +20,9 @@ from areal_lite.agents.doors.chat_completions import ChatCompletions
 from areal_lite.agents.doors.completions import Completions
 from areal_lite.agents.doors.messages import Messages
 from areal_lite.agents.doors.responses import Responses, stored_response
+from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest
-from areal_lite.agents.session.chat_session import Answer, ChatSession
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.agents.session.text_stream import Piece
 
@@ -179,7 +180,7 @@ async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_i
         _result(task)
 
     async def events() -> AsyncIterator[bytes]:
-        writer = api.stream(request, session)
+        writer = api.event_stream(request, session)
         try:
             ready = [writer.start(answer_id)]  # one write for all that came meanwhile
             arrived = first

@@ -19,7 +19,7 @@ _MAX_HEAD_BYTES = 1 << 16
 _BODY_SECONDS = 1.0
 
 
-class BlockedDoor:
+class BlockedLoopResponder:
     """Accepts connections in place of a blocked event loop; ``refuse`` is for another thread, the rest for the loop."""
 
     def __init__(self) -> None:

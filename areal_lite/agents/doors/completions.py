@@ -6,19 +6,43 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from areal_lite.agents.doors.api import event, openai_error
-from areal_lite.agents.doors.chat_completions import openai_usage
+from areal_lite.agents.doors.api import Api, EventStream, event
+from areal_lite.agents.doors.chat_completions import end_of_choices, openai_usage
 from areal_lite.agents.session.answer_grammar import answer_grammar
+from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import MAX_TOP_LOGPROBS, ChatRequest, request_options
-from areal_lite.agents.session.chat_session import Answer, ChatSession
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError, is_token_id, json_object, short, whole
 from areal_lite.agents.session.text_stream import Piece
 
 
-class Completions:
+class CompletionStream(EventStream):
+    """Writes pieces of text, finish reasons, then usage if asked for."""
+
+    def start(self, answer_id: str) -> bytes:
+        """Return nothing: the first event has text."""
+        self._head = _head(answer_id, self.request)
+        return b""
+
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the event of a piece of text."""
+        choice = {"index": index, "text": piece.text, "finish_reason": None, "logprobs": None}
+        return event({**self._head, "choices": [choice]})
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return finish reasons, usage and the end mark."""
+        parts = [
+            event({**self._head, "choices": [_choice(index, "", answer, self.request, self.session)]})
+            for index, answer in enumerate(answers)
+        ]
+        return b"".join(parts) + end_of_choices(self._head, self.request, answers)
+
+
+class Completions(Api):
     """Bodies and replies of completions."""
 
     id_prefix = "cmpl-"
+    event_stream = CompletionStream
 
     def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
         """Return the checked request; one prompt per call."""
@@ -49,47 +73,6 @@ class Completions:
             for index, answer in enumerate(answers)
         ]
         return {**_head(answers[0].id, request), "choices": choices, "usage": openai_usage(answers)}
-
-    def stream(self, request: ChatRequest, session: ChatSession) -> CompletionStream:
-        """Return a writer of ``text_completion`` events."""
-        return CompletionStream(request, session)
-
-    def error(self, error: RequestError) -> dict[str, Any]:
-        """Return OpenAI's error object."""
-        return openai_error(error)
-
-
-class CompletionStream:
-    """Writes pieces of text, finish reasons, then usage if asked for."""
-
-    def __init__(self, request: ChatRequest, session: ChatSession) -> None:
-        self._request = request
-        self._session = session
-        self._head: dict[str, Any] = {}
-
-    def start(self, answer_id: str) -> bytes:
-        """Return nothing: the first event has text."""
-        self._head = _head(answer_id, self._request)
-        return b""
-
-    def text(self, index: int, piece: Piece) -> bytes:
-        """Return the event of a piece of text."""
-        choice = {"index": index, "text": piece.text, "finish_reason": None, "logprobs": None}
-        return event({**self._head, "choices": [choice]})
-
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return finish reasons, usage and the end mark."""
-        parts = [
-            event({**self._head, "choices": [_choice(index, "", answer, self._request, self._session)]})
-            for index, answer in enumerate(answers)
-        ]
-        if self._request.stream_usage:
-            parts.append(event({**self._head, "choices": [], "usage": openai_usage(answers)}))
-        return b"".join(parts) + b"data: [DONE]\n\n"
-
-    def error(self, error: RequestError) -> bytes:
-        """Return the error as an event."""
-        return event(openai_error(error))
 
 
 def _head(answer_id: str, request: ChatRequest) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import LineTooLong
 
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService, Reply, error_reply
 from areal_lite.agents.doors.api import openai_error
-from areal_lite.agents.doors.blocked_loop_responder import BlockedDoor
+from areal_lite.agents.doors.blocked_loop_responder import BlockedLoopResponder
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
 
@@ -44,7 +44,7 @@ class Listener:
         self._request_timeout_s = request_timeout_s
         self._max_connections = max_connections
         self._runner: web.ServerRunner | None = None
-        self._door = BlockedDoor()
+        self._responder = BlockedLoopResponder()
         self.port = 0
 
     async def open(self) -> None:
@@ -62,18 +62,18 @@ class Listener:
         listening = socket.create_server((_HOST, 0), backlog=4096)
         self.port = listening.getsockname()[1]
         await web.SockSite(self._runner, listening, backlog=4096).start()
-        self._door.open(listening, server)
+        self._responder.open(listening, server)
 
     async def close(self) -> None:
         """Stop to listen and end all requests."""
-        self._door.close()
+        self._responder.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     def refuse(self, key: str, message: str) -> None:
         """Answer 503 to waiting requests of the session of ``key``; for another thread, while the loop is blocked."""
-        self._door.refuse(key, openai_error(RequestError(message, status=503, code="event_loop_blocked")))
+        self._responder.refuse(key, openai_error(RequestError(message, status=503, code="event_loop_blocked")))
 
     @property
     def url(self) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 
 import orjson
 
-from areal_lite.agents.doors.api import event
+from areal_lite.agents.doors.api import Api, EventStream, event, fields_as_chat
+from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.chat_session import Answer, ChatSession
-from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed
+from areal_lite.agents.session.chat_session import ChatSession
+from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -28,64 +29,17 @@ _RAW_ARGUMENTS = "_arguments"
 """Key of a tool's input whose arguments are not JSON, as the model wrote them."""
 
 
-class Messages:
-    """Bodies and replies of Messages."""
-
-    id_prefix = "msg_"
-
-    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
-        """Return the checked request."""
-        body = json_object(raw)
-        if unknown := [name for name in body if name not in _READ and name not in _IGNORED]:
-            raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
-        chat = {name: body[field] for field, name in _AS_CHAT.items() if body.get(field) is not None}
-        chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
-        if tools := typed("tools", body.get("tools"), list, "send a list of tools"):
-            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-        if choice := typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type"):
-            chat["tool_choice"] = _tool_choice(choice)
-        config = typed("output_config", body.get("output_config"), dict, "send an object with format") or {}
-        output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
-        if output_format is not None:
-            chat["response_format"] = output_format
-        return parse_chat_request(chat, session.find_conversation)
-
-    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
-        """Return a ``message``."""
-        (answer,) = answers
-        return {
-            **_head(answer.id, request),
-            "content": _blocks(answer.message),
-            **_stop(answer),
-            "usage": {"input_tokens": answer.response.input_len, "output_tokens": answer.response.output_len},
-        }
-
-    def stream(self, request: ChatRequest, session: ChatSession) -> MessageStream:
-        """Return a writer of message events."""
-        return MessageStream(request)
-
-    def error(self, error: RequestError) -> dict[str, Any]:
-        """Return Anthropic's error object."""
-        kind = "api_error" if error.status >= 500 else "invalid_request_error"
-        return {
-            "type": "error",
-            "error": {"type": _ERROR_TYPES.get(error.status, kind), "message": error.message},
-        }
-
-
-class MessageStream:
+class MessageStream(EventStream):
     """Writes message_start, the blocks one after another, message_delta and message_stop."""
 
-    def __init__(self, request: ChatRequest) -> None:
-        self._request = request
-        self._block = -1
-        self._kind = ""
-        """Type of the open block; empty if none is open."""
+    _block = -1
+    _kind = ""
+    """Type of the open block; empty if none is open."""
 
     def start(self, answer_id: str) -> bytes:
         """Return message_start; the prompt's length is in message_delta."""
         message = {
-            **_head(answer_id, self._request),
+            **_head(answer_id, self.request),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -114,14 +68,12 @@ class MessageStream:
                     self._delta({"type": "input_json_delta", "partial_json": partial}),
                     self._close(),
                 ]
-        response = answer.response
-        usage = {"input_tokens": response.input_len, "output_tokens": response.output_len}
-        parts += [_event("message_delta", delta=_stop(answer), usage=usage), _event("message_stop")]
+        parts += [_event("message_delta", delta=_stop(answer), usage=_usage(answer)), _event("message_stop")]
         return b"".join(parts)
 
     def error(self, error: RequestError) -> bytes:
         """Return the error as an event."""
-        return event(Messages().error(error), "error")
+        return event(_error(error), "error")
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._block += 1
@@ -138,8 +90,53 @@ class MessageStream:
         return _event("content_block_stop", index=self._block)
 
 
+class Messages(Api):
+    """Bodies and replies of Messages."""
+
+    id_prefix = "msg_"
+    event_stream = MessageStream
+
+    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
+        """Return the checked request."""
+        body = json_object(raw)
+        chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
+        chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
+        if tools := typed("tools", body.get("tools"), list, "send a list of tools"):
+            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+        if choice := typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type"):
+            chat["tool_choice"] = _tool_choice(choice)
+        config = typed("output_config", body.get("output_config"), dict, "send an object with format") or {}
+        output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
+        if output_format is not None:
+            chat["response_format"] = output_format
+        return parse_chat_request(chat, session.history.find)
+
+    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
+        """Return a ``message``."""
+        (answer,) = answers
+        return {
+            **_head(answer.id, request),
+            "content": _blocks(answer.message),
+            **_stop(answer),
+            "usage": _usage(answer),
+        }
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        """Return Anthropic's error object."""
+        return _error(error)
+
+
+def _error(error: RequestError) -> dict[str, Any]:
+    kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, kind), "message": error.message}}
+
+
 def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, kind)
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    return {"input_tokens": answer.response.input_len, "output_tokens": answer.response.output_len}
 
 
 def _head(answer_id: str, request: ChatRequest) -> dict[str, Any]:
@@ -174,9 +171,8 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _system(raw: Any) -> list[dict[str, Any]]:
-    if raw is None or raw == "" or raw == []:
-        return []
-    return [{"role": "system", "content": raw if isinstance(raw, str) else _texts(raw, "system")}]
+    text = joined_text(raw, "system")
+    return [{"role": "system", "content": text}] if raw else []
 
 
 def _messages(raw: Any) -> list[dict[str, Any]]:
@@ -236,23 +232,12 @@ def _user(blocks: list[Any], role: str, where: str) -> list[dict[str, Any]]:
                 texts.append(block)
             case "tool_result":
                 result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-                messages.append({**result, "content": _texts(block.get("content") or "", where)})
+                messages.append({**result, "content": joined_text(block.get("content"), where)})
             case kind:
                 raise _unsupported(kind, where)
     if texts:
-        messages.append({"role": role, "content": _texts(texts, where)})
+        messages.append({"role": role, "content": joined_text(texts, where)})
     return messages
-
-
-def _texts(raw: Any, where: str) -> str:
-    if isinstance(raw, str):
-        return raw
-    parts = []
-    for block in raw if isinstance(raw, list) else [raw]:
-        if (kind := _kind(block, where)) != "text" or not isinstance(block.get("text"), str):
-            raise _unsupported(kind, where)
-        parts.append(block["text"])
-    return "\n".join(parts)
 
 
 def _kind(block: Any, where: str) -> str:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
-from areal_lite.agents.doors.api import event, openai_error
+from areal_lite.agents.doors.api import Api, EventStream, event, fields_as_chat
 from areal_lite.agents.parsers.call_json import dump_json
+from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.chat_session import Answer, ChatSession
-from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed
+from areal_lite.agents.session.chat_session import ChatSession
+from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -37,23 +38,104 @@ _IGNORED = {
     "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management",
 }  # fmt: skip
 """Fields without effect on the tokens: accepted and ignored."""
+_TEXTS = ("input_text", "output_text", "text")
 
 
-class Responses:
+class ResponseStream(EventStream):
+    """Writes response.created, the output items one after another, and response.completed."""
+
+    def __init__(self, request: ChatRequest, session: ChatSession) -> None:
+        super().__init__(request, session)
+        self._number = -1
+        self._id = ""
+        self._item: dict[str, Any] = {}
+        """The open item of text or reasoning; empty if none is open."""
+        self._output: list[dict[str, Any]] = []
+        """Complete items."""
+
+    def start(self, answer_id: str) -> bytes:
+        """Return response.created and response.in_progress."""
+        self._id = answer_id
+        response = _response(answer_id, self.request, None, [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the delta of a piece of text or reasoning; each has an item of its own."""
+        new = _reasoning("") if piece.is_reasoning else _message("")
+        head = b""
+        if self._item.get("type") != new["type"]:
+            head = self._close()
+            self._item = new
+            opened = {**new, "content": []}
+            head += self._event("response.output_item.added", output_index=len(self._output), item=opened)
+            head += self._event("response.content_part.added", **self._part(), part=new["content"][0])
+        part = self._item["content"][0]
+        part["text"] += piece.text
+        delta = self._event(f"response.{part['type']}.delta", **self._part(), delta=piece.text, logprobs=[])
+        return head + delta
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return the end of the text, the other items, and the whole response."""
+        (answer,) = answers
+        parts = [self._close()]
+        items = _items(answer)
+        for item in items if not self._output else [i for i in items if i["type"] == "function_call"]:
+            output = {"output_index": len(self._output)}
+            opened = {**item, "arguments": ""} if item["type"] == "function_call" else item
+            parts.append(self._event("response.output_item.added", **output, item=opened))
+            if item["type"] == "function_call":
+                call = {**output, "item_id": item["id"]}
+                arguments = item["arguments"]
+                done = {**call, "name": item["name"], "arguments": arguments}
+                parts.append(self._event("response.function_call_arguments.delta", **call, delta=arguments))
+                parts.append(self._event("response.function_call_arguments.done", **done))
+            parts.append(self._event("response.output_item.done", **output, item=item))
+            self._output.append(item)
+        response = _response(self._id, self.request, answer, self._output)
+        self.session.responses[self._id] = response
+        parts.append(self._event(f"response.{response['status']}", response=response))
+        return b"".join(parts)
+
+    def error(self, error: RequestError) -> bytes:
+        """Return the error as an event."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _close(self) -> bytes:
+        if not self._item:
+            return b""
+        item, opened = self._item, self._part()
+        part = item["content"][0]
+        events = self._event(f"response.{part['type']}.done", **opened, text=part["text"], logprobs=[])
+        events += self._event("response.content_part.done", **opened, part=part)
+        events += self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._item = {}
+        return events
+
+    def _part(self) -> dict[str, Any]:
+        return {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+
+class Responses(Api):
     """Bodies and replies of Responses. A session keeps its responses, so ``previous_response_id`` works."""
 
     id_prefix = "resp_"
+    event_stream = ResponseStream
 
     def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
         """Return the checked request."""
         body = json_object(raw)
-        if unknown := [name for name in body if name not in _READ and name not in _IGNORED]:
-            raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
+        chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
         if body.get("background"):
             raise RequestError("background is not served: leave it out and wait for the response", param="background")
         if body.get("truncation") not in (None, "disabled", "auto"):
             raise RequestError(f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation")
-        chat = {name: body[field] for field, name in _AS_CHAT.items() if body.get(field) is not None}
         history = self._history(body.get("previous_response_id"), session)
         instructions = typed("instructions", body.get("instructions"), str, "send a string")
         chat["messages"] = [
@@ -66,7 +148,7 @@ class Responses:
         text = typed("text", body.get("text"), dict, "send an object with format") or {}
         if text.get("format") is not None:
             chat["response_format"] = text["format"]
-        return parse_chat_request(chat, session.find_conversation)
+        return parse_chat_request(chat, session.history.find)
 
     def _history(self, previous: Any, session: ChatSession) -> list[dict[str, Any]]:
         """Return the messages of an earlier response without its instructions, and its answer."""
@@ -85,96 +167,6 @@ class Responses:
         (answer,) = answers
         response = session.responses[answer.id] = _response(answer.id, request, answer, _items(answer))
         return response
-
-    def stream(self, request: ChatRequest, session: ChatSession) -> ResponseStream:
-        """Return a writer of response events."""
-        return ResponseStream(request, session)
-
-    def error(self, error: RequestError) -> dict[str, Any]:
-        """Return OpenAI's error object."""
-        return openai_error(error)
-
-
-class ResponseStream:
-    """Writes response.created, the output items one after another, and response.completed."""
-
-    def __init__(self, request: ChatRequest, session: ChatSession) -> None:
-        self._request = request
-        self._session = session
-        self._number = -1
-        self._id = ""
-        self._item: dict[str, Any] = {}
-        """The open item of text or reasoning; empty if none is open."""
-        self._output: list[dict[str, Any]] = []
-        """Complete items."""
-
-    def start(self, answer_id: str) -> bytes:
-        """Return response.created and response.in_progress."""
-        self._id = answer_id
-        response = _response(answer_id, self._request, None, [])
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
-
-    def text(self, index: int, piece: Piece) -> bytes:
-        """Return the delta of a piece of text or reasoning; each has an item of its own."""
-        new = _reasoning("") if piece.is_reasoning else _message("")
-        head = b""
-        if self._item.get("type") != new["type"]:
-            head = self._close()
-            self._item = new
-            opened = {**new, "content": []}
-            head += self._event("response.output_item.added", output_index=len(self._output), item=opened)
-            head += self._event("response.content_part.added", **self._place(), part=new["content"][0])
-        part = self._item["content"][0]
-        part["text"] += piece.text
-        delta = self._event(f"response.{part['type']}.delta", **self._place(), delta=piece.text, logprobs=[])
-        return head + delta
-
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return the end of the text, the other items, and the whole response."""
-        (answer,) = answers
-        parts = [self._close()]
-        items = _items(answer)
-        for item in items if not self._output else [i for i in items if i["type"] == "function_call"]:
-            place = {"output_index": len(self._output)}
-            opened = {**item, "arguments": ""} if item["type"] == "function_call" else item
-            parts.append(self._event("response.output_item.added", **place, item=opened))
-            if item["type"] == "function_call":
-                call = {**place, "item_id": item["id"]}
-                arguments = item["arguments"]
-                done = {**call, "name": item["name"], "arguments": arguments}
-                parts.append(self._event("response.function_call_arguments.delta", **call, delta=arguments))
-                parts.append(self._event("response.function_call_arguments.done", **done))
-            parts.append(self._event("response.output_item.done", **place, item=item))
-            self._output.append(item)
-        response = _response(self._id, self._request, answer, self._output)
-        self._session.responses[self._id] = response
-        parts.append(self._event(f"response.{response['status']}", response=response))
-        return b"".join(parts)
-
-    def error(self, error: RequestError) -> bytes:
-        """Return the error as an event."""
-        return self._event("error", code=error.code, message=error.message, param=error.param)
-
-    def _close(self) -> bytes:
-        if not self._item:
-            return b""
-        item, place = self._item, self._place()
-        part = item["content"][0]
-        events = self._event(f"response.{part['type']}.done", **place, text=part["text"], logprobs=[])
-        events += self._event("response.content_part.done", **place, part=part)
-        events += self._event("response.output_item.done", output_index=len(self._output), item=item)
-        self._output.append(item)
-        self._item = {}
-        return events
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        self._number += 1
-        return event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
 
 def stored_response(method: str, path: str, query: str, session: ChatSession) -> dict[str, Any]:
@@ -197,7 +189,7 @@ def stored_response(method: str, path: str, query: str, session: ChatSession) ->
             raise RequestError("a stored response is not streamed: leave stream out", param="stream")
         return session.responses[name]
     items = [item for message in session.interactions[name].messages for item in _input_items(message)]
-    items = [{"id": f"{name}_{place}", "status": "completed", **item} for place, item in enumerate(items)]
+    items = [{"id": f"{name}_{index}", "status": "completed", **item} for index, item in enumerate(items)]
     if asked.get("order") != ["asc"]:
         items.reverse()
     return {"object": "list", "data": items, "first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
@@ -310,7 +302,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
             texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
             reasoning = "".join(text for text in texts if isinstance(text, str)) or None
         elif kind == "message":
-            message = {"role": item.get("role"), "content": _text(item.get("content"), where)}
+            message = {"role": item.get("role"), "content": joined_text(item.get("content"), where, _TEXTS)}
             if message["role"] == "assistant" and reasoning is not None:
                 message["reasoning_content"], reasoning = reasoning, None
             messages.append(message)
@@ -323,7 +315,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
                     messages[-1]["reasoning_content"], reasoning = reasoning, None
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _text(item.get("output"), where)
+            content = joined_text(item.get("output"), where, _TEXTS)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
             raise RequestError(
@@ -331,19 +323,6 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
                 param=where,
             )
     return messages
-
-
-def _text(raw: Any, where: str) -> str:
-    if raw is None or isinstance(raw, str):
-        return raw or ""
-    texts = []
-    for part in raw if isinstance(raw, list) else [raw]:
-        kind = part.get("type") if isinstance(part, dict) else part
-        text = part.get("text") if kind in ("input_text", "output_text", "text") else None
-        if not isinstance(text, str):
-            raise RequestError(f"{where} has a part of type {short(kind)}: only text is supported", param=where)
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

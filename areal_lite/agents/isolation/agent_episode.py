@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_lite.agents.doors.http_transport import socket_client
 from areal_lite.agents.isolation.agent_access import AgentAccess
-from areal_lite.agents.isolation.misrouted_call import explain_strayed_call
+from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.processes.child_error import describe
@@ -25,7 +25,7 @@ def run_agent(agent: Any, data: dict[str, Any], access: dict[str, str], context:
     try:
         end = {"reward": _run(agent, data, own, EpisodeContext(**context, episode=episode))}
     except BaseException as error:  # SystemExit too: the exception is the answer, beside what was recorded
-        explain_strayed_call(error, own.base_url)
+        explain_misrouted_call(error, own.base_url)
         end = {"error": describe(error)}
     return {
         **end,

@@ -16,7 +16,7 @@ _URLS = (("request", "url"), ("request_info", "real_url"), ("url",))
 _MAX_CHARACTERS = 200
 
 
-def explain_strayed_call(error: BaseException, base_url: str) -> None:
+def explain_misrouted_call(error: BaseException, base_url: str) -> None:
     """Add a hint to ``error`` if it comes from a call to another address than ``base_url``."""
     url, reason = _find_call(error)
     if url and _host(url) != _host(base_url):

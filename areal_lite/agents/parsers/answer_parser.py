@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from areal_lite.agents.parsers.call_json import ToolCall, read_calls
+from areal_lite.agents.parsers.call_json import ToolCall, read_bare_calls
 from areal_lite.agents.parsers.tool_formats import (
     TOOL_FORMATS,
     Part,
@@ -53,17 +53,17 @@ class AnswerParser:
 
     tool_format: ToolFormat
     splits_reasoning: bool
-    """Whether ``<think>...</think>`` at the beginning is reasoning."""
+    """True if ``<think>...</think>`` at the beginning is reasoning."""
 
     @property
     def starts(self) -> tuple[str, ...]:
         """Openings of tool calls: from one on, text may not be content."""
         return self.tool_format.starts
 
-    def markers(self, *, tools: bool) -> tuple[str, ...]:
-        """Return the markers that parsing needs to see, also where they are special tokens."""
-        tool_markers = (*self.tool_format.starts, *self.tool_format.markers) if tools else ()
-        return (*tool_markers, THINK, THINK_END) if self.splits_reasoning else tool_markers
+    def reads(self, token: str, *, tools: bool) -> bool:
+        """Return whether parsing needs to see ``token``, also where it is a special token."""
+        markers = (*self.tool_format.starts, *self.tool_format.markers) if tools else ()
+        return token in markers or (self.splits_reasoning and token in (THINK, THINK_END))
 
     def parse(
         self,
@@ -78,8 +78,8 @@ class AnswerParser:
         Args:
             text: The answer, without its end token.
             tools: Declared tools; None leaves tool calls in the content.
-            thinking: Whether the prompt ends with ``<think>``, so that the answer begins inside of it.
-            bare_json: Whether an answer that is only JSON may be a call in every format, as where a grammar forces it.
+            thinking: True if the prompt ends with ``<think>``, so that the answer begins inside of it.
+            bare_json: True if an answer that is only JSON may be a call in every format, since a grammar forces it.
         """
         reasoning, closed, content = self._split_reasoning(text, thinking)
         if not tools or not closed:
@@ -96,15 +96,15 @@ class AnswerParser:
 
     def _split_calls(self, text: str, tools: Sequence[dict[str, Any]], bare_json: bool) -> ParsedAnswer:
         parts: list[Part] = []
+        declared = declared_tools(tools)
         if any(start in text for start in self.tool_format.starts):
-            parts = list(self.tool_format.split(text, _declared(tools)))
-        elif (bare_json or self.tool_format.bare_json) and text.lstrip()[:1] in ("{", "["):
-            calls = read_calls(text)
-            declared = _declared(tools)
-            if calls and all(call.name in declared for call in calls):
-                parts = ["", *calls]
+            parts = list(self.tool_format.split(text, declared))
+        elif bare_json or self.tool_format.bare_json:
+            parts = ["", *read_bare_calls(text, declared)]
         unparsable = any(isinstance(p, Unreadable) or (isinstance(p, ToolCall) and not p.is_json) for p in parts)
-        tool_calls = [self._in_openai_shape(part) for part in parts if isinstance(part, ToolCall)]
+        tool_calls = [
+            openai_call(part, self.tool_format.call_id_digits) for part in parts if isinstance(part, ToolCall)
+        ]
         if not tool_calls:
             return ParsedAnswer(text, unparsable=unparsable)
         texts = [
@@ -114,15 +114,6 @@ class AnswerParser:
         if not texts[0].strip():
             content = content.lstrip()
         return ParsedAnswer(content, "", tool_calls, unparsable)
-
-    def _in_openai_shape(self, call: ToolCall) -> dict[str, Any]:
-        digits = self.tool_format.call_id_digits
-        prefix = "call_" if digits > 9 else ""
-        return {
-            "id": prefix + uuid.uuid4().hex[:digits],
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
 
 
 def answer_parser(
@@ -151,7 +142,18 @@ def answer_parser(
     return AnswerParser(tool_format, splits_reasoning)
 
 
-def _declared(tools: Sequence[dict[str, Any]]) -> Tools:
+def openai_call(call: ToolCall, id_digits: int = 24) -> dict[str, Any]:
+    """Return a call in the form of OpenAI's API, with a new id."""
+    prefix = "call_" if id_digits > 9 else ""
+    return {
+        "id": prefix + uuid.uuid4().hex[:id_digits],
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def declared_tools(tools: Sequence[dict[str, Any]]) -> Tools:
+    """Return the JSON schemas of the tools' parameters, by tool and parameter."""
     declared = {}
     for tool in tools:
         parameters = tool["function"].get("parameters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Container
 from typing import Any, NamedTuple, NoReturn
 
 NAME = r"[A-Za-z0-9_.:-]{1,128}"
@@ -89,6 +90,12 @@ def read_calls(text: str) -> list[ToolCall] | None:
         calls.append(call)
         start = _end(_SEPARATORS, text, end)
     return calls or None
+
+
+def read_bare_calls(text: str, declared: Container[str]) -> list[ToolCall]:
+    """Return the calls of an answer that is only JSON and names declared tools; empty for any other answer."""
+    calls = read_calls(text) if text.lstrip()[:1] in ("{", "[") else None
+    return calls if calls and all(call.name in declared for call in calls) else []
 
 
 def typed_value(text: str, schema: Any) -> Any:

@@ -43,11 +43,11 @@ class ToolFormat:
 
     split: Callable[[str, Tools], Iterator[Part]]
     starts: tuple[str, ...]
-    """Where one of these begins, a call may begin."""
+    """Texts at which a call may begin."""
     markers: tuple[str, ...] = ()
     """Other markers that may be special tokens of the tokenizer."""
     bare_json: bool = False
-    """Whether an answer that is only JSON and names declared tools is a call."""
+    """True if an answer that is only JSON and names declared tools is a call."""
     call_id_digits: int = 24
     """Mistral's templates require ids of 9 letters and digits; elsewhere ids are call_ and 24 digits."""
 
@@ -243,7 +243,7 @@ def _body_end(text: str, start: int, closing: str, opening: str) -> int:
 
 
 def _first(text: str, start: int, *markers: str) -> int:
-    """Return where the first of ``markers`` stands from ``start`` on, or the text's length."""
+    """Return the index of the first of ``markers`` from ``start`` on, or the text's length."""
     match = _any_of(markers).search(text, start)
     return match.start() if match else len(text)
 

@@ -1,4 +1,5 @@
 """One agent's conversation: requests in, sampled tokens recorded, each history continued without tokenizing it again.
 
-Read chat_session, then chat_request and chat_renderer.
+The doors call it with a checked :class:`ChatRequest`; it calls the engine. Read chat_session, then chat_history, whose
+page says how a history is matched, then chat_answer and chat_renderer.
 """

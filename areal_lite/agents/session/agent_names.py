@@ -9,7 +9,7 @@ from areal_lite.agents.session.chat_request import ChatRequest
 
 MAIN = "main"
 _MAX_CHARACTERS = 4000
-"""Of a system prompt that is read for a name."""
+"""Longest beginning of a system prompt that is read for a name."""
 _NAME_WORDS = 6
 _NAME_CHARACTERS = 60
 
@@ -19,7 +19,7 @@ class AgentNames:
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, ...], str] = {}
-        """By system prompt, the main agent's first."""
+        """Names per system prompt, the main agent's first."""
 
     def name(self, request: ChatRequest) -> str:
         """Return the name of the agent that sent a request.

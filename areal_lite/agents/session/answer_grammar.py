@@ -1,4 +1,4 @@
-"""Which grammar an answer must match: structured outputs, and tool calls that a request forces. Pure."""
+"""Grammars that an answer must match, for structured outputs and tool calls that a request forces. Pure."""
 
 from __future__ import annotations
 

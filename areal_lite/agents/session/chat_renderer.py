@@ -17,15 +17,16 @@ from typing import Any
 
 import orjson
 
-from areal_lite.agents.parsers.answer_parser import THINK, answer_parser
+from areal_lite.agents.parsers.answer_parser import AnswerParser, answer_parser
+from areal_lite.agents.parsers.response_template import ResponseTemplateParser, has_usable_template
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.data.chat.hermes_tools import drops_tools, in_hermes_form
 from areal_lite.errors import ConfigError
 
 _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
-_THINK_TOKENS = 12
-"""Tokens that hold ``<think>`` and a line break at a prompt's end, however the tokenizer cuts them."""
+_PREFILL_TOKENS = 32
+"""Tokens at a prompt's end that hold what the template writes of the answer, such as ``<think>`` and a line break."""
 _LONG_TEXT = 20_000
 """Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
 _PROMPTS_KEPT = 256
@@ -38,12 +39,14 @@ class ChatRenderer:
     Args:
         tokenizer: A Hugging Face tokenizer, or an object with the methods ``apply_chat_template``, ``encode`` and
             ``decode``.
-        tool_parser: Name of the format of tool calls; None chooses it by the chat template.
-        reasoning_parser: "think" or "none"; None chooses it by the chat template.
+        tool_parser: Name of the format of tool calls; None reads answers with the tokenizer's response template, or
+            without one in the format of its chat template.
+        reasoning_parser: "think" or "none"; None chooses it by the template.
         tools_in_system_prompt: Write tools, calls and results in Hermes form, for templates that do not render them.
 
     Attributes:
         answer_parser: Splits the text of an answer.
+        stop_ids: Ids that end an answer: the end tokens of the tokenizer and of the chat template.
 
     Raises:
         ConfigError: If the tokenizer has no chat template, or a parser's name is unknown.
@@ -64,11 +67,15 @@ class ChatRenderer:
             )
         self.tokenizer = tokenizer
         self._tools_in_system_prompt = tools_in_system_prompt
-        self.answer_parser = answer_parser(
-            _template_text(tokenizer),
-            tool_parser=tool_parser or ("hermes" if tools_in_system_prompt else None),
-            reasoning_parser=reasoning_parser,
+        if tools_in_system_prompt:
+            tool_parser = tool_parser or "hermes"
+        self.answer_parser: AnswerParser | ResponseTemplateParser = answer_parser(
+            _template_text(tokenizer), tool_parser=tool_parser, reasoning_parser=reasoning_parser
         )
+        if tool_parser is None and has_usable_template(tokenizer):
+            self.answer_parser = ResponseTemplateParser(
+                tokenizer.response_template, splits_reasoning=reasoning_parser != "none"
+            )
         self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
         """Ids of the latest short prompts, by messages, tools and template variables."""
         self._depends_on_time = "strftime_now" in _template_text(tokenizer)
@@ -79,8 +86,6 @@ class ChatRenderer:
         self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self._adds_bos = list(tokenizer.encode("x"))[:1] == [getattr(tokenizer, "bos_token_id", None)]
         self.stop_ids: list[int] = []
-        """Ids that end an answer: the end tokens of the tokenizer and of the chat template."""
-        self._dropped_ids = {tools: self._special_ids_without(tools=tools) for tools in (False, True)}
         ends = [tokenizer.eos_token_id]
         # A template that cannot be continued has no end token; then each turn renders the whole conversation.
         with contextlib.suppress(RequestError):
@@ -88,6 +93,14 @@ class ChatRenderer:
         for token in ends:
             if token in self.special_ids and token not in self.stop_ids:
                 self.stop_ids.append(token)
+        self._dropped_ids = {
+            tools: {
+                i
+                for i in self.special_ids
+                if i in self.stop_ids or i not in added or not self.answer_parser.reads(added[i].content, tools=tools)
+            }
+            for tools in (False, True)
+        }
 
     async def prompt(
         self,
@@ -166,8 +179,8 @@ class ChatRenderer:
         Args:
             ids: Sampled ids, or some of them.
             skip_special_tokens: Leave out special tokens, except the markers that the parser reads.
-            tools: Whether tool calls will be parsed.
-            ended: Whether ``ids`` are the whole answer, whose end token is left out.
+            tools: True if tool calls will be parsed.
+            ended: True if ``ids`` are the whole answer, whose end token is left out.
         """
         dropped = self._dropped_ids[tools]
         if ended and ids and ids[-1] in dropped:
@@ -176,17 +189,9 @@ class ChatRenderer:
             ids = [i for i in ids if i not in dropped]
         return self.decode(ids, skip_special_tokens=False)
 
-    def opens_thinking(self, prompt: list[int]) -> bool:
-        """Return whether a prompt ends with ``<think>``, so that its answer begins with reasoning."""
-        if not self.answer_parser.splits_reasoning:
-            return False
-        return self.decode(prompt[-_THINK_TOKENS:], skip_special_tokens=False).rstrip().endswith(THINK)
-
-    def _special_ids_without(self, *, tools: bool) -> set[int]:
-        """Return the special ids except those of the parser's markers."""
-        markers = self.answer_parser.markers(tools=tools)
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return self.special_ids - {i for i, token in added.items() if token.content in markers}
+    def prefill(self, prompt: list[int]) -> str:
+        """Return the end of a prompt, which has what the template writes of the answer."""
+        return self.decode(prompt[-_PREFILL_TOKENS:], skip_special_tokens=False)
 
     def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
         text = self._render([*_BASE, *messages], tools, template_kwargs)
@@ -226,21 +231,8 @@ class ChatRenderer:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-@functools.lru_cache(maxsize=8)
-def chat_renderer(
-    tokenizer: Any,
-    *,
-    tool_parser: str | None = None,
-    reasoning_parser: str | None = None,
-    tools_in_system_prompt: bool = False,
-) -> ChatRenderer:
-    """Return the cached renderer of a tokenizer; arguments and errors are those of :class:`ChatRenderer`."""
-    return ChatRenderer(
-        tokenizer,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        tools_in_system_prompt=tools_in_system_prompt,
-    )
+chat_renderer = functools.lru_cache(maxsize=8)(ChatRenderer)
+"""Returns the cached renderer of a tokenizer; arguments and errors are those of :class:`ChatRenderer`."""
 
 
 def _prompt_key(messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> bytes | None:
@@ -285,18 +277,9 @@ def _argument_forms(messages: list[Any]) -> Iterator[list[Any]]:
 
 
 def _with_arguments(messages: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
-    return [
-        {
-            **message,
-            "tool_calls": [
-                {
-                    **call,
-                    "function": {**call["function"], "arguments": convert(call["function"]["arguments"])},
-                }
-                for call in message["tool_calls"]
-            ],
-        }
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    converted = []
+    for message in messages:
+        functions = [(call, call["function"]) for call in message.get("tool_calls") or ()]
+        calls = [{**call, "function": {**one, "arguments": convert(one["arguments"])}} for call, one in functions]
+        converted.append({**message, "tool_calls": calls} if calls else message)
+    return converted

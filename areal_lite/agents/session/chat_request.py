@@ -16,8 +16,17 @@ import orjson
 
 from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.answer_grammar import answer_grammar
-from areal_lite.agents.session.request_body_cache import BodyBeginning, beginning_of
-from areal_lite.agents.session.request_fields import RequestError, is_token_id, json_bytes, number, short, typed, whole
+from areal_lite.agents.session.request_body_cache import RequestBodyCache, cache_request_body
+from areal_lite.agents.session.request_fields import (
+    RequestError,
+    is_token_id,
+    joined_text,
+    json_bytes,
+    number,
+    short,
+    typed,
+    whole,
+)
 
 MAX_TOOLS = 128
 MAX_CHOICES = 128
@@ -66,19 +75,19 @@ class Conversation:
 
     body: bytes
     """The request's body; empty if the API is not chat completions."""
-    known: BodyBeginning | None
-    """What the body may begin with."""
+    known: RequestBodyCache | None
+    """The body's beginning in the request that it extends."""
     raw: list[Any]
     """As the client sent them."""
     messages: list[dict[str, Any]]
     keys: list[Hashable]
-    place: Any
-    """What the session knows of it."""
+    node: Any
+    """The history's record of it."""
 
     @functools.cached_property
-    def beginning(self) -> BodyBeginning | None:
-        """The beginning of the body, for requests whose bodies begin so too."""
-        return beginning_of(self.body, self.known) if self.body else None
+    def known_body(self) -> RequestBodyCache | None:
+        """The beginning of the body, for requests whose bodies begin alike."""
+        return cache_request_body(self.body, self.known) if self.body else None
 
 
 FindConversation = Callable[[list[Any]], Conversation | None]
@@ -108,9 +117,9 @@ class ChatRequest:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template, such as ``enable_thinking``."""
     parse_tools: bool = False
-    """Whether to parse tool calls in the answer."""
+    """True if tool calls in the answer are parsed."""
     grammar: dict[str, str] = field(default_factory=dict)
-    """What the answer must match: ``json_schema``, ``regex`` or ``ebnf``; empty if free."""
+    """Grammar of the answer by kind, ``json_schema``, ``regex`` or ``ebnf``; empty if free."""
     n: int = 1
     """Answers to sample, each a branch of the conversation."""
     max_tokens: int | None = None
@@ -121,7 +130,7 @@ class ChatRequest:
     seed: int | None = None
     stream: bool = False
     stream_usage: bool = False
-    """Whether a stream ends with a chunk of usage."""
+    """True if a stream ends with a chunk of usage."""
     logprobs: bool = False
     top_logprobs: int = 0
     logit_bias: dict[int, float] = field(default_factory=dict)
@@ -187,10 +196,22 @@ def request_options(body: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: For an unknown field or an unsupported value.
     """
-    options: dict[str, Any] = {"sampling": _sampling(body)}
+    sampling: dict[str, float] = {}
+    options: dict[str, Any] = {"sampling": sampling}
     for name, value in body.items():
-        if value is not None and (option := _OPTIONS.get(name)) is not None:
-            options[option[0]] = option[1](value)
+        if value is None:
+            continue
+        if name in _OPTIONS:
+            field_name, check = _OPTIONS[name]
+            options[field_name] = check(value)
+        elif name in _SAMPLING:
+            sampling[name] = number(name, value, *_SAMPLING[name])
+        elif name in _ALLOWED:
+            if value not in _ALLOWED[name]:
+                raise RequestError(f"{name} is {short(value)}: {_HINTS.get(name, 'leave it out')}", param=name)
+        elif name not in _READ and name not in _IGNORED:
+            hint = _HINTS.get(name, "leave it out")
+            raise RequestError(f"unknown field {short(name)}: {hint}", param=name[:80], code="unknown_parameter")
     if body.get("max_completion_tokens") is not None:
         options["max_tokens"] = whole("max_completion_tokens", body["max_completion_tokens"], 1)
     return options
@@ -210,21 +231,6 @@ def _has_usage(stream_options: Any) -> bool:
     return options.get("include_usage") is True
 
 
-def _sampling(body: dict[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters of a body; raise on unknown fields and unsupported values."""
-    sampling: dict[str, float] = {}
-    for name, value in body.items():
-        if name in _READ or name in _IGNORED or value is None:
-            continue
-        if name in _SAMPLING:
-            sampling[name] = number(name, value, *_SAMPLING[name])
-        elif name not in _ALLOWED:
-            raise RequestError(f"unknown field {short(name)}: leave it out", param=name[:80], code="unknown_parameter")
-        elif value not in _ALLOWED[name]:
-            raise RequestError(f"{name} is {short(value)}: {_HINTS.get(name, 'leave it out')}", param=name)
-    return sampling
-
-
 def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
     """Return one message for the chat template, and its key.
 
@@ -238,7 +244,7 @@ def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
         raise RequestError(
             f"{where}.role is {short(raw.get('role'))}: one of {', '.join(_ROLES)}", param=f"{where}.role"
         )
-    content = _text(raw.get("content"), where)
+    content = joined_text(raw.get("content"), f"{where}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id"):
         value = typed(f"{where}.{name}", raw.get(name), str, "send a string")
@@ -260,26 +266,6 @@ def without_reasoning(key: Hashable) -> Hashable:
     """Return the key of an assistant message whose reasoning the client leaves out."""
     assert isinstance(key, tuple)
     return key[:3]
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise RequestError(
-            f"{where}.content is {short(content)}: send a string or text parts", param=f"{where}.content"
-        )
-    parts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise RequestError(
-                f"{where}.content has a part of type {short(kind)}: only text parts are supported",
-                param=f"{where}.content",
-            )
-        parts.append(text)
-    return "\n".join(parts)
 
 
 def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
@@ -379,7 +365,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "stream_options": ("stream_usage", _has_usage),
     "logit_bias": ("logit_bias", _logit_bias),
 }
-"""By field of a body: the field of :class:`ChatRequest`, and what checks its value."""
+"""Field of :class:`ChatRequest` and check of its value, per field of a body."""
 
 
 def _canonical(value: Any) -> bytes:

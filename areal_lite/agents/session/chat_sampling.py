@@ -19,15 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 def request_gconfig(
-    gconfig: GenerationHyperparameters, request: ChatRequest, *, prompt_tokens: int, agent_samples: bool
+    gconfig: GenerationHyperparameters, request: ChatRequest, *, choice: int, prompt_tokens: int, agent_samples: bool
 ) -> GenerationHyperparameters:
-    """Return the sampling parameters of one request.
+    """Return the sampling parameters of one answer.
 
     Args:
         gconfig: The run's sampling parameters.
         request: The agent's request.
+        choice: Index of the answer among ``request.n``; each has a seed of its own.
         prompt_tokens: Length of the prompt; ``gconfig.max_tokens`` limits prompt and answer together.
-        agent_samples: Whether to apply the agent's temperature, top_p, penalties and logit_bias.
+        agent_samples: True applies the agent's temperature, top_p, penalties and logit_bias.
 
     Raises:
         RequestError: ``context_length_exceeded`` if the prompt leaves no room for an answer.
@@ -52,8 +53,8 @@ def request_gconfig(
         changes["stop_token_ids"] = [*(gconfig.stop_token_ids or []), *request.stop_token_ids]
     if request.ignore_eos:
         changes["ignore_eos"] = True
-    if request.seed is not None:
-        changes["seed"] = request.seed
+    if (seed := gconfig.seed if request.seed is None else request.seed) is not None:
+        changes["seed"] = seed + choice
     if request.sampling:
         changes |= _distribution(gconfig, request.sampling, agent_samples)
     if request.logit_bias and agent_samples:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 _SPACE = b" \t\r\n"
 _PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
-"""What decides about nesting: brackets, and strings, which may contain brackets."""
+"""The parts of JSON that change the depth: brackets, and strings, which may contain brackets."""
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NAME = b'"messages"'
 _FIELD = re.compile(_NAME + rb"[ \t\r\n]*:[ \t\r\n]*\[")
 
 
-class BodyBeginning(NamedTuple):
+class RequestBodyCache(NamedTuple):
     """A JSON body up to the end of its last message."""
 
     text: bytes
@@ -37,7 +37,7 @@ class BodyBeginning(NamedTuple):
         return self.text[: self.start] + rest
 
 
-def beginning_of(body: bytes, known: BodyBeginning | None = None) -> BodyBeginning | None:
+def cache_request_body(body: bytes, known: RequestBodyCache | None = None) -> RequestBodyCache | None:
     """Return the beginning of a valid JSON object with at least one message; ``known`` saves time if it begins so.
 
     Returns:
@@ -54,7 +54,7 @@ def beginning_of(body: bytes, known: BodyBeginning | None = None) -> BodyBeginni
         depth += _STEPS.get(body[part.start()], 0)
         if depth < 0:
             end = part.start()
-            return None if body.find(_NAME, end) >= 0 else BodyBeginning(body[:end].rstrip(_SPACE), start)
+            return None if body.find(_NAME, end) >= 0 else RequestBodyCache(body[:end].rstrip(_SPACE), start)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Container
 from typing import Any, TypeVar
 
 import orjson
@@ -39,6 +40,19 @@ def json_bytes(value: Any, option: int | None = None) -> bytes:
         return orjson.dumps(value, option=option)
     except TypeError:
         raise RequestError("the tools or the schema are nested too deeply: at most 250 levels") from None
+
+
+def joined_text(raw: Any, where: str, kinds: Container[str] = ("text",)) -> str:
+    """Return a string, or the texts of parts of these kinds, joined by line breaks; raises RequestError for others."""
+    if raw is None or isinstance(raw, str):
+        return raw or ""
+    texts = []
+    for part in raw if isinstance(raw, list) else [raw]:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind not in kinds or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where} has a part of type {short(kind)}: only text is supported", param=where)
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:

@@ -1,4 +1,4 @@
-"""The text of an answer while it is being sampled: what can be sent, and what has to wait."""
+"""Split an answer that is being sampled into the text that can be sent and the text that has to wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from areal_lite.agents.parsers.answer_parser import THINK, THINK_END
+from areal_lite.agents.parsers.response_template import Regions
 
 Decode = Callable[[list[int]], str]
 
@@ -27,8 +28,9 @@ class TextStream:
         decode: Returns the text of ids.
         stops: Strings that end the answer, and are not part of it.
         openings: Strings that begin something other than text.
-        json_waits: Whether an answer that begins like JSON may be a tool call.
-        thinking: Whether the answer begins inside of ``<think>``; None if there is no reasoning.
+        json_waits: True if an answer that begins like JSON may be a tool call.
+        thinking: True if the answer begins inside of ``<think>``; None if there is no reasoning.
+        regions: Splits the text in place of ``openings``, ``json_waits`` and ``thinking``.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class TextStream:
         openings: Sequence[str] = (),
         json_waits: bool = False,
         thinking: bool | None = None,
+        regions: Regions | None = None,
     ) -> None:
         self.sent = ""
         """The content so far."""
@@ -55,6 +58,7 @@ class TextStream:
         self._json_waits = json_waits
         self._thinking = thinking
         self._in_reasoning = False
+        self._regions = regions
 
     def wait(self) -> None:
         """Send nothing before the answer is complete."""
@@ -71,6 +75,8 @@ class TextStream:
             return []  # the middle of a character
         self._context, self._decoded = self._decoded, len(self._ids)
         self._waiting += text[len(before) :]
+        if self._regions is not None:
+            return self._feed_regions(self._regions)
         pieces = self._feed_reasoning() if self._thinking is not None else []
         if self._thinking is None:
             if self._json_waits and not self.sent and self._waiting.lstrip()[:1] in ("{", "["):
@@ -89,6 +95,18 @@ class TextStream:
             if content.startswith(sent):
                 return pieces + self._piece(content[len(sent) :])
         return pieces
+
+    def _feed_regions(self, regions: Regions) -> list[Piece]:
+        count = self._sendable(self._ends)
+        text, self._waiting = self._waiting[:count], self._waiting[count:]
+        try:
+            regions.feed(text)
+        except Exception:  # a call that cannot be read: the finished answer has its text
+            self._closed = True
+        self._closed |= regions.in_call
+        reasoning = regions.reasoning.strip()[len(self.reasoning) :]
+        content = regions.content.strip()[len(self.sent) :]
+        return self._piece(reasoning, is_reasoning=True) + self._piece(content)
 
     def _feed_reasoning(self) -> list[Piece]:
         """Move reasoning out of the waiting text, up to where the content begins."""

@@ -85,7 +85,7 @@ def anthropic_client(access: AgentAccess, door: str) -> anthropic.AsyncAnthropic
 
 def one_sequence(session: ChatSession, engine: ScriptedEngine) -> None:
     """All answers are one conversation, each sampled token trained once."""
-    sequences = session.export("concat")
+    sequences = session.history.export("concat")
     assert len(sequences) == 1 and session.forks == 0
     (leaf,) = sequences.values()
     assert sum(node.model_response.output_len for node in leaf.trained_chain()) == sum(
@@ -336,7 +336,7 @@ def test_choices_are_branches_of_the_conversation() -> None:
         await client.chat.completions.create(
             model="m", messages=[*messages, completion.choices[1].message, {"role": "user", "content": "go"}]
         )
-        assert len(session.export("concat")) == 3 and session.forks == 0
+        assert len(session.history.export("concat")) == 3 and session.forks == 0
         stream = await client.chat.completions.create(model="m", messages=messages, n=2, stream=True)
         streamed = ["", ""]
         async for chunk in stream:

@@ -226,6 +226,6 @@ def test_hundreds_of_sessions_at_once_are_isolated() -> None:
             return session
 
         for session in await asyncio.gather(*(episode(i) for i in range(300))):
-            assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
+            assert (session.clean_turns, session.forks, len(session.history.export("concat"))) == (3, 0, 1)
 
     asyncio.run(play())

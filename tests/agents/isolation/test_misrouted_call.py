@@ -19,7 +19,7 @@ import openai
 import pytest
 import requests
 
-from areal_lite.agents.isolation.misrouted_call import explain_strayed_call
+from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
 from areal_lite.api.failure import Failure
 from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
@@ -109,7 +109,7 @@ def failure(call: Callable[[], Any], ours: str = OURS) -> Failure:
     try:
         asyncio.run(play())
     except Exception as error:
-        explain_strayed_call(error, ours)
+        explain_misrouted_call(error, ours)
         return Failure.of(error)
     raise AssertionError("nothing failed")
 

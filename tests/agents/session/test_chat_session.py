@@ -41,7 +41,7 @@ def answer_of(completion: dict[str, Any]) -> dict[str, Any]:
 def trained(session: ChatSession, style: Any = "concat") -> list[tuple[float, int, int]]:
     """Return (log-prob, id, version) of every trained token of every row."""
     found = []
-    for row in session.export(style).values():
+    for row in session.history.export(style).values():
         row.reward = 1.0
         t = {key: value[0].tolist() for key, value in row.to_tensor_dict().items()}
         for i, mask in enumerate(t["loss_mask"]):
@@ -92,7 +92,7 @@ def test_every_sampled_token_is_kept_extended_and_trained_once(family: str, seed
             histories.append(([*messages, answer_of(completion)], len(engine.responses) - 1))
         assert trained(session, "concat") == trained(session, "individual") == sampled(engine)
         assert session.clean_turns + session.forks == turns
-        assert len(session.export("individual")) == turns
+        assert len(session.history.export("individual")) == turns
 
     asyncio.run(play())
 
@@ -116,7 +116,7 @@ def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(fami
             messages.append(answer_of(await create(session, {"messages": messages})))
             whole = tokenizer(family).apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
             assert engine.requests[-1].input_ids == encode(whole, add_special_tokens=False)
-        assert (session.clean_turns, session.forks, len(session.export("concat"))) == (len(pairs), 0, 1)
+        assert (session.clean_turns, session.forks, len(session.history.export("concat"))) == (len(pairs), 0, 1)
         assert trained(session) == sampled(engine)
 
     asyncio.run(play())
@@ -141,7 +141,7 @@ def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
             message["content"] = message["content"] or ""
         whole = tokenizer().apply_chat_template(messages[:-1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
         assert engine.requests[-1].input_ids == tokenizer().encode(whole, add_special_tokens=False)
-        assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
+        assert (session.clean_turns, session.forks, len(session.history.export("concat"))) == (3, 0, 1)
         assert trained(session) == sampled(engine)
 
     asyncio.run(play())
@@ -274,7 +274,7 @@ def test_an_edited_history_is_forked_and_counted_and_a_new_conversation_is_not()
         assert (session.clean_turns, session.forks) == (3, 1)
         await create(session, {"messages": [user("1"), first, user("2")], "tools": [TOOL]})  # rendered differently
         assert (session.clean_turns, session.forks) == (3, 2)
-        assert len(session.export("concat")) == 4
+        assert len(session.history.export("concat")) == 4
 
     asyncio.run(play())
 
@@ -295,7 +295,7 @@ def test_white_space_null_and_argument_order_do_not_fork() -> None:
         assert message["content"] is None
         messages += [again, {"role": "tool", "content": "3", "tool_call_id": "other"}]
         await create(session, {"messages": messages, "tools": [TOOL]})
-        assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
+        assert (session.clean_turns, session.forks, len(session.history.export("concat"))) == (3, 0, 1)
 
     asyncio.run(play())
 
@@ -306,7 +306,7 @@ def test_concurrent_answers_to_one_history_are_branches_that_train_what_they_sha
         first = answer_of(await create(session, {"messages": [user("1")]}))
         history = [user("1"), first]
         await asyncio.gather(*(create(session, {"messages": [*history, user(f"{i}")]}) for i in range(20)))
-        assert (session.forks, len(session.export("concat"))) == (0, 20)
+        assert (session.forks, len(session.history.export("concat"))) == (0, 20)
         assert trained(session) == sampled(engine)
 
     asyncio.run(play())
@@ -336,7 +336,7 @@ def test_an_ended_session_is_freed_without_a_garbage_collection() -> None:
         for turn in range(3):
             messages.append(user(f"{turn}"))
             messages.append(answer_of(await create(session, {"messages": messages})))
-        assert (session.clean_turns, len(session.export("concat"))) == (3, 1)
+        assert (session.clean_turns, len(session.history.export("concat"))) == (3, 1)
 
     asyncio.run(play())  # warms up
     gc.collect()
@@ -369,7 +369,7 @@ def test_reasoning_is_split_off_and_the_next_turn_continues_from_the_sampled_tok
         if sends_reasoning:  # only with the latest answer, as many agents do
             del messages[1]["reasoning_content"]
         await create(session, {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
-        assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
+        assert (session.clean_turns, session.forks, len(session.history.export("concat"))) == (3, 0, 1)
         assert trained(session) == sampled(engine)
 
     asyncio.run(play())
@@ -403,7 +403,7 @@ def test_a_template_that_leaves_out_answers_is_rendered_whole_and_counted(
         first = answer_of(await create(session, {"messages": [user("1")]}))
         await create(session, {"messages": [user("1"), first, user("2")]})
         assert tokenizer().decode(engine.requests[-1].input_ids) == "12"
-        assert (session.forks, len(session.export("concat"))) == (1, 2)
+        assert (session.forks, len(session.history.export("concat"))) == (1, 2)
         assert trained(session) == sampled(engine)
 
     asyncio.run(play())

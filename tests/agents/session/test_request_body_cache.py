@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.agents.session.request_body_cache import beginning_of
+from areal_lite.agents.session.request_body_cache import cache_request_body
 
 TEXTS = st.text('ab"\\[]{},:\n\N{SNOWMAN}', max_size=8) | st.sampled_from(["messages", '"messages":[', "]}"])
 VALUES = st.recursive(
@@ -34,11 +34,11 @@ def test_an_earlier_beginning_and_the_rest_are_the_whole_body(data: st.DataObjec
     earlier = dumped(before, messages, draw(AFTER), **style)
     longer = messages + draw(st.lists(VALUES, max_size=3))
     body = dumped(before, longer, draw(AFTER), **style)
-    beginning = beginning_of(earlier)
+    beginning = cache_request_body(earlier)
     if beginning is None:  # the name comes again, further inside
         assert earlier.count(b'"messages"') > 1
         return
-    assert beginning_of(body, beginning) == beginning_of(body)
+    assert cache_request_body(body, beginning) == cache_request_body(body)
     rest = beginning.cut_from(body)
     if rest is None:
         assert body.count(b'"messages"') > 1
@@ -61,5 +61,5 @@ def test_an_earlier_beginning_and_the_rest_are_the_whole_body(data: st.DataObjec
     ],
 )
 def test_a_body_that_does_not_go_on_after_the_earlier_messages_is_parsed_whole(earlier: bytes, body: bytes) -> None:
-    beginning = beginning_of(earlier)
+    beginning = cache_request_body(earlier)
     assert beginning is None or beginning.cut_from(body) is None

@@ -1,0 +1,220 @@
+"""The recorded answers of one session, and the search for the one that a new request continues.
+
+Invariant: a token that was sampled is never tokenized again. So the history is lists of ids, and messages are only the
+key under which a list is found: a tree of message keys, with an answer at some nodes. A request continues the deepest
+answer on its path; what follows is rendered and appended to that answer's ids. Without such an answer it is rendered
+whole, and if it then has an assistant message, it is a fork: the model's own tokens became text on the way.
+
+Designs that look right and are not:
+
+- One list of ids that each request extends. Agents call concurrently, hand over to sub-agents, sample ``n`` answers,
+  retry, and shorten their history. Each of these leaves a branch, and the next request may continue any of them.
+- Comparing rendered text with recorded text. Templates drop earlier reasoning, strip text and reformat a call's
+  arguments, so an unchanged history would fork at its second turn.
+- Matching the raw messages alone. SDKs rewrite them: null for "", reasoning left out, JSON with other spaces. So keys
+  are normalised, and an answer is also found by its key without reasoning.
+- Parsing the whole history in each request. A conversation of a hundred turns would cost the square of its length, on
+  the one event loop of all episodes. So the latest requests are kept, as bytes and as parsed, and only what follows
+  them is parsed. Their number is bounded: an agent with more conversations at once pays for parsing, nothing else.
+
+Concurrent requests of a session need no lock: finding and recording do not await, and a node is only ever added. Two
+requests that continue one answer at the same time both find it, and both record a child. What can still fail: an agent
+that sends the same messages to two calls and then continues with the first one's text is matched by that text, so if
+both answers read alike, the later one's ids are continued. Both are on policy; neither is trained twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from areal_lite.agents.session.chat_request import ChatRequest, Conversation, parse_message, without_reasoning
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
+
+Style = Literal["individual", "concat"]
+Interactions = dict[str, InteractionWithTokenLogpReward]
+
+_CONVERSATIONS_KEPT = 8
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Node:
+    """A conversation so far; ``interaction`` where its last message is an answer of ours."""
+
+    root: bytes
+    """Key of the tree it is in."""
+    before: weakref.ref[_Node] | None = None
+    """Weak, so that an ended session, with its tokens, is freed without a garbage collection."""
+    depth: int = 0
+    """Messages so far."""
+    children: dict[Hashable, _Node] = field(default_factory=dict)
+    interaction: InteractionWithTokenLogpReward | None = None
+
+    def grow(self, keys: Iterable[Hashable]) -> _Node:
+        """Return the node after the messages of ``keys``; make those that are missing."""
+        node = self
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(node.root, weakref.ref(node), node.depth + 1)
+            node = child
+        return node
+
+
+class ChatHistory:
+    """The recorded answers of one session.
+
+    Attributes:
+        interactions: Every answer by completion id, in the order they came.
+    """
+
+    def __init__(self) -> None:
+        self.interactions: Interactions = {}
+        self._roots: dict[bytes, _Node] = {}
+        self._conversations: deque[Conversation] = deque(maxlen=_CONVERSATIONS_KEPT)
+        """The latest requests; their ``node`` is in the tree."""
+        self._untemplated: list[tuple[str, InteractionWithTokenLogpReward]] = []
+        """Answers to prompts without template, with the text of prompt and answer."""
+
+    def cut(self, body: bytes) -> tuple[bytes, Conversation | None]:
+        """Return a request's body without the messages of an earlier body that it repeats, and that conversation."""
+        for earlier in sorted(self._conversations, key=lambda one: len(one.raw), reverse=True):
+            if earlier.known_body is not None and (rest := earlier.known_body.cut_from(body)) is not None:
+                return rest, earlier
+        return body, None
+
+    def find(self, raw: list[Any]) -> Conversation | None:
+        """Return the longest earlier conversation that the messages of a request begin with.
+
+        Comparing lists is a fraction of the cost of parsing them.
+        """
+        found = None
+        for one in self._conversations:
+            count = len(one.raw)
+            if (found is None or count > len(found.raw)) and raw[:count] == one.raw:
+                found = one
+        return found
+
+    def longest_recorded(self, request: ChatRequest) -> tuple[InteractionWithTokenLogpReward | None, int]:
+        """Return the answer that ends the longest recorded prefix of a request, and the prefix's length in messages."""
+        node = self._start(request)
+        for key in request.keys[node.depth :]:
+            child = node.children.get(key)
+            if child is None:
+                break
+            node = child
+        while node.interaction is None and node.before is not None and (before := node.before()) is not None:
+            node = before
+        return node.interaction, node.depth
+
+    def longest_untemplated(
+        self, prompt: str | list[int]
+    ) -> tuple[InteractionWithTokenLogpReward | None, str | list[int]]:
+        """Return the answer that a prompt without template continues exactly, and the rest of the prompt."""
+        parent, rest, longest = None, prompt, 0
+        for text, answer in self._untemplated:
+            before, sampled = answer.model_response.prompt, answer.model_response.output_tokens
+            length = before.length + len(sampled)
+            if length <= longest:
+                continue
+            if isinstance(prompt, str):
+                extends = prompt.startswith(text)
+            else:
+                extends = prompt[before.length : length] == sampled and prompt[: before.length] == before.tolist()
+            if extends:
+                parent, rest, longest = answer, prompt[len(text) if isinstance(prompt, str) else length :], length
+        return parent, rest
+
+    def tokens_left(self, prompt: list[int]) -> int:
+        """Return how many tokens of the closest earlier conversation a prompt does not share."""
+        shared, left = -1, 0
+        in_common: dict[int, int] = {}  # of the prompt and each list of ids
+        for answer in self.interactions.values():
+            before, sampled = answer.model_response.prompt, answer.model_response.output_tokens
+            ids, length = id(before.ids), before.length
+            if ids not in in_common:
+                in_common[ids] = _shared_length(prompt, before.ids)
+            common = min(in_common[ids], length)
+            if common == length:
+                common += _shared_length(prompt[length : length + len(sampled)], sampled)
+            if common > shared:
+                shared, left = common, length + len(sampled) - common
+        return left
+
+    def record(self, request: ChatRequest, interaction: InteractionWithTokenLogpReward) -> None:
+        """Record the answer to a request with messages."""
+        (answer,) = interaction.output_message_list
+        self.interactions[interaction.completion["id"]] = interaction
+        start = self._start(request)
+        node = start.grow(request.keys[start.depth :])
+        _, key = parse_message(answer, "answer")
+        end = node.grow([key])
+        end.interaction = interaction
+        node.children.setdefault(without_reasoning(key), end)  # a client may leave the reasoning out
+        if not any(one.node is node for one in self._conversations):
+            if request.extends is not None and request.extends in self._conversations:
+                self._conversations.remove(request.extends)
+            self._conversations.append(
+                Conversation(
+                    body=request.body,
+                    known=request.extends.known_body if request.extends else None,
+                    raw=request.raw,
+                    messages=request.messages,
+                    keys=request.keys,
+                    node=node,
+                )
+            )
+
+    def record_untemplated(self, text: str, interaction: InteractionWithTokenLogpReward) -> None:
+        """Record the answer to a prompt without template; ``text`` is both."""
+        self.interactions[interaction.completion["id"]] = interaction
+        self._untemplated.append((text, interaction))
+
+    def export(self, style: Style) -> Interactions:
+        """Return the sequences to train on, by completion id; the originals stay as they are.
+
+        Args:
+            style: "individual": every answer is a sequence of its own, its prompt not trained. "concat":
+                every conversation is one sequence that trains all its answers; where conversations branch,
+                the earlier one trains what they share, so each sampled token is trained once.
+        """
+        if style == "individual":
+            return {key: replace(answer, concat=False) for key, answer in self.interactions.items()}
+        if style != "concat":
+            raise ValueError(f"style is {style!r}: use 'individual' or 'concat'")
+        parents = {id(answer.parent) for answer in self.interactions.values()}
+        trained: set[int] = set()
+        sequences = {}
+        for key, leaf in self.interactions.items():
+            if id(leaf) in parents:
+                continue
+            sequence: InteractionWithTokenLogpReward | None = None
+            for node in leaf.chain():
+                sequence = replace(node, parent=sequence, concat=True, trained=id(node) not in trained)
+                trained.add(id(node))
+            assert sequence is not None
+            sequences[key] = sequence
+        return sequences
+
+    def _start(self, request: ChatRequest) -> _Node:
+        """Return the node of what the request extends, or the root of its tree."""
+        key = request.render_key
+        if request.extends is not None and request.extends.node.root == key:
+            node: _Node = request.extends.node
+            return node
+        return self._roots.setdefault(key, _Node(key))
+
+
+def _shared_length(first: list[int], second: list[int]) -> int:
+    """Return the length of the common beginning."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
