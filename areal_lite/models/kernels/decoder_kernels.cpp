@@ -307,7 +307,9 @@ void gate_gradient(const Half* grad, const Half* joined, Count n, Count width, H
 #pragma omp simd
         for (Count i = 0; i < width; i++) {
             const float x = bounded(wide(gates[i])), part = 1 / (1 + std::exp(-x)), above = wide(own[i]);
-            out[2 * row * width + i] = narrow(above * wide(ups[i]) * part * (1 + x * (1 - part)));
+            // Above 80 the derivative is 1. But `1 - part` may be 1e-7 instead of 0, since -ffast-math divides through an
+            // approximate reciprocal (on CPUs without AVX-512); unbounded, an x of 3e38 would multiply that error.
+            out[2 * row * width + i] = narrow(above * wide(ups[i]) * part * (1 + std::min(x, 80.0f) * (1 - part)));
             out[(2 * row + 1) * width + i] = narrow(above * x * part);
         }
     }
