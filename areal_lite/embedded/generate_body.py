@@ -22,11 +22,10 @@ _UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "video_data", "retur
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Sizes of the served model and its cache."""
+    """Sizes of the served model."""
 
     context_length: int
     vocab_size: int
-    max_total_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
