@@ -44,8 +44,9 @@ from areal_lite.runs.training_run import (
 from areal_lite.servers.programs.server_program import gpu_groups
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
 from areal_lite.trainer.rl.algorithm import Algorithm
+from areal_lite.trainer.rl.learner_passes import OnSkip
 from areal_lite.trainer.rl.policy_step import Batch
-from areal_lite.trainer.rl.policy_trainer import OnFacts, OnSkip, PolicyTrainer
+from areal_lite.trainer.rl.policy_trainer import EngineSampling, OnFacts, PolicyTrainer
 from areal_lite.trainer.rl.token_facts import FactsWriter
 
 logger = logging.getLogger(__name__)
@@ -279,9 +280,11 @@ def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = 
         replace(config.trainer, num_threads=thread_budget(config).trainer),
         model_path=config.model_path,
         seed=config.seed,
-        temperature=gconfig.effective_temperature,
-        truncation=truncation if gconfig.is_truncated else None,
-        max_new_tokens=gconfig.max_new_tokens,
+        sampling=EngineSampling(
+            temperature=gconfig.effective_temperature,
+            truncation=truncation if gconfig.is_truncated else None,
+            max_new_tokens=gconfig.max_new_tokens,
+        ),
         on_skip=on_skip,
         on_facts=on_facts,
     )

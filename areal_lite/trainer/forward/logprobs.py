@@ -56,7 +56,11 @@ class TokenScorer(PackedModel):
             logits = self.model(**self.inputs(packed)).logits.flatten(0, 1)[packed.predicted_at]
             return _score_logits(logits, packed.targets, self.temperature, truncation, entropy_grad)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
-            self.states(packed), head.weight, head.bias, packed.targets, self.temperature, truncation, entropy_grad
+            self.states(packed),
+            head.weight,
+            head.bias,
+            packed.targets,
+            Scoring(self.temperature, truncation, entropy_grad),
         )
         return TokenScores(*scores)
 
@@ -72,6 +76,15 @@ class TokenScorer(PackedModel):
         return head if states.shape[:2] == ids.shape and torch.equal(head(states), logits) else None
 
 
+class Scoring(NamedTuple):
+    """How logits become scores."""
+
+    temperature: float
+    truncation: Truncation | None = None
+    entropy_grad: bool = False
+    """Whether entropies carry gradient."""
+
+
 class ChunkedScores(torch.autograd.Function):
     """Scores from states ``[N, hidden]`` and output embedding ``[vocabulary, hidden]``, a chunk of positions at a time.
 
@@ -81,15 +94,9 @@ class ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        truncation: Truncation | None,
-        entropy_grad: bool,
+        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scoring: Scoring
     ) -> tuple[Tensor, ...]:
+        temperature, truncation, entropy_grad = scoring
         kind = states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
         ctx.dtypes = states.dtype, weight.dtype
@@ -129,7 +136,7 @@ class ChunkedScores(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             del logits, grad_logits  # free them before the next chunk
-        return grad_states, grad_weight, grad_bias, None, None, None, None
+        return grad_states, grad_weight, grad_bias, None, None
 
 
 class _Head(NamedTuple):

@@ -16,7 +16,7 @@ from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks, gather_json
 from areal_lite.trainer.estimators.inputs import Turns
-from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
+from areal_lite.trainer.rl.data_metrics import PhaseClock, TokenColumns, batch_metrics, mismatch_statistics
 from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode, number_episodes
 
 Batch = Sequence[Group] | DataProto
@@ -183,15 +183,14 @@ class Step:
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
         has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
         earned = torch.where(has_tokens, earned, self.scores)
+        columns = (tokens.advantages, tokens.returns, tokens.values) if has_critic else (tokens.advantages,)
         return {
             **batch_metrics(
                 self.sequences,
                 self.episodes,
-                tokens.advantages.cpu().numpy(),
+                TokenColumns(*(column.cpu().numpy() for column in columns)),
                 version=self.version,
                 penalised_rewards=earned.cpu().numpy() if penalized else None,
-                returns=tokens.returns.cpu().numpy() if has_critic else None,
-                values=tokens.values.cpu().numpy() if has_critic else None,
                 max_new_tokens=max_new_tokens,
             ),
             **self.metrics,
