@@ -38,7 +38,7 @@ class GenerateCall:
     as_list: bool
     stream: bool
     incremental: bool
-    """Whether each event of a stream has only what is new."""
+    """Events of a stream hold new tokens only."""
 
     return_prompt_token_ids: bool
     return_text_in_logprobs: bool

@@ -57,12 +57,12 @@ class ModelRunner:
 
     @property
     def _decoder(self) -> LeanDecoder | None:
-        """What runs in place of the model, where it can."""
+        """The lean decoder, where it can replace the model's own forward."""
         return None if self._adapted or self._min_width else self._lean
 
     @property
     def pads(self) -> bool:
-        """Whether the slots of a pass need equally many tokens, so that prompts are best computed apart."""
+        """True if the slots of a pass need equally many tokens, so that prompts are best computed apart."""
         return self._decoder is None or self._decoder.pads
 
     def _keep_last_positions(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -2,6 +2,9 @@
 
 Guarantees that a command (abort, pause, new weights) never sees a step half done, and that a failed step ends its
 requests, not the server. The event loop only calls ``submit``, ``discard`` and ``command``.
+
+All three go through one queue, so they take effect in the order of the calls. Were ``submit`` to append to the
+scheduler's queue itself, an abort of all requests could end one that was sent after it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class ModelThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the model thread runs."""
+        """True while the model thread runs."""
         return self._thread.is_alive()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -149,7 +149,7 @@ class Scheduler:
 
     @property
     def can_step(self) -> bool:
-        """Whether there is work and no pause."""
+        """True if there is work and no pause."""
         return not self.paused and bool(self.running or self.waiting)
 
     def fail_running(self, error: Exception) -> None:

@@ -33,7 +33,7 @@ class WeightRoutes:
         self.model_path = model_path
         """Folder of the served weights; updates change it."""
         self._can_restore = True
-        """Whether ``model_path`` holds the served weights."""
+        """True while ``model_path`` holds the served weights."""
         self.adapter: str | None = None
         """Name of the adapter on the weights."""
         self._updating = asyncio.Lock()

@@ -28,7 +28,7 @@ FAMILIES = {
     "Qwen3": DecoderFamily(),
     "Gemma": DecoderFamily(norms_add_one=True),
 }
-"""By the beginning of the classes' names in transformers."""
+"""The keys begin the classes' names in transformers."""
 
 
 def family_of(model: Any) -> DecoderFamily | None:

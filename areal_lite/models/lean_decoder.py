@@ -70,7 +70,7 @@ class LeanDecoder:
 
     @property
     def pads(self) -> bool:
-        """Whether the slots of a pass need equally many tokens; if not, each token is a row of its own."""
+        """True if the slots of a pass need equally many tokens; if not, each token is a row of its own."""
         return self._operations.pads
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None) -> Tensor:

@@ -66,7 +66,7 @@ class RLRun(TrainingRun[Evaluation]):
     snapshots: MemorySnapshots
     publish_version: Publish
     _last_record: tuple[float, float] = field(init=False, default=(0.0, 0.0))
-    """When the last step was recorded, on the monotonic clock, and the tokens generated until then."""
+    """Moment of the last record, on the monotonic clock, and the tokens generated until then."""
 
     def run(self) -> Summary[Evaluation]:
         """Train up to ``total_steps`` and save the model; servers that were running before get the weights first.

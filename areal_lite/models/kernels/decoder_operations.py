@@ -1,4 +1,4 @@
-"""What the layers of a Llama-like model compute beside their matrix products, and its gradients: torch's operations."""
+"""Arithmetic of Llama-like layers beside their matrix products, and its gradients, with torch's operations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Tokens:
 
 
 class DecoderOperations:
-    """Of ``T`` tokens. Residuals, norms, scores and softmax are float32; *half* is the dtype of the matrix products."""
+    """Operations on ``T`` tokens. Residuals, norms, scores and softmax are float32; *half* is the dtype of products."""
 
     def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``hidden + added``, its RMS norm in half, and the factor ``[T, 1]`` that makes a mean square 1.

@@ -1,4 +1,4 @@
-"""What a layer computes between its matrix products, in C++.
+"""Arithmetic of a layer between its matrix products, in C++.
 
 Compiled when the model is loaded. torch's operations pad the tokens of all slots and read every slot up to the longest
 one; these read each slot up to its own end, and any number of tokens of it. They are used in bfloat16 on a CPU where

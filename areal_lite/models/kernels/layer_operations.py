@@ -1,4 +1,4 @@
-"""What a layer of a Llama-like model computes between its matrix products, with torch's operations."""
+"""Arithmetic of a Llama-like layer between its matrix products, with torch's operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_lite.models.slot_cache import SlotLayer
 
 
 class Turn(NamedTuple):
-    """What attention needs besides the states."""
+    """Rotary angles and mask of a pass."""
 
     cos: Tensor
     """``[n, q, 1, width]`` of the tokens' rotary angles."""
@@ -35,7 +35,7 @@ class LayerOperations:
     """Rounds as the model's own forward does."""
 
     pads = True
-    """Whether the slots of a pass need equally many tokens."""
+    """True if the slots of a pass need equally many tokens."""
 
     def __init__(self, model: Any) -> None:
         family = family_of(model)

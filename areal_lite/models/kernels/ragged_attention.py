@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 RAGGED = "areal_lite_ragged"
 """Name of the attention implementation."""
 _KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether the kernel takes fewer heads of keys than of queries; it does since torch 2.12."""
+"""True if the kernel takes fewer heads of keys than of queries; it does since torch 2.12."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,16 +51,16 @@ class TokenScorer(PackedModel):
             truncated: False gives the scores of the whole vocabulary.
         """
         (head,) = self._head
-        truncation = self.truncation if truncated else None
+        scoring = Scoring(self.temperature, self.truncation if truncated else None, entropy_grad)
         if head is None:
             logits = self.model(**self.inputs(packed)).logits.flatten(0, 1)[packed.predicted_at]
-            return _score_logits(logits, packed.targets, self.temperature, truncation, entropy_grad)
+            return _score_logits(logits, packed.targets, scoring)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
             self.states(packed),
             head.weight,
             head.bias,
             packed.targets,
-            Scoring(self.temperature, truncation, entropy_grad),
+            scoring,
         )
         return TokenScores(*scores)
 
@@ -82,7 +82,7 @@ class Scoring(NamedTuple):
     temperature: float
     truncation: Truncation | None = None
     entropy_grad: bool = False
-    """Whether entropies carry gradient."""
+    """Give entropies a gradient."""
 
 
 class ChunkedScores(torch.autograd.Function):
@@ -169,9 +169,8 @@ def _chunks(count: int, head: _Head) -> Iterator[slice]:
     return (slice(start, min(count, start + head.chunk)) for start in range(0, count, head.chunk))
 
 
-def _score_logits(
-    logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation | None, entropy_grad: bool
-) -> TokenScores:
+def _score_logits(logits: Tensor, targets: Tensor, scoring: Scoring) -> TokenScores:
+    temperature, truncation, entropy_grad = scoring
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     log_kept = logprobs.new_zeros(len(logprobs))
     if truncation is not None:
