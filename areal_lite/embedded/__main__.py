@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_lite.config.help import describe_fields
 from areal_lite.config.run_config import EmbeddedServerConfig
-from areal_lite.embedded.serve import Extend, serve, write_ready_line
+from areal_lite.embedded.startup import Extend, ServedModel, serve, write_ready_line
 from areal_lite.errors import ArealLiteError
 from areal_lite.servers.programs.embedded_settings import server_config
 
@@ -70,18 +70,18 @@ def main(argv: Sequence[str] | None = None, *, extend: Extend | None = None) -> 
 
     try:
         config, served = split_arguments(arguments)
-        serve(config, **served, on_ready=announce, extend=extend)
+        serve(config, served, on_ready=announce, extend=extend)
     except ArealLiteError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 
 
-def split_arguments(arguments: dict[str, Any]) -> tuple[EmbeddedServerConfig, dict[str, Any]]:
-    """Split parsed arguments into the server's settings and what it serves (model, seed, ...)."""
+def split_arguments(arguments: dict[str, Any]) -> tuple[EmbeddedServerConfig, ServedModel]:
+    """Split parsed arguments into the server's settings and its model."""
     names = EmbeddedServerConfig.__dataclass_fields__
     config = server_config(**{name: value for name, value in arguments.items() if name in names})
-    return config, {name: value for name, value in arguments.items() if name not in names}
+    return config, ServedModel(**{name: value for name, value in arguments.items() if name not in names})
 
 
 if __name__ == "__main__":

@@ -22,11 +22,10 @@ _UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "video_data", "retur
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Sizes of the served model and its cache."""
+    """Sizes of the served model."""
 
     context_length: int
     vocab_size: int
-    max_total_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +38,7 @@ class GenerateCall:
     as_list: bool
     stream: bool
     incremental: bool
-    """Whether each event of a stream has only what is new."""
+    """Events of a stream hold new tokens only."""
 
     return_prompt_token_ids: bool
     return_text_in_logprobs: bool

@@ -42,7 +42,7 @@ class GenerationRequest:
     top_logprobs_num: int = 0
     stream: bool = False
     num_continued: int = 0
-    """How many of the last prompt ids are output of an earlier request, which this one continues."""
+    """Prompt ids at the end that an earlier request sampled and this one continues."""
 
     grammar: Grammar | None = None
     """Constraint of the output, after ``num_continued`` ids."""
@@ -85,7 +85,7 @@ class GenerationRequest:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the prompt still has to be scored."""
+        """True until the prompt is scored."""
         return self.logprob_start is not None and not self.input_logprobs
 
     def append(self, token: int, logprob: float, version: str) -> None:
@@ -102,7 +102,7 @@ class GenerationRequest:
         Args:
             decode: ``(ids, skip_special_tokens)`` to text.
             current_version: Weight version to report if no token was sampled.
-            token_texts: Whether to add the text of each token to its log-prob.
+            token_texts: Add the text of each token to its log-prob.
         """
         # Read first because it is written last: once it is set, nothing else changes.
         finished = self.finish_reason

@@ -51,7 +51,7 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end id may follow."""
+        """True if only an end id may follow."""
         return bool(self._matcher.is_stopped())
 
 

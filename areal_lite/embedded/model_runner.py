@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.embedded.adapter import Adapter
 from areal_lite.errors import ConfigError
+from areal_lite.models.decoder_family import family_of
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
 from areal_lite.models.kernels.layer_kernels import layer_operations
 from areal_lite.models.kernels.layer_operations import LayerOperations
-from areal_lite.models.lean_decoder import FAMILIES, LeanDecoder
+from areal_lite.models.lean_decoder import LeanDecoder
 from areal_lite.models.slot_cache import SlotCache
 
 
@@ -46,7 +47,7 @@ class ModelRunner:
         capacity = context_length + self._min_width  # padding must not overwrite the last token
         self.cache = SlotCache(num_layers=layers, slots=slots, capacity=capacity, device=self.device)
         self._lean: LeanDecoder | None = None
-        if type(model).__name__ in FAMILIES:
+        if family_of(model) is not None:
             operations = layer_operations(model) if compiled else LayerOperations(model)
             self._lean = LeanDecoder(model, self.cache, operations)
         self._last: Tensor | None = None
@@ -56,12 +57,12 @@ class ModelRunner:
 
     @property
     def _decoder(self) -> LeanDecoder | None:
-        """What runs in place of the model, where it can."""
+        """The lean decoder, where it can replace the model's own forward."""
         return None if self._adapted or self._min_width else self._lean
 
     @property
     def pads(self) -> bool:
-        """Whether the slots of a pass need equally many tokens, so that prompts are best computed apart."""
+        """True if the slots of a pass need equally many tokens, so that prompts are best computed apart."""
         return self._decoder is None or self._decoder.pads
 
     def _keep_last_positions(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

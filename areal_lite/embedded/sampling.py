@@ -84,6 +84,19 @@ def top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[flo
     return tops
 
 
+def score_prompt(request: GenerationRequest, logits: Tensor) -> None:
+    """Set the prompt's log-probs from ``logits [tokens, vocab]``, not divided by the temperature."""
+    assert request.logprob_start is not None
+    request.input_logprobs, request.input_top_logprobs = [None], [None]
+    end = len(request.prompt) - 1
+    for start in range(request.logprob_start, end, 256):  # limits the fp32 copy
+        stop = min(start + 256, end)
+        logprobs = logits[start:stop].float().log_softmax(dim=-1)
+        following = torch.tensor(request.prompt[start + 1 : stop + 1], device=logits.device)
+        request.input_logprobs += logprobs.gather(1, following[:, None])[:, 0].tolist()
+        request.input_top_logprobs += top_logprobs(logprobs, [request.top_logprobs_num] * (stop - start))
+
+
 def _take(values: Tensor, numbers: list[int]) -> Tensor:
     return values if len(numbers) == values.shape[0] else values[numbers]
 

@@ -68,7 +68,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether ids of the output change the logits."""
+        """True if ids of the output change the logits."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
 

@@ -1,8 +1,8 @@
-"""Continuous batching: choose the requests of each step, in a thread of its own.
+"""Continuous batching: choose the requests of each step.
 
 Guarantees: a request ends exactly once; every token carries the version of the weights that computed it; requests
-start in the order of arrival; commands (abort, pause, new weights) run between two steps and never see a step half
-done. The model thread owns all state below; other threads only call ``submit``, ``discard`` and ``command``.
+start in the order of arrival. The model thread owns all state below and calls every method; other threads only read
+counters.
 
 Running requests fill the slots ``[0, running)`` without gaps. The slots from ``max_running_requests`` on keep the KV
 of finished requests: a prompt that shares a prefix with one of these, or with a running request, copies that prefix
@@ -13,13 +13,10 @@ Transformers' own continuous batching is several times slower: ``benchmarks/embe
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +24,22 @@ import torch
 
 from areal_lite.embedded.generation_request import Decode, FinishReason, GenerationRequest, aborted
 from areal_lite.embedded.model_runner import ModelRunner
-from areal_lite.embedded.sampling import sample, top_logprobs
+from areal_lite.embedded.sampling import sample, score_prompt
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _MIN_SHARED_PREFIX = 16  # tokens; for less, a plain prefill is cheaper than copying and masking
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLimits:
+    """Sizes of a batch."""
+
+    max_running_requests: int
+    max_total_tokens: int
+    """Limit on prompt plus ``max_new_tokens``, summed over running requests. A request above the limit runs alone."""
+    max_prefill_tokens: int
+    """Tokens of the prompts of one step, with padding; a longer prompt is the only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,99 +62,34 @@ class Scheduler:
         *,
         eos_ids: frozenset[int],
         decode: Decode,
-        max_running_requests: int,
-        max_total_tokens: int,
-        max_prefill_tokens: int,
+        limits: BatchLimits,
         weight_version: str,
         keep_prefixes: bool,
     ) -> None:
-        """Prepare the loop; ``start`` runs it.
+        """Begin without requests.
 
         Args:
             runner: The model; its ``slots`` beyond ``max_running_requests`` keep finished prefixes.
             eos_ids: Ids that end an output.
             decode: ``(ids, skip_special_tokens)`` to text, for stop strings.
-            max_running_requests: Requests in one batch.
-            max_total_tokens: Limit on prompt plus ``max_new_tokens``, summed over running requests. A request
-                above the limit runs alone.
-            max_prefill_tokens: Tokens of the prompts of one step, with padding; a longer prompt is the only one.
-            keep_prefixes: Whether later requests may reuse the KV of finished ones.
+            keep_prefixes: Let later requests reuse the KV of finished ones.
         """
         self.runner = runner
         self.weight_version = weight_version
-        self.max_running_requests = max_running_requests
-        self.max_total_tokens = max_total_tokens
+        self.limits = limits
         self.generated_tokens = 0
         self.paused = False
         self.running: list[GenerationRequest] = []
         self.waiting: deque[GenerationRequest] = deque()
         self._eos_ids = eos_ids
         self._decode = decode
-        self._max_prefill_tokens = max_prefill_tokens
         self._keep_prefixes = keep_prefixes
         self._retained: dict[int, npt.NDArray[np.int64]] = {}  # slot -> ids of its KV; oldest first
         self._stale_kv: set[GenerationRequest] = set()  # running on KV of earlier weights
-        self._changed: list[GenerationRequest] = []
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.changed: list[GenerationRequest] = []
+        """Requests that ended or, if they stream, have new tokens, since the thread last emptied this list."""
 
-    # -- called from the event loop ----------------------------------------------------------------------------
-
-    @property
-    def alive(self) -> bool:
-        """Whether the model thread runs."""
-        return self._thread.is_alive()
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the model thread; ``changed`` events are set on ``loop``."""
-        self._loop = loop
-        self._thread.start()
-
-    def close(self, *, timeout_s: float = 3.0) -> None:
-        """Stop after the current step and wait for it; live requests get no answer."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join(timeout_s)
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; their ``changed`` events signal progress."""
-        self._enqueue(lambda: self.waiting.extend(requests))
-
-    def discard(self, requests: Sequence[GenerationRequest]) -> None:
-        """Abort requests whose client is gone."""
-        self._enqueue(lambda: self.abort(requests))
-
-    async def command(self, function: Callable[[], T]) -> T:
-        """Run ``function`` in the model thread between two steps and return its result."""
-        assert self._loop is not None
-        loop = self._loop
-        future: asyncio.Future[T] = loop.create_future()
-
-        def finish(set_outcome: Callable[[], None]) -> None:
-            if not future.done():
-                set_outcome()
-
-        def run() -> None:
-            try:
-                result = function()
-            except Exception as error:  # raised in the caller
-                loop.call_soon_threadsafe(finish, lambda error=error: future.set_exception(error))
-            else:
-                loop.call_soon_threadsafe(finish, lambda: future.set_result(result))
-
-        self._enqueue(run)
-        return await future
-
-    def _enqueue(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
-    # -- commands, run in the model thread ---------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------
 
     def abort(self, requests: Sequence[GenerationRequest]) -> None:
         """End these requests with their tokens so far; requests that already ended stay as they are."""
@@ -203,31 +145,15 @@ class Scheduler:
         if version is not None:
             self.weight_version = version
 
-    # -- the loop ----------------------------------------------------------------------------------------------
+    # -- stepping -----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._closing or self._commands or self._can_step()):
-                    self._wake.wait()
-                if self._closing:
-                    return
-                commands = list(self._commands)
-                self._commands.clear()
-            try:
-                for command in commands:
-                    command()
-                if self._can_step():
-                    self._step()
-            except Exception as error:  # one failed batch must not end the server
-                self._fail_running(error)
-            self._publish()
-
-    def _can_step(self) -> bool:
+    @property
+    def can_step(self) -> bool:
+        """True if there is work and no pause."""
         return not self.paused and bool(self.running or self.waiting)
 
-    def _fail_running(self, error: Exception) -> None:
+    def fail_running(self, error: Exception) -> None:
+        """End the running requests with status 500."""
         logger.exception("a step failed; its requests get status 500")
         reason = aborted(f"{type(error).__name__}: {error}")
         reason |= {"status_code": 500, "err_type": "InternalServerError"}
@@ -237,12 +163,7 @@ class Scheduler:
         self._stale_kv.clear()
         self.flush_cache()
 
-    def _publish(self) -> None:
-        if self._changed and self._loop is not None:
-            changed, self._changed = self._changed, []
-            self._loop.call_soon_threadsafe(_set_changed, changed)
-
-    def _step(self) -> None:
+    def step(self) -> None:
         """Compute the prompts that fit into one step, and sample a token for each request that is computed.
 
         Running requests take part, except where passes need padding or a prompt's own log-probs are wanted.
@@ -262,7 +183,7 @@ class Scheduler:
             all_positions=scored is not None,
         )
         if scored is not None:
-            self._score_prompt(scored, logits[0])
+            score_prompt(scored, logits[0])
             logits = logits[:, -1]
         sizes = [len(prefill.requests) for prefill in prefills]
         if any(size > 1 for size in sizes):
@@ -277,14 +198,14 @@ class Scheduler:
 
     def _choose_prefills(self) -> list[_Prefill]:
         """Take requests from the head of the queue that fit into one prefill step."""
-        room = self.max_running_requests - len(self.running)
+        room = self.limits.max_running_requests - len(self.running)
         reserved = sum(request.reserved_tokens for request in self.running)
         chosen: list[_Prefill] = []
         by_tokens: dict[tuple[int, ...], _Prefill] = {}
         skipped: list[GenerationRequest] = []
         while self.waiting and room > 0:
             request = self.waiting[0]
-            if reserved + request.reserved_tokens > self.max_total_tokens and (self.running or chosen):
+            if reserved + request.reserved_tokens > self.limits.max_total_tokens and (self.running or chosen):
                 break
             tokens = request.tokens
             twin = None if request.needs_scores else by_tokens.get(tuple(tokens))
@@ -330,7 +251,7 @@ class Scheduler:
             return "later"
         lengths = [len(one.tokens) - one.past for one in [*chosen, prefill]]
         computed = len(lengths) * max(lengths) if self.runner.pads else sum(lengths)
-        if computed > self._max_prefill_tokens:
+        if computed > self.limits.max_prefill_tokens:
             return "full"
         if computed - sum(lengths) > max(64, sum(lengths) // 4):
             return "later"
@@ -356,18 +277,6 @@ class Scheduler:
             self.runner.cache.copy_columns(list(donors), list(targets), max(prefill.past for prefill in prefills))
         return leaders
 
-    def _score_prompt(self, request: GenerationRequest, logits: torch.Tensor) -> None:
-        """Set the prompt's log-probs from ``logits [tokens, vocab]``, not divided by the temperature."""
-        assert request.logprob_start is not None
-        request.input_logprobs, request.input_top_logprobs = [None], [None]
-        end = len(request.prompt) - 1
-        for start in range(request.logprob_start, end, 256):  # limits the fp32 copy
-            stop = min(start + 256, end)
-            logprobs = logits[start:stop].float().log_softmax(dim=-1)
-            following = torch.tensor(request.prompt[start + 1 : stop + 1], device=logits.device)
-            request.input_logprobs += logprobs.gather(1, following[:, None])[:, 0].tolist()
-            request.input_top_logprobs += top_logprobs(logprobs, [request.top_logprobs_num] * (stop - start))
-
     # -- growing and ending ------------------------------------------------------------------------------------
 
     def _extend(self, requests: list[GenerationRequest], logits: torch.Tensor) -> None:
@@ -381,38 +290,18 @@ class Scheduler:
                 request.output_top_logprobs.append(sampled.top[i])
             request.append(sampled.tokens[i], sampled.logprobs[i], self.weight_version)
             self.generated_tokens += 1
-            reason = self._finish_reason(request)
+            reason = _finish_reason(request, self._eos_ids, self._decode)
             if reason is not None:
                 self._finish(request, reason)
             elif request.stream:
-                self._changed.append(request)
+                self.changed.append(request)
         for request in requests:
             if request.finish_reason is not None:
                 self._leave(request)
 
-    def _finish_reason(self, request: GenerationRequest) -> FinishReason | None:
-        params, count, token = request.params, len(request.output_ids), request.output_ids[-1]
-        if request.grammar is not None:
-            if fault := request.grammar.advance([token]):  # a limit of the library; the sampler obeys the grammar
-                reason = aborted(f"the constraint failed: {fault}")
-                return reason | {"status_code": 400, "err_type": "BadRequestError"}
-            if request.grammar.is_complete and (token in self._eos_ids or params.ignore_eos or not self._eos_ids):
-                return {"type": "stop", "matched": token if token in self._eos_ids else None}
-        if count >= params.min_new_tokens:
-            if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
-                return {"type": "stop", "matched": token}
-            if params.stop:
-                # A token has at least one byte, so a stop text spans at most as many tokens as it has bytes.
-                window = max(len(text.encode()) for text in params.stop) + 8
-                tail = self._decode(request.written_ids[-window:], params.skip_special_tokens)
-                for text in params.stop:
-                    if text in tail:
-                        return {"type": "stop", "matched": text}
-        return {"type": "length", "length": count} if count >= params.max_new_tokens else None
-
     def _finish(self, request: GenerationRequest, reason: FinishReason) -> None:
         request.finish_reason = reason
-        self._changed.append(request)
+        self.changed.append(request)
 
     def _leave(self, request: GenerationRequest) -> None:
         """Remove a request from the batch: retain its KV, and move the last request into its slot."""
@@ -427,18 +316,34 @@ class Scheduler:
         self.running.pop()
 
     def _retain(self, slot: int, ids: npt.NDArray[np.int64]) -> None:
-        places = range(self.max_running_requests, self.runner.slots)
-        place = next((place for place in places if place not in self._retained), None)
-        if place is None:
-            place = next(iter(self._retained))
-            del self._retained[place]
-        self.runner.cache.copy_columns([slot], [place], len(ids))
-        self._retained[place] = ids
+        slots = range(self.limits.max_running_requests, self.runner.slots)
+        target = next((one for one in slots if one not in self._retained), None)
+        if target is None:
+            target = next(iter(self._retained))
+            del self._retained[target]
+        self.runner.cache.copy_columns([slot], [target], len(ids))
+        self._retained[target] = ids
 
 
-def _set_changed(requests: list[GenerationRequest]) -> None:
-    for request in requests:
-        request.changed.set()
+def _finish_reason(request: GenerationRequest, eos_ids: frozenset[int], decode: Decode) -> FinishReason | None:
+    params, count, token = request.params, len(request.output_ids), request.output_ids[-1]
+    if request.grammar is not None:
+        if fault := request.grammar.advance([token]):  # a limit of the library; the sampler obeys the grammar
+            reason = aborted(f"the constraint failed: {fault}")
+            return reason | {"status_code": 400, "err_type": "BadRequestError"}
+        if request.grammar.is_complete and (token in eos_ids or params.ignore_eos or not eos_ids):
+            return {"type": "stop", "matched": token if token in eos_ids else None}
+    if count >= params.min_new_tokens:
+        if token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos):
+            return {"type": "stop", "matched": token}
+        if params.stop:
+            # A token has at least one byte, so a stop text spans at most as many tokens as it has bytes.
+            window = max(len(text.encode()) for text in params.stop) + 8
+            tail = decode(request.written_ids[-window:], params.skip_special_tokens)
+            for text in params.stop:
+                if text in tail:
+                    return {"type": "stop", "matched": text}
+    return {"type": "length", "length": count} if count >= params.max_new_tokens else None
 
 
 def _shared_prefix(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> int:

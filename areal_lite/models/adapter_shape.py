@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """What a server must know about adapters before it loads one."""
+    """Facts that a server needs before it loads an adapter."""
 
     rank: int
     layers: tuple[str, ...]

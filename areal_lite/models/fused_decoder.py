@@ -14,37 +14,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from areal_lite.models.decoder_family import DecoderLayer, fits_kernels, query_key_norms
 from areal_lite.models.kernels.decoder_kernels import decoder_operations
-from areal_lite.models.kernels.decoder_operations import DecoderOperations, Heads, Tokens
-
-FAMILIES = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
-"""Decoders whose layers have this form."""
+from areal_lite.models.kernels.decoder_operations import DecoderOperations, Tokens
 
 
 class FusedDecoder:
     """Reads packed bins.
 
     Args:
-        decoder: Of one of the ``FAMILIES``; full attention, float32 weights on a CPU.
-        dtype: Of products and saved activations.
+        decoder: One that ``fits``; full attention, float32 weights on a CPU.
+        dtype: Dtype of products and saved activations.
     """
 
     def __init__(self, decoder: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         self._decoder = decoder
         self._dtype = dtype
-        self._layers = [_Layer(layer, dtype) for layer in decoder.layers]
+        self._layers = [_Layer(DecoderLayer.of(layer), dtype) for layer in decoder.layers]
 
     @staticmethod
     def fits(decoder: Any) -> bool:
         """Return whether the decoder's layers have the form that is computed here."""
-        config = decoder.config
         return (
-            type(decoder).__name__ in FAMILIES
-            and config.hidden_act == "silu"
-            and config.attention_dropout == 0
+            fits_kernels(decoder)
+            and decoder.config.attention_dropout == 0
             and not decoder.gradient_checkpointing
             and all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in decoder.parameters())
-            and all(type(linear) is nn.Linear for layer in decoder.layers for linear in _linears(layer))
+            and all(type(linear) is nn.Linear for layer in decoder.layers for linear in DecoderLayer.of(layer).linears)
         )
 
     def states(
@@ -76,28 +72,19 @@ class FusedDecoder:
         return states
 
 
-def _linears(layer: Any) -> list[Any]:
-    attention, mlp = layer.self_attn, layer.mlp
-    heads = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    return [*heads, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-
-
 class _Layer:
-    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
-        query, key, value, output, gate, up, down = _linears(layer)
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv, self.output = _Product(dtype, query, key, value), _Product(dtype, output)
-        self.gate_up, self.down = _Product(dtype, gate, up), _Product(dtype, down)
-        self._attention = layer.self_attn
-        width = self._attention.head_dim
-        queries, keys, _ = (size // width for size in self.qkv.sizes)
-        self.heads = Heads(queries, keys, width, self._attention.scaling)
+    def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
+        self.input_norm, self.mlp_norm, self.heads = layer.input_norm, layer.mlp_norm, layer.heads
+        self.qkv, self.output = _Product(dtype, *layer.qkv), _Product(dtype, layer.output)
+        self.gate_up, self.down = _Product(dtype, *layer.gate_up), _Product(dtype, layer.down)
+        self._norms = query_key_norms(layer.attention)
 
     def attend(self, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
-        attention, (queries, keys, width, _) = self._attention, self.heads
-        if hasattr(attention, "q_norm"):
+        queries, keys, width, _ = self.heads
+        if self._norms is not None:
             query, key, value = torch.split(states.view(len(states), -1, width), [queries, keys, keys], 1)
-            states = torch.cat([attention.q_norm(query), attention.k_norm(key), value], 1).flatten(1).to(states.dtype)
+            normed = self._norms[0](query), self._norms[1](key)
+            states = torch.cat([*normed, value], 1).flatten(1).to(states.dtype)
         read: Tensor = _Attention.apply(states, tokens, operations)  # type: ignore[no-untyped-call]
         return read
 

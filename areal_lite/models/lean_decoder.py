@@ -12,13 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from areal_lite.models.decoder_family import DecoderLayer
 from areal_lite.models.kernels.layer_operations import LayerOperations, Turn
 from areal_lite.models.slot_cache import SlotCache, SlotLayer
-
-FAMILIES = frozenset(
-    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"}
-)
-"""Classes whose layers have this form; other models run their own forward."""
 
 
 class _Linear:
@@ -42,7 +38,6 @@ class _Linear:
 
 class _Layer(NamedTuple):
     attention: Any
-    """The model's own, for its norms of queries and keys, if any."""
     input_norm: nn.Module
     qkv: _Linear
     output: _Linear
@@ -56,16 +51,16 @@ class LeanDecoder:
     """Computes logits with a cache.
 
     Args:
-        model: Of one of the ``FAMILIES``; its projections of one input become views of a joined weight.
+        model: A causal LM of a known family; its projections of one input become views of a joined weight.
         cache: Holds the keys and values of earlier tokens.
-        operations: What a layer computes between its matrix products.
+        operations: Arithmetic of a layer between its matrix products.
     """
 
     def __init__(self, model: Any, cache: SlotCache, operations: LayerOperations) -> None:
         self._cache = cache
         self._body = model.model
         self._head = _joined(model.get_output_embeddings())
-        self._layers = [_lean(layer) for layer in self._body.layers]
+        self._layers = [_lean(DecoderLayer.of(layer)) for layer in self._body.layers]
         self._operations = operations
 
     def weights_changed(self) -> None:
@@ -75,7 +70,7 @@ class LeanDecoder:
 
     @property
     def pads(self) -> bool:
-        """Whether the slots of a pass need equally many tokens; if not, each token is a row of its own."""
+        """True if the slots of a pass need equally many tokens; if not, each token is a row of its own."""
         return self._operations.pads
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None) -> Tensor:
@@ -108,17 +103,16 @@ class LeanDecoder:
         return logits
 
 
-def _lean(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+def _lean(layer: DecoderLayer) -> _Layer:
     return _Layer(
-        attention=attention,
-        input_norm=layer.input_layernorm,
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        output=_joined(attention.o_proj),
-        mlp_norm=layer.post_attention_layernorm,
-        gate_up=_joined(mlp.gate_proj, mlp.up_proj),
-        down=_joined(mlp.down_proj),
-        activation=mlp.act_fn,
+        attention=layer.attention,
+        input_norm=layer.input_norm,
+        qkv=_joined(*layer.qkv),
+        output=_joined(layer.output),
+        mlp_norm=layer.mlp_norm,
+        gate_up=_joined(*layer.gate_up),
+        down=_joined(layer.down),
+        activation=layer.activation,
     )
 
 

@@ -27,7 +27,7 @@ class Truncation:
     top_k: int | None = None
     min_p: float = 0.0
     reported: bool = False
-    """Whether the engine's log-probs are renormalized already, as vLLM's processed ones are."""
+    """True if the engine's log-probs are renormalized already, as vLLM's processed ones are."""
 
     @torch.no_grad()
     def smallest_kept(self, logprobs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Entry points of the runs with rollouts: training, rollouts alone, evaluation alone. ``rl`` has the training loop."""
+"""Entry points of the runs with rollouts: training, rollouts alone, evaluation alone. ``rl_run`` has the loop."""
 
 from __future__ import annotations
 

@@ -44,8 +44,9 @@ from areal_lite.runs.training_run import (
 from areal_lite.servers.programs.server_program import gpu_groups
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
 from areal_lite.trainer.rl.algorithm import Algorithm
+from areal_lite.trainer.rl.learner_passes import OnSkip
 from areal_lite.trainer.rl.policy_step import Batch
-from areal_lite.trainer.rl.policy_trainer import OnFacts, OnSkip, PolicyTrainer
+from areal_lite.trainer.rl.policy_trainer import EngineSampling, OnFacts, PolicyTrainer
 from areal_lite.trainer.rl.token_facts import FactsWriter
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class RLRun(TrainingRun[Evaluation]):
     snapshots: MemorySnapshots
     publish_version: Publish
     _last_record: tuple[float, float] = field(init=False, default=(0.0, 0.0))
-    """When the last step was recorded, on the monotonic clock, and the tokens generated until then."""
+    """Moment of the last record, on the monotonic clock, and the tokens generated until then."""
 
     def run(self) -> Summary[Evaluation]:
         """Train up to ``total_steps`` and save the model; servers that were running before get the weights first.
@@ -279,9 +280,11 @@ def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = 
         replace(config.trainer, num_threads=thread_budget(config).trainer),
         model_path=config.model_path,
         seed=config.seed,
-        temperature=gconfig.effective_temperature,
-        truncation=truncation if gconfig.is_truncated else None,
-        max_new_tokens=gconfig.max_new_tokens,
+        sampling=EngineSampling(
+            temperature=gconfig.effective_temperature,
+            truncation=truncation if gconfig.is_truncated else None,
+            max_new_tokens=gconfig.max_new_tokens,
+        ),
         on_skip=on_skip,
         on_facts=on_facts,
     )

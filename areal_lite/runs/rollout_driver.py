@@ -52,9 +52,9 @@ class RolloutInputs:
     reward_model: RewardModel | None = None
     """Scores whole sequences in place of the workflow's rewards."""
     baselines: bool = False
-    """Whether the estimator needs the reward of a greedy answer per row."""
+    """True if the estimator needs the reward of a greedy answer per row."""
     cache: BatchCache | None = None
-    """Where batches are kept."""
+    """Store of batches that are reused."""
 
 
 def load_rollout_inputs(

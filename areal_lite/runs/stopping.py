@@ -1,4 +1,4 @@
-"""When a run stops: SIGINT and SIGTERM, and machines that are reclaimed at a known time.
+"""Stopping a run: SIGINT and SIGTERM, and machines that are reclaimed at a known time.
 
 The first signal asks the command to stop, the second ends the process. Guarantees that ranks which train together
 stop after the same step, whichever rank got the signal. A process that does not stop in time prints its stack.

@@ -1,8 +1,8 @@
 """The work around the steps of a training run: evaluate, record, save, stop, resume.
 
 Guarantees that a checkpoint captures a moment between two steps, data and weights alike, also when the run is
-stopped in the middle of a step, and that all ranks stop after the same step. The steps themselves are in ``rl``
-and ``supervised``.
+stopped in the middle of a step, and that all ranks stop after the same step. The steps themselves are in
+``rl_run`` and ``supervised_run``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def summary_of_finished(config: RunConfig | SupervisedConfig, start: Start) -> S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Where a run writes. Ranks other than the first write nothing."""
+    """Output files of a run. Ranks other than the first write nothing."""
 
     run_dir: Path
     checkpoints: CheckpointWriter

@@ -124,7 +124,7 @@ class Learner:
         """Return ``compute(max_tokens)``; retry with half the tokens, once per run, if memory runs out.
 
         Args:
-            inference: Whether it makes only forward passes, which have a cap of their own.
+            inference: True if it makes only forward passes, which have a cap of their own.
 
         Raises:
             TrainingError: If memory runs out again, or with several ranks, which would wait for each other.

@@ -14,7 +14,7 @@ import torch
 
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.embedded.scheduler import Scheduler
-from areal_lite.embedded.serve import build, listening
+from areal_lite.embedded.startup import ServedModel, build, listening
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.programs.embedded_settings import server_config
 
@@ -74,12 +74,13 @@ async def serving(
 ) -> AsyncIterator[Client]:
     """Serve ``path`` in float32 on one thread."""
     config = server_config(**{"dtype": "float32", "device": "cpu", "num_threads": 1} | settings)
-    dialect, scheduler = build(config, path, seed=seed, weight_version=weight_version, deterministic=deterministic)
+    served = ServedModel(model_path=str(path), seed=seed, weight_version=weight_version, deterministic=deterministic)
+    server = build(config, path, served)
     async with (
-        listening(dialect, scheduler, host="127.0.0.1", port=0) as port,
+        listening(server, host="127.0.0.1", port=0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers={"Content-Type": "application/json"}) as session,
     ):
-        yield Client(session, scheduler, f"127.0.0.1:{port}")
+        yield Client(session, server.model.scheduler, f"127.0.0.1:{port}")
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import torch
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.model_runner import ModelRunner, load_model
 from areal_lite.embedded.sampling_params import SamplingParams
-from areal_lite.embedded.scheduler import Scheduler
+from areal_lite.embedded.scheduler import BatchLimits, Scheduler
 from tests.embedded.serving import load, logprobs_of, worst
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
@@ -34,9 +34,14 @@ def scheduler_of(tiny: Path, kind: tuple[str, bool], **settings: Any) -> tuple[S
         return forward(slots, tokens, past, all_positions=all_positions)
 
     runner.forward = recorded  # type: ignore[method-assign]
-    limits = {"max_running_requests": 8, "max_total_tokens": 900, "max_prefill_tokens": 64, "keep_prefixes": True}
+    sizes = {"max_running_requests": 8, "max_total_tokens": 900, "max_prefill_tokens": 64}
     scheduler = Scheduler(
-        runner, eos_ids=frozenset(), decode=lambda ids, skip: "", weight_version="0", **limits | settings
+        runner,
+        eos_ids=frozenset(),
+        decode=lambda ids, skip: "",
+        limits=BatchLimits(**sizes | settings),
+        weight_version="0",
+        keep_prefixes=True,
     )
     return scheduler, passes
 
@@ -54,10 +59,10 @@ def test_running_requests_wait_for_prompts_only_where_passes_are_padded(tiny: Pa
     first, longer, twin, short = request([5, 6, 7]), request([9] * 14), request([9] * 14), request([8])
     scheduler.waiting.append(first)
     for _ in range(2):
-        scheduler._step()
+        scheduler.step()
     scheduler.waiting += [longer, twin, short]
-    scheduler._step()
-    scheduler._step()
+    scheduler.step()
+    scheduler.step()
     assert passes == [[3], [1], *([[1, 14, 1], [1] * 4] if kind is COMPILED else [[14, 1], [1] * 4])]
     assert [len(one.output_ids) for one in (first, longer, twin, short)] == [4 if kind is COMPILED else 3, 2, 2, 2]
 
@@ -70,10 +75,10 @@ def test_prompts_with_and_without_a_copied_prefix_share_a_pass_without_padding(
 ) -> None:
     scheduler, passes = scheduler_of(tiny, kind)
     scheduler.waiting.append(request([5] * 20))
-    scheduler._step()
+    scheduler.step()
     scheduler.waiting += [request([5] * 20 + [6, 7]), request([8, 9])]
-    scheduler._step()
-    scheduler._step()
+    scheduler.step()
+    scheduler.step()
     assert passes == ([[20], [1, 2, 2], [1, 1, 1]] if kind is COMPILED else [[20], [2], [2]])
 
 
@@ -84,7 +89,7 @@ def test_a_prompt_with_scores_is_a_pass_of_its_own(tiny: Path) -> None:
     scored = request([5, 9, 30, 7, 8], logprob_start=0)
     scheduler.waiting += [request([5, 6, 7]), scored, request([4])]
     for _ in range(4):
-        scheduler._step()
+        scheduler.step()
     assert passes == [[3], [5], [1, 1, 1], [1, 1, 1]]
     assert (
         worst([one for one in scored.input_logprobs if one is not None], logprobs_of(load(tiny), [5], [9, 30, 7, 8]))
@@ -99,7 +104,7 @@ def test_prompts_of_a_step_fit_into_the_limit_without_padding(tiny: Path, max_pr
     scheduler, passes = scheduler_of(tiny, COMPILED, max_prefill_tokens=max_prefill_tokens)
     scheduler.waiting += [request([i] * length) for i, length in enumerate((20, 2, 2, 30, 1, 1), 3)]
     while scheduler.waiting:
-        scheduler._step()
+        scheduler.step()
     prompts = [[length for length in lengths if length > 1] for lengths in passes]
     assert (
         prompts
@@ -121,8 +126,8 @@ def test_log_probs_are_those_of_a_plain_forward_whatever_shares_the_steps(tiny: 
     while coming or scheduler.running or scheduler.waiting:
         for _ in range(min(len(coming), draw.randrange(4))):
             scheduler.waiting.append(coming.pop())
-        if scheduler._can_step():
-            scheduler._step()
+        if scheduler.can_step:
+            scheduler.step()
     mixed = [lengths for lengths in passes if lengths[0] == 1 and max(lengths) > 1]
     assert len(mixed) > 5 if kind is COMPILED else passes
     assert sum(one.cached_tokens > 0 for one in requests) > 20

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.models import fused_decoder
+from areal_lite.models.decoder_family import Heads
 from areal_lite.models.fused_decoder import FusedDecoder
 from areal_lite.models.kernels import decoder_operations
-from areal_lite.models.kernels.decoder_operations import DecoderOperations, Heads, Tokens
+from areal_lite.models.kernels.decoder_operations import DecoderOperations, Tokens
 from areal_lite.models.policy_model import prepare
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.learner import Learner

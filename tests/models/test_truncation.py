@@ -19,8 +19,8 @@ from areal_lite.models import truncation
 from areal_lite.models.kernels.score_operations import TokenScores
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.forward import logprobs
-from areal_lite.trainer.forward.logprobs import ChunkedScores, TokenScorer, _score_logits
-from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
+from areal_lite.trainer.forward.logprobs import ChunkedScores, Scoring, TokenScorer, _score_logits
+from areal_lite.trainer.rl.policy_trainer import EngineSampling, PolicyTrainer
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, training_batch
 
 WORDS = 13
@@ -64,11 +64,13 @@ def naive(logits: Tensor, targets: Tensor, limits: Truncation, temperature: floa
 
 def chunked(logits: Tensor, targets: Tensor, limits: Truncation, temperature: float) -> TokenScores:
     eye = torch.eye(logits.shape[1])
-    return TokenScores(*ChunkedScores.apply(logits, eye, None, targets, temperature, limits, True))
+    return TokenScores(
+        *ChunkedScores.apply(logits, eye, None, targets, Scoring(temperature, limits, entropy_grad=True))
+    )
 
 
 def full(logits: Tensor, targets: Tensor, limits: Truncation, temperature: float) -> TokenScores:
-    return _score_logits(logits, targets, temperature, limits, True)
+    return _score_logits(logits, targets, Scoring(temperature, limits, entropy_grad=True))
 
 
 @pytest.mark.parametrize("scores", [chunked, full])
@@ -156,7 +158,7 @@ def test_a_model_that_caps_logits_truncates_too() -> None:
 def trainer_of(model: Path, limits: Truncation | None, **changes: Any) -> PolicyTrainer:
     options: dict[str, Any] = {"learning_rate": 1e-3, "dtype": "float32", "num_threads": 1, "device": "cpu"}
     config = TrainerConfig(total_steps=9, **options | changes)
-    return PolicyTrainer(config, model_path=str(model), seed=1, truncation=limits)
+    return PolicyTrainer(config, model_path=str(model), seed=1, sampling=EngineSampling(truncation=limits))
 
 
 def sampled_by(trainer: PolicyTrainer, *, version: int) -> list[TokenSequence]:
@@ -193,7 +195,7 @@ def test_log_probs_that_the_engine_renormalized_are_used_as_they_are(tiny: Path)
     trainer = trainer_of(tiny, Truncation(top_k=20, reported=True))
     batch = sampled_by(trainer, version=5)
     step = trainer.begin(training_batch(batch), version=5)
-    trainer._score_proximal(step, step.all_indices)
+    trainer._policy_update.score_proximal(step, step.all_indices)
     assert not step.tokens.log_kept.any()
     assert torch.equal(step.tokens.behaviour_or_proximal(), step.tokens.behaviour)
     assert bool((step.tokens.proximal > step.tokens.behaviour).all())

@@ -13,7 +13,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.server_probe import NUM_TOKENS, USUAL_DIFFERENCE, compare_logprobs, probe_prompt
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
-from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
+from areal_lite.trainer.rl.policy_trainer import EngineSampling, PolicyTrainer
 from tests.fixtures.tiny_model import build_tiny_model
 
 
@@ -22,7 +22,7 @@ def test_a_probe_measures_how_far_a_server_is_from_the_trainer(
 ) -> None:
     ours, other = build_tiny_model(tmp_path / "ours"), build_tiny_model(tmp_path / "other", seed=1)
     config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu", num_threads=1)
-    trainer = PolicyTrainer(config, model_path=str(ours), seed=1, temperature=0.7)
+    trainer = PolicyTrainer(config, model_path=str(ours), seed=1, sampling=EngineSampling(temperature=0.7))
     prompt = probe_prompt(load_tokenizer(str(ours)))
     with (
         EmbeddedServer(model_path=str(ours), dtype="float32", num_threads=1, device="cpu") as server,

@@ -38,7 +38,7 @@ def compile_library(
     Args:
         arguments: ctypes of each function's arguments; no function returns anything.
         defines: ``NAME=value`` for the preprocessor.
-        otherwise: What it costs to do without, for the log.
+        otherwise: Cost of doing without, for the log.
     """
     compiler = find_compiler()
     if compiler is None:

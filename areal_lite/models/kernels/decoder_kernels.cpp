@@ -1,5 +1,9 @@
-// What a training pass computes beside its matrix products: decoder_kernels.py compiles this. Rows are bfloat16 (Half),
+// Arithmetic of a training pass beside its matrix products: decoder_kernels.py compiles this. Rows are bfloat16 (Half),
 // or float32 where sums are kept; arithmetic is float32.
+//
+// -ffast-math excludes infinities and NaN, and lets the compiler reorder sums and divide through approximate
+// reciprocals. So a masked score is a large negative number (UNSEEN), arguments of exp are bounded, and no result may rest on a
+// difference that is exactly 0, such as 1 - sigmoid(x) of a large x: CPUs with and without AVX-512 differ in it.
 
 #include "bfloat16.h"
 
@@ -169,6 +173,8 @@ static void attend_bin(const Layout& layout, Count bin, Count head, const Half* 
     }
 }
 
+// Scores are computed again from the kept normalizer instead of kept, which would take memory quadratic in the bin. The
+// gradient of a softmax needs the mean of its weights' gradients: the product of what was read with its gradient.
 static void attend_gradient_bin(const Layout& layout, Count bin, Count head, const Half* grad, const Half* turned,
                                 const Half* read, const float* normalizer, Half* out) {
     const Count groups = layout.groups, width = layout.width;
@@ -307,7 +313,8 @@ void gate_gradient(const Half* grad, const Half* joined, Count n, Count width, H
 #pragma omp simd
         for (Count i = 0; i < width; i++) {
             const float x = bounded(wide(gates[i])), part = 1 / (1 + std::exp(-x)), above = wide(own[i]);
-            out[2 * row * width + i] = narrow(above * wide(ups[i]) * part * (1 + x * (1 - part)));
+            // Above 80 the derivative is 1, but `1 - part` may be 1e-7 instead of 0, which an x of 3e38 would multiply.
+            out[2 * row * width + i] = narrow(above * wide(ups[i]) * part * (1 + std::min(x, 80.0f) * (1 - part)));
             out[(2 * row + 1) * width + i] = narrow(above * x * part);
         }
     }

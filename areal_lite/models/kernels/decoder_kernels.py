@@ -1,4 +1,4 @@
-"""What the layers of a Llama-like model compute beside their matrix products, in C++, with its gradients.
+"""Arithmetic of Llama-like layers beside their matrix products, in C++, with its gradients.
 
 Used in bfloat16 on a CPU where there is a C++ compiler with OpenMP; compiled at the first pass.
 """

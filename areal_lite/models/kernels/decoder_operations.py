@@ -1,4 +1,4 @@
-"""What the layers of a Llama-like model compute beside their matrix products, and its gradients: torch's operations."""
+"""Arithmetic of Llama-like layers beside their matrix products, and its gradients, with torch's operations."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from areal_lite.models.decoder_family import Heads
+
 _PRODUCTS = 256
 """Longest bin whose attention is plain products; torch's kernel is faster above."""
 _SCORES = 1 << 18
 """Attention scores that are computed at once, unless those of one bin are more."""
-
-
-class Heads(NamedTuple):
-    """The parts of a token's states ``[(queries + 2 * keys) * width]``: queries, keys, values."""
-
-    queries: int
-    keys: int
-    width: int
-    scale: float
-    """Of the scores."""
 
 
 class Tokens:
@@ -67,7 +59,7 @@ class Tokens:
 
 
 class DecoderOperations:
-    """Of ``T`` tokens. Residuals, norms, scores and softmax are float32; *half* is the dtype of the matrix products."""
+    """Operations on ``T`` tokens. Residuals, norms, scores and softmax are float32; *half* is the dtype of products."""
 
     def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``hidden + added``, its RMS norm in half, and the factor ``[T, 1]`` that makes a mean square 1.
@@ -107,26 +99,26 @@ class DecoderOperations:
 
         What is read is ``[T, queries * width]``.
         """
-        queries, keys, width, scale = tokens.heads
+        queries, keys, width, _ = tokens.heads
         turned = states.view(len(states), -1, width).clone()
         turned[:, :-keys] = tokens.turned(turned[:, :-keys])
         read = turned.new_empty(len(turned), queries, width)
         saved = []
         with torch.autocast("cpu", enabled=False):
             for piece in tokens.pieces:
-                part, kept = _way(piece).read(piece.take(turned), piece.mask, keys, scale)
+                part, kept = _way(piece).read(piece.take(turned), piece.mask, tokens.heads)
                 piece.put(read, part)
                 saved.append(kept)
         return read.flatten(1), (turned, *saved)
 
     def attend_gradient(self, grad: Tensor, tokens: Tokens, read: Tensor, saved: Sequence[Tensor]) -> Tensor:
         """Return the gradient of ``states``."""
-        (turned, *saved), (queries, keys, width, scale) = saved, tokens.heads
+        (turned, *saved), (queries, keys, width, _) = saved, tokens.heads
         grad, read = (rows.view(-1, queries, width) for rows in (grad, read))
         out = torch.empty_like(turned)
         for piece, kept in zip(tokens.pieces, saved, strict=True):
             parts = piece.take_gradient(grad), piece.take(turned), piece.take(read)
-            piece.put(out, _way(piece).gradient(*parts, kept, piece.mask, keys, scale))
+            piece.put(out, _way(piece).gradient(*parts, kept, piece.mask, tokens.heads))
         out[:, :-keys] = tokens.turned(out[:, :-keys], back=True)
         return out.flatten(1)
 
@@ -191,67 +183,66 @@ class _Kernel:
     """Attention of long bins, by torch's kernel."""
 
     @staticmethod
-    def read(heads: Tensor, mask: Tensor | None, keys: int, scale: float) -> tuple[Tensor, Tensor]:
+    def read(states: Tensor, mask: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor]:
         """Return what is read ``[b, queries, l, width]`` and the normalizer, from ``[b, queries + 2 * keys, ...]``."""
         read, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_Kernel._repeated(heads, keys), is_causal=mask is None, attn_mask=mask, scale=scale
+            *_Kernel._repeated(states, heads), is_causal=mask is None, attn_mask=mask, scale=heads.scale
         )
         return read, normalizer
 
     @staticmethod
     def gradient(
-        grad: Tensor, heads: Tensor, read: Tensor, normalizer: Tensor, mask: Tensor | None, keys: int, scale: float
+        grad: Tensor, states: Tensor, read: Tensor, normalizer: Tensor, mask: Tensor | None, heads: Heads
     ) -> Tensor:
-        """Return the gradient of ``heads``."""
+        """Return the gradient of ``states``."""
+        repeated = _Kernel._repeated(states, heads)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *_Kernel._repeated(heads, keys), read, normalizer, 0.0, mask is None, attn_mask=mask, scale=scale
+            grad, *repeated, read, normalizer, 0.0, mask is None, attn_mask=mask, scale=heads.scale
         )
-        sums = [part.unflatten(1, (keys, -1)).sum(2) for part in parts[1:]]  # of the queries that share a key
+        sums = [part.unflatten(1, (heads.keys, -1)).sum(2) for part in parts[1:]]  # of the queries that share a key
         return torch.cat([parts[0], *sums], 1)
 
     @staticmethod
-    def _repeated(heads: Tensor, keys: int) -> list[Tensor]:
+    def _repeated(states: Tensor, heads: Heads) -> list[Tensor]:
         """Return three times ``[b, queries, l, width]``."""
-        queries = heads.shape[1] - 2 * keys
-        return [
-            part.repeat_interleave(queries // part.shape[1], 1) for part in torch.split(heads, [queries, keys, keys], 1)
-        ]
+        parts = torch.split(states, [heads.queries, heads.keys, heads.keys], 1)
+        return [part.repeat_interleave(heads.queries // part.shape[1], 1) for part in parts]
 
 
 class _Products:
     """Attention of short bins in whole matrices, three times as fast; weights are kept, so memory is quadratic."""
 
     @staticmethod
-    def read(heads: Tensor, mask: Tensor | None, keys: int, scale: float) -> tuple[Tensor, Tensor]:
+    def read(states: Tensor, mask: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor]:
         """Return what is read ``[b, queries, l, width]`` and the weights, from ``[b, queries + 2 * keys, ...]``."""
         assert mask is not None
-        query, key, value = _Products._by_key(heads, keys)
-        scores = torch.bmm(query.float() * scale, key.float().transpose(1, 2))
-        weights = scores.view(len(mask), -1, *mask.shape[2:]).add_(mask).softmax(-1).to(heads.dtype)
+        query, key, value = _Products._by_key(states, heads)
+        scores = torch.bmm(query.float() * heads.scale, key.float().transpose(1, 2))
+        weights = scores.view(len(mask), -1, *mask.shape[2:]).add_(mask).softmax(-1).to(states.dtype)
         read = torch.bmm(weights.view(len(query), -1, weights.shape[-1]), value)
-        return read.view(len(mask), -1, *heads.shape[2:]), weights
+        return read.view(len(mask), -1, *states.shape[2:]), weights
 
     @staticmethod
     def gradient(
-        grad: Tensor, heads: Tensor, read: Tensor, weights: Tensor, mask: Tensor | None, keys: int, scale: float
+        grad: Tensor, states: Tensor, read: Tensor, weights: Tensor, mask: Tensor | None, heads: Heads
     ) -> Tensor:
-        """Return the gradient of ``heads``."""
+        """Return the gradient of ``states``."""
         assert mask is not None
-        query, key, value = _Products._by_key(heads, keys)
+        query, key, value = _Products._by_key(states, heads)
         below, weights = grad.reshape(query.shape), weights.view(*query.shape[:2], -1)
-        scaled = below.float() * scale
+        scaled = below.float() * heads.scale
         change = torch.bmm(scaled, value.float().transpose(1, 2))
         change.sub_((scaled * read.reshape(query.shape)).sum(-1, keepdim=True)).mul_(weights)
-        change = change.to(heads.dtype)
+        change = change.to(states.dtype)
         parts = (
             torch.bmm(change, key),
             torch.bmm(change.transpose(1, 2), query),
             torch.bmm(weights.transpose(1, 2), below),
         )
-        return torch.cat([part.view(len(mask), -1, *heads.shape[2:]) for part in parts], 1)
+        return torch.cat([part.view(len(mask), -1, *states.shape[2:]) for part in parts], 1)
 
     @staticmethod
-    def _by_key(heads: Tensor, keys: int) -> list[Tensor]:
+    def _by_key(states: Tensor, heads: Heads) -> list[Tensor]:
         """Return queries, keys and values; the heads that share a key are rows of one matrix."""
-        parts = torch.split(heads, [heads.shape[1] - 2 * keys, keys, keys], 1)
-        return [part.reshape(len(heads) * keys, -1, heads.shape[-1]) for part in parts]
+        parts = torch.split(states, [heads.queries, heads.keys, heads.keys], 1)
+        return [part.reshape(len(states) * heads.keys, -1, heads.width) for part in parts]

@@ -1,4 +1,4 @@
-"""What a layer computes between its matrix products, in C++.
+"""Arithmetic of a layer between its matrix products, in C++.
 
 Compiled when the model is loaded. torch's operations pad the tokens of all slots and read every slot up to the longest
 one; these read each slot up to its own end, and any number of tokens of it. They are used in bfloat16 on a CPU where
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_lite.models.decoder_family import fits_kernels, query_key_norms
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.kernels.layer_operations import LayerOperations, Turn
 from areal_lite.models.slot_cache import SlotLayer
@@ -28,9 +29,7 @@ _ARGUMENTS = {
 
 def layer_operations(model: Any) -> LayerOperations:
     """Return the compiled operations if they fit the model and can be compiled, else torch's."""
-    config = model.config
-    fits = model.dtype == torch.bfloat16 and model.device.type == "cpu" and config.hidden_act == "silu"
-    if not fits or "Gemma" in type(model).__name__:
+    if model.dtype != torch.bfloat16 or model.device.type != "cpu" or not fits_kernels(model):
         return LayerOperations(model)
     attention = model.model.layers[0].self_attn
     sizes = f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"
@@ -55,11 +54,11 @@ class CompiledOperations(LayerOperations):
         assert cached.keys is not None and cached.values is not None
         (tokens, _, heads, width), (_, kv_heads, capacity, _) = states.shape, cached.keys.shape
         out = states.new_empty(tokens, 1, (heads - 2 * kv_heads) * width)
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        norms = query_key_norms(attention)
         self._library.attend(
             *addresses(states, turn.cos, turn.sin),
-            *(norm and norm.weight.data_ptr() for norm in norms),
-            norms[0].variance_epsilon if norms[0] is not None else 0.0,
+            *((None, None) if norms is None else (norm.weight.data_ptr() for norm in norms)),
+            0.0 if norms is None else norms[0].variance_epsilon,
             *addresses(cached.keys, cached.values, cached.plan.used, cached.plan.columns),
             tokens,
             kv_heads,

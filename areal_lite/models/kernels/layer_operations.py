@@ -1,4 +1,4 @@
-"""What a layer of a Llama-like model computes between its matrix products, with torch's operations."""
+"""Arithmetic of a Llama-like layer between its matrix products, with torch's operations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areal_lite.models.decoder_family import family_of, query_key_norms
 from areal_lite.models.slot_cache import SlotLayer
 
 
 class Turn(NamedTuple):
-    """What attention needs besides the states."""
+    """Rotary angles and mask of a pass."""
 
     cos: Tensor
     """``[n, q, 1, width]`` of the tokens' rotary angles."""
@@ -34,10 +35,11 @@ class LayerOperations:
     """Rounds as the model's own forward does."""
 
     pads = True
-    """Whether the slots of a pass need equally many tokens."""
+    """True if the slots of a pass need equally many tokens."""
 
     def __init__(self, model: Any) -> None:
-        self._one_is_added = "Gemma" in type(model).__name__  # to the weight of each norm
+        family = family_of(model)
+        self._norms_add_one = family is not None and family.norms_add_one
 
     def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
         """Store keys and values, and return what is read ``[n, q, queries * width]``.
@@ -50,9 +52,9 @@ class LayerOperations:
         groups, half = attention.num_key_value_groups, states.shape[-1] // 2
         kv_heads = states.shape[2] // (groups + 2)
         value = states[:, :, -kv_heads:]
-        if hasattr(attention, "q_norm"):
+        if (norms := query_key_norms(attention)) is not None:
             query, key = states[:, :, : -2 * kv_heads], states[:, :, -2 * kv_heads : -kv_heads]
-            states = torch.cat([attention.q_norm(query), attention.k_norm(key)], 2)
+            states = torch.cat([norms[0](query), norms[1](key)], 2)
         else:
             states = states[:, :, :-kv_heads]
         states = (states * turn.cos).add_(states.roll(half, -1).mul_(turn.sin))
@@ -71,7 +73,7 @@ class LayerOperations:
 
     def norm(self, hidden: Tensor, norm: Any) -> Tensor:
         """Return the RMS norm."""
-        if self._one_is_added:
+        if self._norms_add_one:
             scaled: Tensor = norm(hidden)
             return scaled
         return F.rms_norm(hidden, hidden.shape[-1:], None, norm.variance_epsilon).mul_(norm.weight)

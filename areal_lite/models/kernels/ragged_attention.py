@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 RAGGED = "areal_lite_ragged"
 """Name of the attention implementation."""
 _KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether the kernel takes fewer heads of keys than of queries; it does since torch 2.12."""
+"""True if the kernel takes fewer heads of keys than of queries; it does since torch 2.12."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,18 @@ def ragged_attention(
     attention_mask: Tensor | None,
     *,
     segments: Segments | None = None,
-    scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return ``[1, T, heads, width]`` from inputs ``[1, heads, T, width]``, the layout of transformers."""
     if segments is None:
-        plain: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **options
-        )
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return plain
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query, key, value = (heads[0].transpose(0, 1).to(dtype) for heads in (query, key, value))
     key, value = key[segments.keys], value[segments.keys]
     attend = _by_kernel if query.is_cuda and dtype != torch.float32 else _one_by_one
-    return attend(query, key, value, segments, scaling)[None], None
+    return attend(query, key, value, segments, options.get("scaling"))[None], None
 
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:

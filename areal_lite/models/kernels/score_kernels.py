@@ -29,7 +29,7 @@ def score_operations(
     """Return the compiled operations if they fit and can be compiled, else torch's.
 
     Args:
-        dtype: Of the logits.
+        dtype: Dtype of the logits.
     """
     fits = device.type == "cpu" and dtype == torch.bfloat16 and truncation is None
     library = _library() if fits else None

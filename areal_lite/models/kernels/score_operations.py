@@ -28,7 +28,7 @@ class TokenScores(NamedTuple):
 
 
 class ScoreOperations:
-    """Of logits ``[n, vocabulary]``."""
+    """Scores and gradients of logits ``[n, vocabulary]``."""
 
     def __init__(self, temperature: float, truncation: Truncation | None) -> None:
         self.temperature, self.truncation = temperature, truncation

@@ -1,4 +1,19 @@
-"""The checkpoint that a run resumes from, found and checked before anything expensive starts."""
+"""The checkpoint that a run resumes from, found and checked before anything expensive starts.
+
+A run that is killed and started again must end with the bits of one that was never killed. So the start is decided
+once, here, from the disk alone, and by three rules:
+
+- The newest checkpoint is taken or is an error. To skip a damaged one looks harmless, as the older one resumes just as
+  well; but hours of training would vanish without a word, and the run would fail when it reaches the damaged step
+  again, because a checkpoint never replaces another.
+- A resumed run evaluates first only if metrics.jsonl lacks the evaluation of that step: the evaluation comes after the
+  checkpoint, so a kill between the two loses it. Evaluating always would record it twice, never would leave a gap.
+- A run is done only if its model is at least as new as its last record. The manifest alone does not show it: a run that
+  was extended by raising ``total_steps`` finds the model of the shorter run.
+
+The last rule compares the time of a file with that of a record. If the clock was set back between them, the model is
+saved once more, which costs time and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +35,16 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run starts."""
+    """Starting point of a run."""
 
     checkpoint: Path | None = None
     """None starts fresh."""
     step: int = 0
     """Steps already done."""
     evaluates: bool
-    """Whether to evaluate before the first step: a resumed run only if metrics.jsonl lacks that evaluation."""
+    """Evaluate before the first step; a resumed run does only if metrics.jsonl lacks that evaluation."""
     is_done: bool = False
-    """Whether nothing is left to train, evaluate or save."""
+    """True if nothing is left to train, evaluate or save."""
 
 
 def find_start(config: _Config, total_steps: int) -> Start:

@@ -1,4 +1,4 @@
-"""Which groups each step of a run trained (``batches.jsonl``), and these groups read back from the run's dumps.
+"""Groups that each step of a run trained (``batches.jsonl``), and these groups read back from the run's dumps.
 
 Guarantees that :meth:`TrainedBatches.groups` returns what the trainer got: the same groups in the same order, with the
 same tokens masked as too old.
@@ -78,7 +78,7 @@ class TrainedBatches:
 
     @property
     def have_baselines(self) -> bool:
-        """Whether each group has the reward of a greedy episode."""
+        """True if each group has the reward of a greedy episode."""
         return all("baselines" in record for record in self.records)
 
     def groups(self, step: int) -> list[Group]:

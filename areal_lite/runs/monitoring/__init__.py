@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics, progress on the console, profiles."""
+"""Metrics of a run, progress on the console, profiles."""

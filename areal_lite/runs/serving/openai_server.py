@@ -25,7 +25,7 @@ from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.__main__ import main
-from areal_lite.embedded.http_server import SGLangDialect
+from areal_lite.embedded.generation_routes import GenerationRoutes
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.dialects.sglang import SGLang
@@ -38,14 +38,14 @@ _NO_TEMPLATE = "{{ raise_exception('the tokenizer has no chat template: send a p
 class OpenService(AgentService):
     """The agents' APIs without keys."""
 
-    def __init__(self, dialect: SGLangDialect, model_path: Path) -> None:
+    def __init__(self, generation: GenerationRoutes, model_path: Path) -> None:
         super().__init__()
         tokenizer = load_tokenizer(str(model_path))
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _NO_TEMPLATE
         self._renderer = ChatRenderer(tokenizer, tools_in_system_prompt=drops_tools(tokenizer, {}))
-        self._engine = LocalEngine(dialect)
-        length = dialect.context_length
+        self._engine = LocalEngine(generation)
+        length = generation.limits.context_length
         self._gconfig = GenerationHyperparameters(max_new_tokens=length, max_tokens=length)
 
     def _session(self, key: str) -> ChatSession:
@@ -56,8 +56,8 @@ class OpenService(AgentService):
 class LocalEngine:
     """Generates with the model in this process; all that a session needs of an engine."""
 
-    def __init__(self, dialect: SGLangDialect) -> None:
-        self._dialect = dialect
+    def __init__(self, generation: GenerationRoutes) -> None:
+        self._generation = generation
         self._protocol = SGLang(embedded=True)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
@@ -81,7 +81,7 @@ class LocalEngine:
         body = self._protocol.generate_body(call)
         response = ModelResponse(input_tokens=req.input_ids, output_tokens=[], output_logprobs=[], output_versions=[])
         try:
-            async with aclosing(self._dialect.events(body)) as events:
+            async with aclosing(self._generation.events(body)) as events:
                 async for event in events:
                     self._add(event, req, response)
         except BadRequest as error:
@@ -110,9 +110,9 @@ class LocalEngine:
             req.on_tokens(event["output_ids"], logprobs)
 
 
-def add_routes(model_path: Path, dialect: SGLangDialect, app: web.Application) -> None:
+def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Application) -> None:
     """Serve the paths of OpenAI's APIs."""
-    service = OpenService(dialect, model_path)
+    service = OpenService(generation, model_path)
 
     async def handle(request: web.Request) -> web.StreamResponse:
         reply = await service.handle(request.method, request.raw_path, request.headers, await request.read())

@@ -294,7 +294,7 @@ class CheckpointWriter:
         folder = checkpoint_folder(self._root, step)
         write_folder(folder, write, kind="checkpoint", version=step)
         try:
-            check_folder(folder)
+            check_folder(folder)  # before older ones go: a disk may accept what it does not return
         except CheckpointError as error:
             remove_folder(folder, kind="checkpoint")
             raise StorageError(f"the new checkpoint cannot be read back: {error}: check the disk") from error

@@ -3,6 +3,11 @@
 Guarantees that :func:`restore` gives a trainer the state that :func:`snapshot` took, bit for bit. Parameters are
 stored by name, independent of their order and of the number of ranks. Atomic writing is in
 :mod:`areal_lite.trainer.checkpoint.checkpoint`.
+
+Only the copy is taken between two steps; the disk is written while the next step trains. A writer thread that read the
+live tensors would need no copy, but AdamW updates them in place, so a file could mix two steps, each tensor intact and
+every hash right. The price is the size of weights and optimizer once more in CPU memory, which
+:meth:`CheckpointWriter.wait` frees before the next copy is made.
 """
 
 from __future__ import annotations

@@ -51,12 +51,16 @@ class TokenScorer(PackedModel):
             truncated: False gives the scores of the whole vocabulary.
         """
         (head,) = self._head
-        truncation = self.truncation if truncated else None
+        scoring = Scoring(self.temperature, self.truncation if truncated else None, entropy_grad)
         if head is None:
             logits = self.model(**self.inputs(packed)).logits.flatten(0, 1)[packed.predicted_at]
-            return _score_logits(logits, packed.targets, self.temperature, truncation, entropy_grad)
+            return _score_logits(logits, packed.targets, scoring)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
-            self.states(packed), head.weight, head.bias, packed.targets, self.temperature, truncation, entropy_grad
+            self.states(packed),
+            head.weight,
+            head.bias,
+            packed.targets,
+            scoring,
         )
         return TokenScores(*scores)
 
@@ -72,6 +76,15 @@ class TokenScorer(PackedModel):
         return head if states.shape[:2] == ids.shape and torch.equal(head(states), logits) else None
 
 
+class Scoring(NamedTuple):
+    """How logits become scores."""
+
+    temperature: float
+    truncation: Truncation | None = None
+    entropy_grad: bool = False
+    """Give entropies a gradient."""
+
+
 class ChunkedScores(torch.autograd.Function):
     """Scores from states ``[N, hidden]`` and output embedding ``[vocabulary, hidden]``, a chunk of positions at a time.
 
@@ -81,15 +94,9 @@ class ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        truncation: Truncation | None,
-        entropy_grad: bool,
+        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scoring: Scoring
     ) -> tuple[Tensor, ...]:
+        temperature, truncation, entropy_grad = scoring
         kind = states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
         ctx.dtypes = states.dtype, weight.dtype
@@ -129,7 +136,7 @@ class ChunkedScores(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             del logits, grad_logits  # free them before the next chunk
-        return grad_states, grad_weight, grad_bias, None, None, None, None
+        return grad_states, grad_weight, grad_bias, None, None
 
 
 class _Head(NamedTuple):
@@ -162,9 +169,8 @@ def _chunks(count: int, head: _Head) -> Iterator[slice]:
     return (slice(start, min(count, start + head.chunk)) for start in range(0, count, head.chunk))
 
 
-def _score_logits(
-    logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation | None, entropy_grad: bool
-) -> TokenScores:
+def _score_logits(logits: Tensor, targets: Tensor, scoring: Scoring) -> TokenScores:
+    temperature, truncation, entropy_grad = scoring
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     log_kept = logprobs.new_zeros(len(logprobs))
     if truncation is not None:

@@ -1,4 +1,4 @@
-"""Which sequences share a forward pass; pure plans over token counts.
+"""Plans of the sequences that share a forward pass; pure arithmetic over token counts.
 
 A *block* holds sequences of one group as a tree: a shared prefix is computed once. A *micro-batch* holds blocks of
 like length, right-padded. Both only save work: what a token attends to, and so the loss, does not depend on the plan.
@@ -32,7 +32,7 @@ class Block:
     length: int
     """Tokens of the block."""
     is_chain: bool = True
-    """Whether each sequence continues the one before it, so that plain causal attention is right."""
+    """True if each sequence continues the one before it, so that plain causal attention is right."""
 
 
 Bundle = list[Block]

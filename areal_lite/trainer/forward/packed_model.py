@@ -40,7 +40,7 @@ class PackedSequences:
     attention_mask: Tensor | None
     """``[B, 1, L, L]`` bool, True where the query sees the key; None if causal, or given by ``segments``."""
     segments: Segments | None
-    """Which tokens see one another, if one bin holds all sequences side by side."""
+    """Ranges of tokens that see one another, if one bin holds all sequences side by side."""
     predicted_at: Tensor
     """``[N]`` flat position of the token before each trained one."""
     targets: Tensor
@@ -148,12 +148,12 @@ class PackedModel(nn.Module):
         self._fused: tuple[FusedDecoder, ...] = ()
         with torch.no_grad():
             self.shares_prefixes = self._packing_is_exact()
-            """Whether a bin may hold several sequences: all layers use full attention and ``position_ids``; checked
+            """True if a bin may hold several sequences: all layers use full attention and ``position_ids``; checked
             on four tokens."""
         if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(decoder):
             self._fused = (FusedDecoder(decoder),)
         self.ragged = False
-        """Whether one bin holds all sequences, without padding and mask."""
+        """True if one bin holds all sequences, without padding and mask."""
         self.min_width = 0
         """Fewest tokens of a bin."""
         if model.device.type == "cuda":

@@ -280,9 +280,9 @@ def _covariance(inputs: PolicyInputs) -> Tensor:
     return (advantages - advantages.mean()) * (policy - policy.mean())
 
 
-def _mask_at(places: Tensor, like: Tensor) -> Tensor:
-    """Return a bool mask of the length of ``like``, True at ``places``."""
-    return torch.zeros_like(like, dtype=torch.bool).index_fill(0, places, True)
+def _mask_at(indices: Tensor, like: Tensor) -> Tensor:
+    """Return a bool mask of the length of ``like``, True at ``indices``."""
+    return torch.zeros_like(like, dtype=torch.bool).index_fill(0, indices, True)
 
 
 def _draw(inputs: PolicyInputs) -> Tensor:

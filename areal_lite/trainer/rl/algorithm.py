@@ -62,16 +62,16 @@ class Algorithm:
         self.needs: frozenset[str] = frozenset()
         """Inputs that the estimator requests."""
         self.chooses = self._dry_run().chosen is not None
-        """Whether the loss chooses among the tokens of a whole minibatch."""
+        """True if the loss chooses among the tokens of a whole minibatch."""
 
     @property
     def penalizes_reward(self) -> bool:
-        """Whether the KL penalty is subtracted from the rewards."""
+        """True if the KL penalty is subtracted from the rewards."""
         return self.config.kl is not None and self.config.kl.place == "reward"
 
     @property
     def needs_proximal_early(self) -> bool:
-        """Whether something before the update needs proximal log-probs."""
+        """True if something before the update needs proximal log-probs."""
         return (
             self.config.proximal == "behaviour"
             or self.penalizes_reward
@@ -81,13 +81,13 @@ class Algorithm:
 
     @property
     def needs_every_episode(self) -> bool:
-        """Whether episodes with an advantage of 0 may have a gradient."""
+        """True if episodes with an advantage of 0 may have a gradient."""
         in_loss = self.config.kl is not None and not self.penalizes_reward
         return in_loss or self.config.entropy_coef != 0 or self.config.loss not in VANISHES_WITHOUT_ADVANTAGE
 
     @property
     def couples_tokens(self) -> bool:
-        """Whether a token's loss depends on other tokens of its episode, which must then be computed together."""
+        """True if a token's loss depends on other tokens of its episode, which must then be computed together."""
         config, correction = self.config, self.config.correction
         by_episode = correction.level == "sequence" or "seq_" in (correction.reject or "")
         return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +22,22 @@ from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, kl_penalty
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
 
+class TokenColumns(NamedTuple):
+    """Values ``[T]``, one per trained token, sequence by sequence."""
+
+    advantages: Floats
+    returns: Floats | None = None
+    """None without a critic, like ``values``."""
+    values: Floats | None = None
+
+
 def batch_metrics(
     sequences: Sequence[TokenSequence],
     episodes: Sequence[int],
-    advantages: Floats,
+    columns: TokenColumns,
     *,
     version: int,
     penalised_rewards: Floats | None = None,
-    returns: Floats | None = None,
-    values: Floats | None = None,
     max_new_tokens: int | None = None,
 ) -> dict[str, float]:
     """Return the metrics of one training batch; mean, max and min of most.
@@ -41,10 +49,7 @@ def batch_metrics(
 
     Args:
         episodes: ``[B]`` the episode of each, numbered from 0.
-        advantages: ``[T]``, one per trained token, sequence by sequence.
         penalised_rewards: ``[E]`` rewards of episodes minus the KL penalty, if any.
-        returns: ``[T]``, if there is a critic.
-        values: ``[T]``, likewise.
         max_new_tokens: Most tokens of one model call; None omits the clip ratio.
 
     Raises:
@@ -53,6 +58,7 @@ def batch_metrics(
     if not sequences:
         raise ValueError("there are no sequences to describe: give at least one")
     counts = [sequence.num_trained_tokens for sequence in sequences]
+    advantages, returns, values = columns
     per_token = {"advantage": advantages, "return": returns, "value": values}
     for name, array in per_token.items():
         _check_length(f"{name}s", array, sum(counts), "one per trained token: np.repeat(by_sequence, counts)")

@@ -16,11 +16,11 @@ from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks, gather_json
 from areal_lite.trainer.estimators.inputs import Turns
-from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
+from areal_lite.trainer.rl.data_metrics import PhaseClock, TokenColumns, batch_metrics, mismatch_statistics
 from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode, number_episodes
 
 Batch = Sequence[Group] | DataProto
-"""What a step trains on."""
+"""Training data of one step."""
 ROUNDING = 1e-3
 """A log-prob may be above 0 by this much, because engines round."""
 
@@ -46,7 +46,7 @@ class Step:
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """``[T]`` per-token statistics that the losses recorded, NaN where none."""
     measured: bool = False
-    """Whether every rank has the statistics of all tokens, because nothing trained."""
+    """True if every rank has the statistics of all tokens, because nothing trained."""
     choice: Tensor | None = None
     """``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses."""
 
@@ -115,16 +115,16 @@ class Step:
 
     def _parents(self) -> list[int]:
         """Return, per sequence, the longest sequence of its episode that it extends; -1 for none."""
-        places = {
-            (episode, sequence.path): place
-            for place, (episode, sequence) in enumerate(zip(self.episodes, self.sequences, strict=True))
+        indices = {
+            (episode, sequence.path): index
+            for index, (episode, sequence) in enumerate(zip(self.episodes, self.sequences, strict=True))
         }
         return [
             next(
                 (
-                    places[episode, sequence.path[:length]]
+                    indices[episode, sequence.path[:length]]
                     for length in range(len(sequence.path) - 1, 0, -1)
-                    if (episode, sequence.path[:length]) in places
+                    if (episode, sequence.path[:length]) in indices
                 ),
                 -1,
             )
@@ -183,15 +183,14 @@ class Step:
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
         has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
         earned = torch.where(has_tokens, earned, self.scores)
+        columns = (tokens.advantages, tokens.returns, tokens.values) if has_critic else (tokens.advantages,)
         return {
             **batch_metrics(
                 self.sequences,
                 self.episodes,
-                tokens.advantages.cpu().numpy(),
+                TokenColumns(*(column.cpu().numpy() for column in columns)),
                 version=self.version,
                 penalised_rewards=earned.cpu().numpy() if penalized else None,
-                returns=tokens.returns.cpu().numpy() if has_critic else None,
-                values=tokens.values.cpu().numpy() if has_critic else None,
                 max_new_tokens=max_new_tokens,
             ),
             **self.metrics,
@@ -267,9 +266,9 @@ def _task_ids(sequences: Sequence[TokenSequence]) -> list[str]:
     return [sequence.task_id for sequence in sequences]
 
 
-def _refuse(name: str, places: Tensor, task_ids: Sequence[object], version: int, rule: str) -> None:
-    """Raise a TrainingError naming the tasks at ``places``, where ``name`` breaks ``rule``, if there are any."""
-    tasks = list(dict.fromkeys(str(task_ids[place]) for place in sorted(set(places.tolist()))))
+def _refuse(name: str, indices: Tensor, task_ids: Sequence[object], version: int, rule: str) -> None:
+    """Raise a TrainingError naming the tasks at ``indices``, where ``name`` breaks ``rule``, if there are any."""
+    tasks = list(dict.fromkeys(str(task_ids[index]) for index in sorted(set(indices.tolist()))))
     if tasks:
         more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""
         raise TrainingError(f"step {version}: {name} of task {', '.join(tasks[:8])}{more} {rule}")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,32 +22,39 @@ from torch import Tensor
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError, TrainingError
-from areal_lite.models.kernels.score_operations import TokenScores
 from areal_lite.models.lora import adapters_off
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import shard
 from areal_lite.models.policy_model import load_policy, resolve_device
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.forward.logprobs import TokenScorer
-from areal_lite.trainer.forward.packed_model import PackedSequences
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_critic
-from areal_lite.trainer.learner import Learner, Update
+from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.machine_metrics import FlopsMeter
-from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
-from areal_lite.trainer.objectives.kl import kl_penalty
-from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
 from areal_lite.trainer.rl.algorithm import Algorithm
+from areal_lite.trainer.rl.critic_update import CriticUpdate
+from areal_lite.trainer.rl.learner_passes import LearnerPasses, OnSkip
 from areal_lite.trainer.rl.policy_step import Batch, Step
-from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut, split_groups
+from areal_lite.trainer.rl.policy_update import PolicyUpdate
+from areal_lite.trainer.rl.step_tokens import StepCut, split_groups
 from areal_lite.trainer.rl.token_facts import TokenFacts, token_facts
 from areal_lite.trainer.seeding import seed_process
 
 logger = logging.getLogger(__name__)
 
-OnSkip = Callable[[dict[str, Any]], None]
-"""Called with step, role, loss, gradient norm and task ids of a skipped non-finite update."""
 OnFacts = Callable[[TokenFacts], None]
 """Called on every rank with what each step computed for its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSampling:
+    """How the inference engine samples; the trainer's log-probs follow it."""
+
+    temperature: float = 1.0
+    truncation: Truncation | None = None
+    """Truncated sampling, which the log-probs of the loss replay."""
+    max_new_tokens: int | None = None
+    """Length limit of an answer, for the share of truncated answers and the overlong penalty."""
 
 
 class PolicyTrainer:
@@ -57,9 +65,6 @@ class PolicyTrainer:
     Args:
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch, and the order of minibatches.
-        temperature: Sampling temperature of the inference engine; log-probs at use the same.
-        truncation: Truncated sampling of the inference engine, which the log-probs of the loss replay.
-        max_new_tokens: Length limit of an answer, for the share of truncated answers and the overlong penalty.
         on_skip: Called with updates that were skipped.
         on_facts: Called at the end of each step; None saves the communication.
 
@@ -74,23 +79,21 @@ class PolicyTrainer:
         *,
         model_path: str,
         seed: int,
-        temperature: float = 1.0,
-        truncation: Truncation | None = None,
-        max_new_tokens: int | None = None,
+        sampling: EngineSampling = EngineSampling(),
         on_skip: OnSkip | None = None,
         on_facts: OnFacts | None = None,
     ) -> None:
         self.config = config
         self.seed = seed
-        self.algorithm = Algorithm(config, max_new_tokens=max_new_tokens)
-        self._max_new_tokens = max_new_tokens
+        self.algorithm = Algorithm(config, max_new_tokens=sampling.max_new_tokens)
+        self._max_new_tokens = sampling.max_new_tokens
         seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
         self.device = resolve_device(config.device)
         recompute = config.gradient_checkpointing
         self.model: Any = load_policy(
             model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
         )
-        self._policy = TokenScorer(self.model, temperature=temperature, truncation=truncation)
+        self._policy = TokenScorer(self.model, temperature=sampling.temperature, truncation=sampling.truncation)
         if config.deterministic and config.dtype == "float32":
             self._policy.read_exactly()
         self._reference: TokenScorer | None = None
@@ -98,15 +101,19 @@ class PolicyTrainer:
             # Under adapters the reference is the model without them.
             self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
         self.learner = Learner(self._policy, config, config, total_steps=config.steps)
+        self._meter = FlopsMeter(self.device, config.dtype)
+        passes_of = partial(LearnerPasses, config=config, algorithm=self.algorithm, meter=self._meter, on_skip=on_skip)
+        self._passes = passes_of(self.learner, "policy")
+        self._policy_update = PolicyUpdate(self._passes, self._policy, config, self.algorithm)
         self.critic: Learner | None = None
+        self._critic_update: CriticUpdate | None = None
         if config.critic is not None:
             path = config.critic.model_path or model_path
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.steps)
+            self._critic_update = CriticUpdate(passes_of(self.critic, "critic"), config.critic)
         self.total_tokens = 0
         """Tokens of all batches so far, prompts included."""
-        self._meter = FlopsMeter(self.device, config.dtype)
-        self._on_skip = on_skip
         self._on_facts = on_facts
         self._warned = False
 
@@ -181,7 +188,7 @@ class PolicyTrainer:
             step.tokens.proximal.copy_(step.tokens.behaviour)
             step.tokens.known.fill_(True)
         elif self.algorithm.needs_proximal_early:
-            self._score_proximal(step, step.all_indices)
+            self._policy_update.score_proximal(step, step.all_indices)
 
     def score_reference(self, step: Step) -> None:
         """Fill in the frozen model's log-probs."""
@@ -189,10 +196,9 @@ class PolicyTrainer:
             return
         off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
         with step.clock("reference"), off:
-            scored = self._scored(
+            scored = self._passes.scored(
                 step,
                 step.all_indices,
-                self.learner,
                 reference,
                 lambda packed: {"reference": reference(packed, truncated=False).logprobs},
             )
@@ -200,17 +206,8 @@ class PolicyTrainer:
 
     def score_values(self, step: Step) -> None:
         """Fill in the critic's values."""
-        if (critic := self.critic) is None:
-            return
-        with step.clock("values"):
-            scored = self._scored(
-                step,
-                step.all_indices,
-                critic,
-                critic.module,
-                lambda packed: {"values": critic.module(packed)},
-            )
-        step.tokens.fill(step.all_indices, scored)
+        if self._critic_update is not None:
+            self._critic_update.score(step)
 
     def penalize_kl(self, step: Step) -> None:
         """Subtract the KL penalty from the reward of each token, if ``trainer.kl`` places it there."""
@@ -251,55 +248,12 @@ class PolicyTrainer:
 
     def update_critic(self, step: Step) -> None:
         """Fit the critic's values to the returns, one update per minibatch."""
-        critic, config, tokens = self.critic, self.config.critic, step.tokens
-        if critic is None:
-            return
-        assert config is not None
-        scorer: Any = critic.module
-
-        def loss(microbatch: Microbatch, weights: Tensor) -> Tensor:
-            at = microbatch.tokens
-            self._meter.count(critic.passes * scorer.flops(microbatch.packed))
-            with step.clock("forward"), critic.autocast():
-                values = scorer(microbatch.packed)
-            if not microbatch.counts:
-                return zero_loss(values)
-            terms = value_loss(values, tokens.values[at], tokens.returns[at], clip=config.clip_eps)
-            step.record_statistics(at, terms.statistics)
-            return aggregate(terms.losses, weights[at])
-
-        rate = critic.learning_rate
-        updates = [
-            self._update(step, critic, chosen, chosen, AggregationMode.TOKEN_MEAN, loss) for chosen in step.minibatches
-        ]
-        critic.steps_done += 1
-        step.metrics |= {f"critic_{name}": value for name, value in _mean_update(updates, rate).items()}
+        if self._critic_update is not None:
+            self._critic_update.update(step)
 
     def update_policy(self, step: Step) -> None:
         """Train the policy, one update per minibatch."""
-        config, tokens = self.config, step.tokens
-        rate = self.learner.learning_rate
-        updates: list[Update] = []
-        if config.critic is None or self.steps_done >= config.critic.updates_before_policy:
-            trains = self._with_gradient(step)
-            computed = [[i for i in chosen if trains[step.episodes[i]]] for chosen in step.minibatches]
-            later = [index for chosen in computed[1:] for index in chosen]
-            ahead = step.all_indices if self.algorithm.chooses else later
-            if ahead and not bool(tokens.known.any()):
-                self._score_proximal(step, ahead)
-            if config.proximal == "trainer":
-                # The first minibatch is scored by the same weights in its own pass: its ratio is exactly 1.
-                tokens.known[tokens.chosen(step.minibatches[0])] = False
-            if not any(computed):
-                self._measure(step)
-            loss = partial(self._policy_update_loss, step)
-            for chosen, computing in zip(step.minibatches, computed, strict=True):
-                if self.algorithm.chooses:
-                    self._choose(step, chosen, first=not updates)
-                mode = self.algorithm.aggregation
-                updates.append(self._update(step, self.learner, chosen, computing, mode, loss))
-        self.learner.steps_done += 1
-        step.metrics |= _mean_update(updates, rate)
+        self._policy_update.update(step)
 
     def finish(self, step: Step) -> dict[str, float]:
         """Return the metrics of the step."""
@@ -350,187 +304,3 @@ class PolicyTrainer:
         """Restore :meth:`counters`."""
         self.algorithm.kl_controller.load_state(counters["kl_controller"])
         self.total_tokens = counters.get("total_tokens", 0)
-
-    # -- forward passes and losses -----------------------------------------------------------------
-
-    def _score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
-        def score(packed: PackedSequences) -> dict[str, Tensor]:
-            scores = self._policy(packed)
-            return self._at_start(scores) | {"sum_squared_probs": scores.sum_squared_probs}
-
-        with step.clock("proximal"):
-            scored = self._scored(step, chosen, self.learner, self._policy, score)
-        step.tokens.fill(chosen, scored)
-        step.tokens.known |= step.tokens.chosen(chosen)
-
-    def _at_start(self, scores: TokenScores) -> dict[str, Tensor]:
-        """Return the columns of the step that the weights at its start give."""
-        columns = {"proximal": scores.logprobs.detach()}
-        truncation = self._policy.truncation
-        return columns if truncation is None or truncation.reported else columns | {"log_kept": scores.log_kept}
-
-    @torch.no_grad()
-    def _measure(self, step: Step) -> None:
-        """Record the statistics of the policy in a step that trains nothing, because no episode has a gradient."""
-
-        def score(packed: PackedSequences) -> dict[str, Tensor]:
-            scores = self._policy(packed)
-            own = {"policy": scores.logprobs, "entropy": scores.entropy, "kept_mass": scores.log_kept.exp()}
-            return own | self._at_start(scores)
-
-        with step.clock("proximal"):
-            scored = self._scored(step, step.all_indices, self.learner, self._policy, score)
-        tokens, everywhere = step.tokens, torch.ones_like(step.tokens.known)
-        policy, entropy, kept_mass = (scored.pop(name) for name in ("policy", "entropy", "kept_mass"))
-        if not bool(tokens.known.all()):
-            tokens.fill(step.all_indices, scored)
-        if not self.algorithm.needs_proximal_early:
-            tokens.correction = self.algorithm.correction(
-                tokens.proximal, tokens.behaviour_or_proximal(), tokens.episodes
-            )
-        own = {"entropy": entropy, "correction_weight": tokens.correction}
-        if self._policy.truncation is not None:
-            own["kept_mass"] = kept_mass
-        step.record_statistics(
-            everywhere, self.algorithm.policy_loss(self._inputs(step, policy, everywhere)).statistics | own
-        )
-        step.measured = True
-
-    @torch.no_grad()
-    def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
-        """Let the loss choose among all tokens of a minibatch, so that the cut does not change its choice."""
-        at, policy = step.tokens.chosen(chosen), step.tokens.proximal
-        if not first or self.config.proximal == "behaviour":
-            with step.clock("choice"):
-                policy = self._scored(
-                    step,
-                    chosen,
-                    self.learner,
-                    self._policy,
-                    lambda packed: {"": self._policy(packed).logprobs},
-                )[""]
-        step.choice = None
-        choice = self.algorithm.policy_loss(self._inputs(step, policy[at], at)).chosen
-        assert choice is not None
-        step.choice = torch.zeros_like(at).masked_scatter(at, choice)
-
-    def _inputs(self, step: Step, policy: Tensor, at: Tensor) -> PolicyInputs:
-        tokens = step.tokens
-        return PolicyInputs(
-            policy=policy,
-            proximal=tokens.proximal[at],
-            behaviour=tokens.behaviour_or_proximal()[at],
-            advantages=tokens.advantages[at],
-            episodes=tokens.episodes[at],
-            chosen=None if step.choice is None else step.choice[at],
-        )
-
-    @torch.no_grad()
-    def _scored(
-        self,
-        step: Step,
-        chosen: Sequence[int],
-        learner: Learner,
-        model: Any,
-        score: Callable[[PackedSequences], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:
-        """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
-
-        def run(max_tokens: int) -> dict[str, Tensor]:
-            scored: dict[str, Tensor] = {}
-            for microbatch in self._cut(step, model, chosen)(max_tokens):
-                self._meter.count(model.flops(microbatch.packed))
-                with learner.autocast():
-                    scores = score(microbatch.packed)
-                for name, values in scores.items():
-                    column = scored.setdefault(name, torch.zeros_like(step.tokens.proximal))
-                    if microbatch.counts:
-                        column[microbatch.tokens] = values.float()
-            return scored
-
-        return {name: learner.ranks.sum_(values) for name, values in learner.within_memory(run).items()}
-
-    def _update(
-        self,
-        step: Step,
-        learner: Learner,
-        counted: Sequence[int],
-        computed: Sequence[int],
-        mode: AggregationMode,
-        loss: Callable[[Microbatch, Tensor], Tensor],
-    ) -> Update:
-        """Make one update: ``computed`` sequences go through the model, ``counted`` ones are averaged over."""
-        at = step.tokens.chosen(counted)
-        weights = torch.zeros_like(step.tokens.proximal)
-        weights[at] = token_weights(mode, step.tokens.episodes[at], scale=self.config.loss_scale).float()
-        cut = self._cut(step, learner.module, computed)
-        update = learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
-        if not update.applied:
-            task_ids = list(dict.fromkeys(step.sequences[index].task_id for index in counted))
-            role = "critic" if learner is self.critic else "policy"
-            skipped = {"step": self.steps_done, "role": role, **update._asdict(), "task_ids": task_ids}
-            logger.warning("skipped a non-finite update: %s", skipped | {"task_ids": len(task_ids)})
-            if self._on_skip is not None:
-                self._on_skip(skipped)
-        learner.check(update)
-        return update
-
-    def _cut(self, step: Step, model: Any, chosen: Sequence[int]) -> Callable[[int], Iterator[Microbatch]]:
-        together = step.episodes if self.algorithm.couples_tokens else None
-        cut = StepCut(step.sequences, model, ranks=self.learner.ranks, device=self.device, together=together)
-        return partial(cut, chosen)
-
-    def _with_gradient(self, step: Step) -> list[bool]:
-        """Return whether each episode must be computed; all loss terms of the others are 0."""
-        if self.algorithm.needs_every_episode:
-            return [True] * len(step.scores)
-        trains = torch.zeros(len(step.scores), dtype=torch.bool, device=self.device)
-        trains[step.tokens.episodes[step.tokens.advantages != 0]] = True
-        return [bool(value) for value in trains.tolist()]
-
-    def _policy_update_loss(self, step: Step, microbatch: Microbatch, weights: Tensor) -> Tensor:
-        tokens, config, at = step.tokens, self.config, microbatch.tokens
-        self._meter.count(self.learner.passes * self._policy.flops(microbatch.packed))
-        with step.clock("forward"), self.learner.autocast():
-            scores = self._policy(microbatch.packed, entropy_grad=config.entropy_coef != 0)
-        if not microbatch.counts:
-            return zero_loss(scores.logprobs)
-        tokens.computed[at] = True
-        tokens.policy[at] = scores.logprobs.detach()
-        if not bool(tokens.known[at].all()):
-            for name, values in self._at_start(scores).items():
-                getattr(tokens, name)[at] = values
-        terms = self.algorithm.policy_loss(self._inputs(step, scores.logprobs, at))
-        if not self.algorithm.needs_proximal_early:
-            tokens.correction[at] = self.algorithm.correction(
-                tokens.proximal[at], tokens.behaviour_or_proximal()[at], tokens.episodes[at]
-            )
-        own = {"entropy": scores.entropy, "correction_weight": tokens.correction[at]}
-        if self._policy.truncation is not None:
-            own["kept_mass"] = scores.log_kept.exp()
-        step.record_statistics(at, terms.statistics | own)
-        losses = tokens.correction[at] * terms.losses
-        if config.kl is not None:
-            behaviour = tokens.behaviour_or_proximal()[at] if config.kl.unbiased else None
-            penalty = kl_penalty(scores.logprobs, tokens.reference[at], config.kl.estimator, behaviour=behaviour)
-            step.record_statistics(at, {"kl": penalty})
-            if not self.algorithm.penalizes_reward:
-                losses = losses + config.kl.coef * penalty
-        if config.entropy_coef != 0:
-            losses = losses - config.entropy_coef * scores.entropy
-        return aggregate(losses, weights[at])
-
-
-def zero_loss(outputs: Tensor) -> Tensor:
-    """Return a loss of 0 with a gradient, so that this rank joins the backward pass."""
-    return (outputs * 0.0).sum()
-
-
-def _mean_update(updates: Sequence[Update], rate: float) -> dict[str, float]:
-    """Return loss and gradient norm averaged over a step's updates; 0 if there was none."""
-    return {
-        "loss": float(np.mean([update.loss for update in updates])) if updates else 0.0,
-        "grad_norm": float(np.mean([update.grad_norm for update in updates])) if updates else 0.0,
-        "skipped_updates": float(sum(not update.applied for update in updates)),
-        "learning_rate": rate,
-    }

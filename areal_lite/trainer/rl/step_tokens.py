@@ -105,23 +105,23 @@ class StepTokens:
         return wanted[self.sequences]
 
 
-def episode_of(sequence: TokenSequence, place: int) -> Hashable:
-    """Return the key of the episode that the sequence at ``place`` belongs to."""
-    return place if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
+def episode_of(sequence: TokenSequence, index: int) -> Hashable:
+    """Return the key of the episode that the sequence at ``index`` belongs to."""
+    return index if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
 
 
 def by_episode(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
     """Return the sequences grouped by episode, episodes in order of first appearance."""
     episodes: dict[Hashable, list[TokenSequence]] = {}
-    for place, sequence in enumerate(sequences):
-        episodes.setdefault(episode_of(sequence, place), []).append(sequence)
+    for index, sequence in enumerate(sequences):
+        episodes.setdefault(episode_of(sequence, index), []).append(sequence)
     return [sequence for episode in episodes.values() for sequence in episode]
 
 
 def number_episodes(sequences: Sequence[TokenSequence]) -> list[int]:
     """Return the episode of each sequence, numbered in order of first appearance."""
     numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(episode_of(s, place), len(numbers)) for place, s in enumerate(sequences)]
+    return [numbers.setdefault(episode_of(s, index), len(numbers)) for index, s in enumerate(sequences)]
 
 
 def _trained(sequences: Sequence[TokenSequence], name: str, missing: float, dtype: type) -> Tensor:
@@ -229,12 +229,12 @@ class StepCut:
         num_fillers = self._ranks.most(len(plan), self._device) - len(plan)
         for numbers in plan:
             batch = [block for number in numbers for block in bundles[number]]
-            places = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
+            positions = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
             yield Microbatch(
                 packed=pack(
                     self._sequences, batch, device=self._device, ragged=ragged, min_width=self._model.min_width
                 ),
-                tokens=torch.from_numpy(np.concatenate(places)).to(self._device),
+                tokens=torch.from_numpy(np.concatenate(positions)).to(self._device),
             )
         for _ in range(num_fillers):
             yield self._filler(chosen)
@@ -250,25 +250,25 @@ class StepCut:
         lengths = [tree_length(self._sequences, unit) for unit in members]
         lengths += [0] * (self._ranks.size - len(members))  # some ranks have nothing
         parts = get_seqlen_balanced_partitions(lengths, self._ranks.size)
-        return [i for place in parts[self._ranks.rank] if place < len(members) for i in members[place]]
+        return [i for index in parts[self._ranks.rank] if index < len(members) for i in members[index]]
 
     def _filler(self, chosen: Sequence[int]) -> Microbatch:
         shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
         block = Block((shortest,), (0,), num_inputs(self._sequences[shortest]))
-        place = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
+        index = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
         model = self._model
         packed = pack(self._sequences, [block], device=self._device, ragged=model.ragged, min_width=model.min_width)
-        return Microbatch(packed, place, counts=False)
+        return Microbatch(packed, index, counts=False)
 
 
 def _check_ids(sequences: Sequence[TokenSequence], model: PackedModel) -> None:
     """Check that every token is in the vocabulary; on a GPU another id would end the process."""
-    for place, sequence in enumerate(sequences):
+    for index, sequence in enumerate(sequences):
         if not len(sequence):
             continue
         low, high = int(sequence.input_ids.min()), int(sequence.input_ids.max())
         if low < 0 or high >= model.vocab_size:
             raise TrainingError(
-                f"task {sequence.task_id or place}: token id {low if low < 0 else high} is not in the vocabulary "
+                f"task {sequence.task_id or index}: token id {low if low < 0 else high} is not in the vocabulary "
                 f"[0, {model.vocab_size}) of the {type(model.model).__name__}: use the tokenizer of this model"
             )

@@ -1,4 +1,4 @@
-"""What the trainer computed for each trained token, as one Parquet file per step.
+"""Values of the trainer for each trained token, as one Parquet file per step.
 
 A row is a trained sequence, a list column has an entry per trained token; docs/trajectories.md describes them.
 Guarantees that a file is whole or absent and has the tokens of all ranks, and that a step that is trained again after
@@ -132,8 +132,8 @@ def write_facts(path: Path, facts: TokenFacts) -> None:
     from pyarrow import parquet
 
     sequences = facts.sequences
-    places = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
-    offsets = pa.array(np.cumsum([0, *map(len, places)]), pa.int32())
+    positions = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
+    offsets = pa.array(np.cumsum([0, *map(len, positions)]), pa.int32())
 
     def lists(values: Any, kind: Any) -> Any:
         return pa.ListArray.from_arrays(offsets, pa.array(values, from_pandas=True).cast(kind))
@@ -147,7 +147,7 @@ def write_facts(path: Path, facts: TokenFacts) -> None:
     }
     if facts.baselines is not None:
         table["baseline"] = pa.array(facts.baselines, pa.float64())
-    table["token_idx"] = lists(np.concatenate(places), pa.int32())
+    table["token_idx"] = lists(np.concatenate(positions), pa.int32())
     for name, values in facts.columns.items():
         table[name] = lists(values, pa.int8() if name == "clipped" else pa.float32())
     buffer = io.BytesIO()

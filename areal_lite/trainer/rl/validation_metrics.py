@@ -50,8 +50,8 @@ def validation_metrics(
                 f"{name} has {len(column)} entries for {len(data_sources)} answers: give one per answer, in one order"
             )
     prompts: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for place, prompt in enumerate(zip(data_sources, prompt_ids, strict=True)):
-        prompts[prompt].append(place)
+    for index, prompt in enumerate(zip(data_sources, prompt_ids, strict=True)):
+        prompts[prompt].append(index)
     metrics: dict[str, list[float]] = defaultdict(list)
     arrays = {name: np.array(column, np.float64) for name, column in scores.items()}
     votes = None if predictions is None else np.unique(np.array(predictions, str), return_inverse=True)[1]
@@ -93,5 +93,5 @@ def _first_of_majority(votes: NDArray[np.int64]) -> NDArray[np.int64]:
     for vote in np.unique(votes):
         same = votes == vote
         shares += same * same.sum(axis=1, keepdims=True)
-    places: NDArray[np.int64] = shares.argmax(axis=1)
-    return places
+    indices: NDArray[np.int64] = shares.argmax(axis=1)
+    return indices

@@ -70,7 +70,7 @@ class SupervisedTrainer(ABC, Generic[C]):
     statistics: ClassVar[tuple[str, ...]] = ()
     """Metrics beside the loss."""
     together: ClassVar[bool] = False
-    """Whether sequences of one group share a micro-batch."""
+    """True keeps the sequences of one group in one micro-batch."""
 
     def __init__(
         self,
@@ -223,8 +223,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         if not microbatch.counts:
             return scores.sum() * 0.0
         terms, weights = self._terms(scores, step, microbatch)
-        for place, name in enumerate(self.statistics):
-            step.totals[place] += aggregate(terms.statistics[name], weights)
+        for index, name in enumerate(self.statistics):
+            step.totals[index] += aggregate(terms.statistics[name], weights)
         return aggregate(terms.losses, weights)
 
     def _averages(self, step: SupervisedStep) -> dict[str, float]:

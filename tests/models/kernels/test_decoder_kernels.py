@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels import decoder_kernels
 from areal_lite.models.kernels.decoder_kernels import CompiledOperations, decoder_operations
-from areal_lite.models.kernels.decoder_operations import DecoderOperations, Heads, Tokens
+from areal_lite.models.kernels.decoder_operations import DecoderOperations, Tokens
 
 HALF_STEP = 2.0**-8
 """Largest relative error of rounding to bfloat16."""

@@ -17,7 +17,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from areal_lite.embedded.serve import build, listening
+from areal_lite.embedded.startup import ServedModel, build, listening
 from areal_lite.runs.serving.openai_server import add_routes
 from areal_lite.servers.programs.embedded_settings import server_config
 from tests.embedded.serving import Client, load, logprobs_of, worst
@@ -42,13 +42,15 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 @asynccontextmanager
 async def served(model: Path) -> AsyncIterator[tuple[openai.AsyncOpenAI, Client]]:
     """Yield OpenAI's client and one of SGLang's dialect."""
-    dialect, scheduler = build(server_config(dtype="float32", device="cpu", num_threads=1), model)
+    server = build(
+        server_config(dtype="float32", device="cpu", num_threads=1), model, ServedModel(model_path=str(model))
+    )
     async with (
-        listening(dialect, scheduler, host="127.0.0.1", port=0, add_routes=partial(add_routes, model)) as port,
+        listening(server, host="127.0.0.1", port=0, add_routes=partial(add_routes, model)) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers={"Content-Type": "application/json"}) as session,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0) as client,
     ):
-        yield client, Client(session, scheduler, f"127.0.0.1:{port}")
+        yield client, Client(session, server.model.scheduler, f"127.0.0.1:{port}")
 
 
 @in_loop

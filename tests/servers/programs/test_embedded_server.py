@@ -18,6 +18,7 @@ import pytest
 from areal_lite.config.help import describe_fields
 from areal_lite.config.run_config import EmbeddedServerConfig
 from areal_lite.embedded.__main__ import _child_parser, main, split_arguments
+from areal_lite.embedded.startup import ServedModel
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
 
@@ -65,12 +66,7 @@ def test_every_setting_reaches_the_child_process(tiny: Path, deterministic: bool
     assert arguments.pop("ready_fd") == 5
     config, served = split_arguments(arguments)
     assert config == server.config != EmbeddedServerConfig()
-    assert served == {
-        "model_path": str(tiny),
-        "seed": 3,
-        "weight_version": "7",
-        "deterministic": deterministic,
-    }
+    assert served == ServedModel(model_path=str(tiny), seed=3, weight_version="7", deterministic=deterministic)
 
 
 def test_serve_help_has_a_text_for_every_setting_of_the_yaml_section() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -15,10 +16,22 @@ from typing import Any
 
 import pytest
 
-from areal_lite.files.crash_points import CRASH_POINTS, VARIABLE
+import areal_lite
+from areal_lite.files.crash_points import VARIABLE
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.trainer.resume_loop import BATCH, ROWS, STEPS
 
+CRASH_POINTS = (
+    *("metrics:before_write", "metrics:after_write"),
+    *(f"checkpoint:{name}" for name in ("before_model", "after_model", "after_optimizer", "after_state")),
+    *("checkpoint:after_files", "checkpoint:before_delete", "checkpoint:after_delete", "weights:after_delete"),
+    *(f"{kind}:during_delete" for kind in ("checkpoint", "weights")),
+    *(
+        f"{kind}:{name}"
+        for kind in ("checkpoint", "weights", "model")
+        for name in ("before_manifest", "after_manifest", "after_rename")
+    ),
+)
 KILLS = 20
 KILLED = -9
 
@@ -111,6 +124,14 @@ def test_t3_a_run_killed_at_any_time_ends_like_an_uninterrupted_one(
         assert code == 0
         check(run_dir, whole)
     assert midway >= KILLS // 4  # steps were done before the kill, and more were to come
+
+
+def test_every_crash_point_is_tested() -> None:
+    package = Path(areal_lite.__file__).parent
+    calls = {
+        call for file in package.rglob("*.py") for call in re.findall(r'crash_point\(f?"(.*)"\)', file.read_text())
+    }
+    assert {point if point in calls else f"{{kind}}:{point.partition(':')[2]}" for point in CRASH_POINTS} == calls
 
 
 @pytest.mark.parametrize("point", CRASH_POINTS)

@@ -18,7 +18,7 @@ from areal_lite.models.kernels.exact_attention import MIN_ROWS
 from areal_lite.models.kernels.score_operations import TokenScores
 from areal_lite.models.policy_model import load_policy
 from areal_lite.trainer.forward import logprobs
-from areal_lite.trainer.forward.logprobs import ChunkedScores, TokenScorer
+from areal_lite.trainer.forward.logprobs import ChunkedScores, Scoring, TokenScorer
 from tests.trainer.oracle_cases import case, inputs
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
@@ -110,7 +110,7 @@ def test_other_models_never_build_full_logits(config: Any) -> None:
 
 def test_verl_computes_the_same_scores_from_logits() -> None:
     logits, labels = inputs("logits", torch.float32).flatten(0, 1), inputs("labels", torch.float32).flatten()
-    scores = ChunkedScores.apply(logits, torch.eye(logits.shape[1]), None, labels, 1.0, None, False)
+    scores = ChunkedScores.apply(logits, torch.eye(logits.shape[1]), None, labels, Scoring(1.0))
     for ours, key in zip(scores[:3], ("logp.naive", "entropy.from_logits", "logp.sum_pi_squared"), strict=True):
         expected = case(key, "value", torch.float32).flatten()
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
@@ -132,7 +132,7 @@ def test_chunked_gradients_equal_those_of_the_full_softmax(
         return full_scores(torch.nn.functional.linear(states, weight, bias) / 0.8, targets)
 
     def chunked(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-        return ChunkedScores.apply(states, weight, bias, targets, 0.8, None, entropy_grad)
+        return ChunkedScores.apply(states, weight, bias, targets, Scoring(0.8, entropy_grad=entropy_grad))
 
     results = []
     for scores in (full, chunked):
@@ -162,7 +162,7 @@ class Shapes(TorchDispatchMode):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_frozen_output_embedding_allocates_no_gradient(frozen: bool) -> None:
     states, weight = torch.randn(8, 5, requires_grad=True), torch.randn(7, 5, requires_grad=not frozen)
-    scores = ChunkedScores.apply(states, weight, None, torch.zeros(8, dtype=torch.long), 1.0, None, False)
+    scores = ChunkedScores.apply(states, weight, None, torch.zeros(8, dtype=torch.long), Scoring(1.0))
     with Shapes() as shapes:
         scores[0].sum().backward()
     assert states.grad is not None
@@ -175,7 +175,7 @@ def test_a_frozen_output_embedding_allocates_no_gradient(frozen: bool) -> None:
 @pytest.mark.parametrize("tokens", [3, 4])
 def test_logits_of_a_single_chunk_are_computed_once(tokens: int) -> None:
     states, weight = torch.randn(tokens, 5, requires_grad=True), torch.randn(7, 5)
-    scores = ChunkedScores.apply(states, weight, None, torch.zeros(tokens, dtype=torch.long), 1.0, None, False)
+    scores = ChunkedScores.apply(states, weight, None, torch.zeros(tokens, dtype=torch.long), Scoring(1.0))
     with Shapes() as shapes:
         scores[0].sum().backward()
     assert ((MIN_ROWS, 7) in shapes.seen) == (tokens > 3)

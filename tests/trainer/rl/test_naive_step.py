@@ -25,7 +25,7 @@ from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.estimators import ESTIMATORS
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
-from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
+from areal_lite.trainer.rl.policy_trainer import EngineSampling, PolicyTrainer
 from tests.trainer.naive_step import Model, NaiveStep, Sampling
 from tests.trainer.training_data import VOCABULARY, training_batch
 
@@ -262,9 +262,11 @@ def agrees(model_path: Path, choice: Choice, seed: int) -> bool:
         config,
         model_path=str(model_path),
         seed=seed,
-        temperature=sampling.temperature,
-        truncation=sampling.top_k and Truncation(top_k=sampling.top_k, reported=sampling.reported),
-        max_new_tokens=sampling.max_new_tokens,
+        sampling=EngineSampling(
+            temperature=sampling.temperature,
+            truncation=sampling.top_k and Truncation(top_k=sampling.top_k, reported=sampling.reported),
+            max_new_tokens=sampling.max_new_tokens,
+        ),
     )
     move_away(trainer.model, 0.1 if config.lora else 0.02)
     critic = None

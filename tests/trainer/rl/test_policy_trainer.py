@@ -17,7 +17,8 @@ from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
-from areal_lite.trainer.rl.policy_trainer import PolicyTrainer, zero_loss
+from areal_lite.trainer.rl.learner_passes import zero_loss
+from areal_lite.trainer.rl.policy_trainer import EngineSampling, PolicyTrainer
 from tests.trainer.training_data import drawn_batch, packed_together, sequence, training_batch
 
 
@@ -37,7 +38,8 @@ def make_trainer(
         "device": "cpu",
     }
     config = TrainerConfig(**given | changes)
-    return PolicyTrainer(config, model_path=str(model_path), seed=seed, temperature=temperature, truncation=truncation)
+    sampling = EngineSampling(temperature=temperature, truncation=truncation)
+    return PolicyTrainer(config, model_path=str(model_path), seed=seed, sampling=sampling)
 
 
 def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
@@ -118,13 +120,13 @@ def test_a_loss_chooses_among_a_later_minibatch_with_the_weights_of_then(tiny: P
     trainer = make_trainer(tiny, minibatches_per_step=2, **changes)
     updates: list[int] = []
     trainer.learner.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    score, scored = trainer._scored, []
+    score, scored = trainer._passes.scored, []
 
     def spy(step: Any, chosen: Any, *rest: Any) -> dict[str, torch.Tensor]:
         scored.append((list(chosen), len(updates)))
         return score(step, chosen, *rest)
 
-    trainer._scored = spy  # type: ignore[method-assign]
+    trainer._passes.scored = spy  # type: ignore[method-assign]
     step = trainer.begin(training_batch(drawn_batch(0)), version=5)
     trainer.score_proximal(step)
     trainer.estimate_advantages(step)
@@ -158,7 +160,7 @@ def test_an_unbiased_kl_penalty_weighs_each_token_by_policy_over_behaviour(tiny:
         kl = KLConfig(coef=1.0, estimator="k1", unbiased=unbiased)
         trainer = make_trainer(tiny, kl=kl, max_grad_norm=1e9)
         step = trainer.begin(batch, version=1)
-        trainer._score_proximal(step, step.all_indices)
+        trainer._policy_update.score_proximal(step, step.all_indices)
         step.tokens.behaviour = step.tokens.proximal - math.log(2)
         trainer.score_reference(step)
         trainer.estimate_advantages(step)
@@ -172,8 +174,8 @@ def first_gradients(model_path: Path, kl_coef: float) -> dict[str, torch.Tensor]
     """Return those of the first of two updates, where the pass that scores tokens ahead errs a little."""
     options = {"token_share": 1.0, "kl_coef": kl_coef}
     trainer = make_trainer(model_path, loss="kl_cov", loss_kwargs=options, minibatches_per_step=2)
-    score, seen = trainer._scored, []
-    trainer._scored = lambda *given: {name: v * 1.001 for name, v in score(*given).items()}  # type: ignore[method-assign]
+    score, seen = trainer._passes.scored, []
+    trainer._passes.scored = lambda *given: {name: v * 1.001 for name, v in score(*given).items()}  # type: ignore[method-assign]
     trainer.learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(trainer)))
     trainer.train_step(training_batch(drawn_batch(0)), version=5)
     return seen[0]
@@ -196,7 +198,7 @@ def test_max_episode_kl_masks_bad_answers_far_from_the_policy(tiny: Path) -> Non
     )
     metrics = bounded.train_step(training_batch(batch), version=0)
     assert metrics["drifted_fraction"] == 0.5
-    alone._with_gradient = lambda step: [True, False]  # type: ignore[method-assign]
+    alone._policy_update._with_gradient = lambda step: [True, False]  # type: ignore[method-assign]
     alone.train_step(training_batch(batch), version=0)
     torch.testing.assert_close(gradients(bounded), gradients(alone), atol=1e-6, rtol=1e-5)
 
@@ -250,7 +252,7 @@ def test_skipping_groups_without_advantage_changes_nothing(tiny: Path) -> None:
     silent = [dataclasses.replace(one, reward=2.0, group_id="silent") for one in drawn_batch(2, groups=1)]
     skipping, forced = make_trainer(tiny), make_trainer(tiny)
     step = training_batch(batch + silent)
-    forced._with_gradient = lambda step: [True] * len(step.scores)  # type: ignore[method-assign]
+    forced._policy_update._with_gradient = lambda step: [True] * len(step.scores)  # type: ignore[method-assign]
     metrics = skipping.train_step(step, version=0)
     expected = forced.train_step(step, version=0)
     assert metrics["trained_tokens"] == expected["trained_tokens"] == expected["computed_tokens"]
@@ -698,7 +700,7 @@ def test_the_sides_of_clipped_tokens_and_the_overlong_penalty_are_metrics(tiny: 
     assert min(sides) > 0
     assert sum(sides) == pytest.approx(metrics["clip_fraction"])
     config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu", overlong_buffer=4)
-    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, max_new_tokens=6)
+    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, sampling=EngineSampling(max_new_tokens=6))
     # 4 of 6 tokens are free, of 4 that count down: 5 trained tokens lose 3/4.
     answers = [sequence(range(3, 3 + length), range(1, length), reward=length / 9) for length in (3, 6)]
     metrics = trainer.train_step(training_batch(answers), version=0)

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,13 +24,25 @@ from areal_lite.servers.programs.embedded_settings import check_model_path, chec
 from areal_lite.servers.programs.ports import check_port
 
 if TYPE_CHECKING:
-    from areal_lite.embedded.http_server import SGLangDialect
-    from areal_lite.embedded.scheduler import Scheduler
+    from areal_lite.embedded.generation_routes import GenerationRoutes
+    from areal_lite.embedded.http_server import ModelServer
 
-AddRoutes: TypeAlias = "Callable[[SGLangDialect, web.Application], None]"
-"""Adds routes to the server's application; they generate with the dialect's ``events``."""
-Extend: TypeAlias = "Callable[[Path, SGLangDialect, web.Application], None]"
+AddRoutes: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
+"""Adds routes to the server's application; they generate with ``events``."""
+Extend: TypeAlias = "Callable[[Path, GenerationRoutes, web.Application], None]"
 """The same, given the folder of the model first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The model of a server, and how it answers."""
+
+    model_path: str
+    seed: int = 0
+    weight_version: str = "0"
+    deterministic: bool = False
+    """Run requests one by one, so that an answer's bits do not depend on other requests. In float32 on a CPU they equal
+    the trainer's."""
 
 
 def resolve_model_path(model_path: str) -> Path:
@@ -58,53 +71,43 @@ def resolve_model_path(model_path: str) -> Path:
 
 def serve(
     config: EmbeddedServerConfig,
+    served: ServedModel,
     *,
-    model_path: str,
-    seed: int,
-    weight_version: str,
-    deterministic: bool,
     on_ready: Callable[[str, int], None],
     extend: Extend | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        deterministic: Whether to run requests one by one, so that an answer's bits do not depend on other requests. In
-            float32 on a CPU they equal the trainer's.
         on_ready: Called with host and port once the server answers requests.
         extend: Adds routes, given the folder of the model.
 
     Raises:
         ConfigError: If model, port or device cannot be used; if possible before torch is imported.
     """
-    directory = resolve_model_path(model_path)
+    directory = resolve_model_path(served.model_path)
     check_port(config.host, config.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    load = partial(build, config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic)
     # Torch has threads for each thread that computes; more of them than cores sleep between operations. These end.
     with quick_import(), ThreadPoolExecutor(1) as loading:
-        dialect, scheduler = loading.submit(load).result()
+        server = loading.submit(build, config, directory, served).result()
     add_routes = None if extend is None else partial(extend, directory)
-    asyncio.run(_serve_until_signal(config, dialect, scheduler, on_ready, add_routes))
+    asyncio.run(_serve_until_signal(config, server, on_ready, add_routes))
 
 
-def build(
-    config: EmbeddedServerConfig,
-    directory: Path,
-    *,
-    seed: int = 0,
-    weight_version: str = "0",
-    deterministic: bool = False,
-) -> tuple[SGLangDialect, Scheduler]:
+def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) -> ModelServer:
     """Load the model in ``directory`` and connect the parts; ``listening`` starts them."""
     import torch
     from transformers import AutoTokenizer
 
-    from areal_lite.embedded.generate_body import Limits
+    from areal_lite.embedded.control_routes import ControlRoutes
+    from areal_lite.embedded.generation_routes import GenerationRoutes
     from areal_lite.embedded.grammar import GrammarCompiler
-    from areal_lite.embedded.http_server import SGLangDialect
+    from areal_lite.embedded.http_server import ModelServer
     from areal_lite.embedded.model_runner import ModelRunner, load_model, longest_context
-    from areal_lite.embedded.scheduler import Scheduler
+    from areal_lite.embedded.model_thread import ModelThread
+    from areal_lite.embedded.scheduler import BatchLimits, Scheduler
+    from areal_lite.embedded.weight_routes import WeightRoutes
 
     device = config.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -112,7 +115,7 @@ def build(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(cpu_threads(config))
-    if deterministic and device == "cuda":
+    if served.deterministic and device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     model = load_model(directory, dtype=config.dtype, device=device)
@@ -122,12 +125,11 @@ def build(
     if context_length > longest:
         raise ConfigError(f"context_length is {context_length}: {directory} attends to {longest} at most.")
     # If a request is alone in the batch, its shapes and its slot are always the same.
-    batch_size = 1 if deterministic else config.max_running_requests
+    batch_size = 1 if served.deterministic else config.max_running_requests
     # Slots beyond the batch keep the KV of finished turns for an agent's next turn.
     slots = batch_size + max(4, batch_size // 2)
-    runner = ModelRunner(model, slots=slots, context_length=context_length, exact=deterministic)
+    runner = ModelRunner(model, slots=slots, context_length=context_length, exact=served.deterministic)
     runner.check_against_plain_forward()
-    max_total_tokens = config.max_total_tokens or batch_size * context_length
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
@@ -137,29 +139,32 @@ def build(
         runner,
         eos_ids=eos_ids,
         decode=decode,
-        max_running_requests=batch_size,
-        max_total_tokens=max_total_tokens,
-        max_prefill_tokens=config.max_prefill_tokens or (512 if device == "cpu" else 8192),
-        weight_version=weight_version,
-        keep_prefixes=not deterministic,
+        limits=BatchLimits(
+            max_running_requests=batch_size,
+            max_total_tokens=config.max_total_tokens or batch_size * context_length,
+            max_prefill_tokens=config.max_prefill_tokens or (512 if device == "cpu" else 8192),
+        ),
+        weight_version=served.weight_version,
+        keep_prefixes=not served.deterministic,
     )
-    dialect = SGLangDialect(
-        scheduler,
+    thread = ModelThread(scheduler)
+    weights = WeightRoutes(thread, str(directory))
+    generation = GenerationRoutes(
+        thread,
+        weights,
         encode=lambda text: list(tokenizer(text, truncation=False)["input_ids"]),
         decode=decode,
         grammars=GrammarCompiler(tokenizer, vocab_size=runner.vocab_size, eos_ids=eos_ids),
-        model_path=str(directory),
-        limits=Limits(context_length=context_length, vocab_size=runner.vocab_size, max_total_tokens=max_total_tokens),
-        seed=seed,
-        description={
-            "model_type": model.config.model_type,
-            "architectures": model.config.architectures,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": device,
-            "num_threads": cpu_threads(config),
-        },
+        seed=served.seed,
     )
-    return dialect, scheduler
+    description = {
+        "model_type": model.config.model_type,
+        "architectures": model.config.architectures,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device,
+        "num_threads": cpu_threads(config),
+    }
+    return ModelServer(thread, generation, weights, ControlRoutes(thread, weights, description))
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -172,8 +177,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 async def _serve_until_signal(
     config: EmbeddedServerConfig,
-    dialect: SGLangDialect,
-    scheduler: Scheduler,
+    server: ModelServer,
     on_ready: Callable[[str, int], None],
     add_routes: AddRoutes | None,
 ) -> None:
@@ -181,20 +185,20 @@ async def _serve_until_signal(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with listening(dialect, scheduler, host=config.host, port=config.port, add_routes=add_routes) as port:
+    async with listening(server, host=config.host, port=config.port, add_routes=add_routes) as port:
         on_ready(config.host, port)
         await stop.wait()
 
 
 @asynccontextmanager
 async def listening(
-    dialect: SGLangDialect, scheduler: Scheduler, *, host: str, port: int, add_routes: AddRoutes | None = None
+    server: ModelServer, *, host: str, port: int, add_routes: AddRoutes | None = None
 ) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
-    scheduler.start(asyncio.get_running_loop())
-    app = dialect.app(host=host)
+    server.model.start(asyncio.get_running_loop())
+    app = server.app(host=host)
     if add_routes is not None:
-        add_routes(dialect, app)
+        add_routes(server.generation, app)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -204,7 +208,7 @@ async def listening(
         yield listener.getsockname()[1]
     finally:
         await runner.cleanup()
-        scheduler.close()
+        server.model.close()
 
 
 def write_ready_line(descriptor: int, host: str, port: int) -> None:

@@ -1,0 +1,128 @@
+"""Pausing, health, and what the server says of itself. ``/health`` answers at once in every state."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+from areal_lite import __version__
+from areal_lite.embedded.generation_request import GenerationRequest
+from areal_lite.embedded.http_bodies import fields_of, reply_json
+from areal_lite.embedded.model_thread import ModelThread
+from areal_lite.embedded.sampling_params import SamplingParams
+from areal_lite.embedded.weight_routes import WeightRoutes
+from areal_lite.servers.dialects.sglang_errors import wrong_type
+
+_FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+
+
+class ControlRoutes:
+    """Pauses and describes the model.
+
+    Args:
+        description: Fields that ``/server_info`` shows besides the counters.
+    """
+
+    def __init__(self, model: ModelThread, weights: WeightRoutes, description: dict[str, Any]) -> None:
+        self._model = model
+        self._scheduler = model.scheduler
+        self._weights = weights
+        self._description = description
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add the routes."""
+        router.add_post("/pause_generation", self._pause)
+        router.add_post("/continue_generation", self._continue)
+        router.add_post("/flush_cache", self._flush_cache)
+        for path, handler in (
+            ("/flush_cache", self._flush_cache),
+            ("/model_info", self._model_info),
+            ("/get_model_info", self._model_info),
+            ("/server_info", self._server_info),
+            ("/get_server_info", self._server_info),
+            ("/v1/loads", self._loads),
+            ("/v1/models", self._models),
+            ("/health", self._health),
+            ("/ready", self._health),
+            ("/ping", self._health),
+            ("/health_generate", self._health_generate),
+        ):
+            router.add_route("GET", path, handler)
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = (await fields_of(request)).get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            raise wrong_type(f"mode: Input should be 'abort', 'retract' or 'in_place', got {mode!r}.")
+        await self._model.command(lambda: self._scheduler.pause(mode))
+        return reply_json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        await fields_of(request)
+        await self._model.command(self._scheduler.resume)
+        return reply_json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, _request: web.Request) -> web.Response:
+        await self._model.command(self._scheduler.flush_cache)
+        return web.Response(text=_FLUSHED)
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._model.alive else 503)
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        if not self._scheduler.paused and self._model.alive:
+            one = GenerationRequest(rid="health", prompt=[0], params=SamplingParams(max_new_tokens=1), seed=0)
+            self._model.submit([one])
+            await one.changed.wait()
+        return await self._health(request)
+
+    async def _model_info(self, _request: web.Request) -> web.Response:
+        return reply_json(self._info())
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "model_path": self._weights.model_path,
+            "served_model_name": self._weights.model_path,
+            "tokenizer_path": self._weights.model_path,
+            "is_generation": True,
+            "weight_version": self._scheduler.weight_version,
+            "is_paused": self._scheduler.paused,
+            **self._description,
+            "context_length": self._scheduler.runner.context_length,
+            "vocab_size": self._scheduler.runner.vocab_size,
+            "max_running_requests": self._scheduler.limits.max_running_requests,
+            "max_total_num_tokens": self._scheduler.limits.max_total_tokens,
+        }
+
+    async def _server_info(self, _request: web.Request) -> web.Response:
+        states = [self._load_numbers()]
+        return reply_json({**self._info(), "version": __version__, "internal_states": states})
+
+    async def _loads(self, _request: web.Request) -> web.Response:
+        load = {"timestamp": time.time(), "dp_rank": 0, **self._load_numbers()}
+        return reply_json({"timestamp": time.time(), "version": __version__, "num_accelerators": 1, "loads": [load]})
+
+    def _load_numbers(self) -> dict[str, Any]:
+        scheduler = self._scheduler
+        used = sum(len(one.prompt) + len(one.output_ids) for one in tuple(scheduler.running))
+        return {
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "num_used_tokens": used,
+            "max_total_num_tokens": self._scheduler.limits.max_total_tokens,
+            "max_running_requests": scheduler.limits.max_running_requests,
+            "token_usage": used / self._scheduler.limits.max_total_tokens,
+            "generated_tokens": scheduler.generated_tokens,
+            "paused": scheduler.paused,
+        }
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        path, length = self._weights.model_path, self._scheduler.runner.context_length
+        model = {"id": path, "object": "model", "created": int(time.time()), "owned_by": "areal_lite"}
+        model |= {"root": path, "parent": None, "max_model_len": length}
+        adapter = {"id": self._weights.adapter, "object": "model", "root": self._weights.adapter, "parent": path}
+        return reply_json({"object": "list", "data": [model, *([adapter] if self._weights.adapter else [])]})

@@ -1,0 +1,116 @@
+"""The thread that owns the model: runs steps of the scheduler, and commands between them.
+
+Guarantees that a command (abort, pause, new weights) never sees a step half done, and that a failed step ends its
+requests, not the server. The event loop only calls ``submit``, ``discard`` and ``command``.
+
+All three go through one queue, so they take effect in the order of the calls. Were ``submit`` to append to the
+scheduler's queue itself, an abort of all requests could end one that was sent after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from areal_lite.embedded.generation_request import GenerationRequest
+from areal_lite.embedded.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+class ModelThread:
+    """Runs a scheduler step by step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True while the model thread runs."""
+        return self._thread.is_alive()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the model thread; ``changed`` events are set on ``loop``."""
+        self._loop = loop
+        self._thread.start()
+
+    def close(self, *, timeout_s: float = 3.0) -> None:
+        """Stop after the current step and wait for it; live requests get no answer."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests; their ``changed`` events signal progress."""
+        self._enqueue(lambda: self.scheduler.waiting.extend(requests))
+
+    def discard(self, requests: Sequence[GenerationRequest]) -> None:
+        """Abort requests whose client is gone."""
+        self._enqueue(lambda: self.scheduler.abort(requests))
+
+    async def command(self, function: Callable[[], T]) -> T:
+        """Run ``function`` in the model thread between two steps and return its result."""
+        assert self._loop is not None
+        loop = self._loop
+        future: asyncio.Future[T] = loop.create_future()
+
+        def finish(set_outcome: Callable[[], None]) -> None:
+            if not future.done():
+                set_outcome()
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:  # raised in the caller
+                loop.call_soon_threadsafe(finish, lambda error=error: future.set_exception(error))
+            else:
+                loop.call_soon_threadsafe(finish, lambda: future.set_result(result))
+
+        self._enqueue(run)
+        return await future
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        scheduler = self.scheduler
+        while True:
+            with self._wake:
+                while not (self._closing or self._commands or scheduler.can_step):
+                    self._wake.wait()
+                if self._closing:
+                    return
+                commands = list(self._commands)
+                self._commands.clear()
+            try:
+                for command in commands:
+                    command()
+                if scheduler.can_step:
+                    scheduler.step()
+            except Exception as error:  # one failed batch must not end the server
+                scheduler.fail_running(error)
+            self._publish()
+
+    def _publish(self) -> None:
+        if self.scheduler.changed and self._loop is not None:
+            changed, self.scheduler.changed = self.scheduler.changed, []
+            self._loop.call_soon_threadsafe(_set_changed, changed)
+
+
+def _set_changed(requests: list[GenerationRequest]) -> None:
+    for request in requests:
+        request.changed.set()

@@ -1,0 +1,99 @@
+"""Families of decoders with Llama's layers: which models they are, how they differ, and how a layer names its parts.
+
+The server's :mod:`lean_decoder` and the trainer's :mod:`fused_decoder` read models through this module alone; models of
+other families run their own forward pass. Full attention is assumed: the server bounds the context by a sliding window,
+and the trainer does not fuse models with one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderFamily:
+    """Differences between families that no layer shows by its parts."""
+
+    norms_add_one: bool = False
+    """Norms scale by one plus their weight."""
+
+
+FAMILIES = {
+    "Llama": DecoderFamily(),
+    "Mistral": DecoderFamily(),
+    "Qwen2": DecoderFamily(),
+    "Qwen3": DecoderFamily(),
+    "Gemma": DecoderFamily(norms_add_one=True),
+}
+"""The keys begin the classes' names in transformers."""
+
+
+def family_of(model: Any) -> DecoderFamily | None:
+    """Return the family of a causal LM or of its decoder, None if its layers have another form."""
+    # The whole class name, not ``config.model_type``: a subclass or a remote-code model may compute something else.
+    return FAMILIES.get(type(model).__name__.removesuffix("ForCausalLM").removesuffix("Model"))
+
+
+def fits_kernels(model: Any) -> bool:
+    """Return whether norms and gates are those that compiled operations compute: plain scales, and SiLU."""
+    family = family_of(model)
+    return family is not None and not family.norms_add_one and model.config.hidden_act == "silu"
+
+
+class Heads(NamedTuple):
+    """The parts of a token's states ``[(queries + 2 * keys) * width]``: queries, keys, values."""
+
+    queries: int
+    keys: int
+    width: int
+    scale: float
+    """Factor of the scores."""
+
+
+class DecoderLayer(NamedTuple):
+    """The parts of a layer. Every linear layer may have a bias."""
+
+    attention: Any
+    """The model's own, for its sizes and norms."""
+    input_norm: Any
+    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
+    output: nn.Linear
+    mlp_norm: Any
+    gate_up: tuple[nn.Linear, nn.Linear]
+    down: nn.Linear
+    activation: nn.Module
+
+    @classmethod
+    def of(cls, layer: Any) -> DecoderLayer:
+        """Return the parts of a model's layer."""
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(
+            attention=attention,
+            input_norm=layer.input_layernorm,
+            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+            output=attention.o_proj,
+            mlp_norm=layer.post_attention_layernorm,
+            gate_up=(mlp.gate_proj, mlp.up_proj),
+            down=mlp.down_proj,
+            activation=mlp.act_fn,
+        )
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """All linear layers."""
+        return [*self.qkv, self.output, *self.gate_up, self.down]
+
+    @property
+    def heads(self) -> Heads:
+        """Sizes of the states."""
+        width = self.attention.head_dim
+        queries, keys, _ = (linear.out_features // width for linear in self.qkv)
+        return Heads(queries, keys, width, self.attention.scaling)
+
+
+def query_key_norms(attention: Any) -> tuple[Any, Any] | None:
+    """Return the norms of queries and keys before rotation, if the family has them."""
+    return (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
