@@ -105,6 +105,21 @@ def test_python_in_documentation_compiles(text):
     assert compile(text, "document", "exec").co_code
 
 
+def test_the_tree_lists_exactly_the_existing_rooms():
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    rooms = re.findall(r"^(areal_lite/[\w/]+)/ +\S", text, re.MULTILINE)
+    assert len(rooms) == len(set(rooms))
+    folders = {path.parent.relative_to(REPOSITORY) for path in (REPOSITORY / "areal_lite").rglob("__init__.py")}
+    assert set(rooms) == {str(folder) for folder in folders} - {"areal_lite"}
+
+
+def test_every_invariant_names_its_tests():
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (REPOSITORY / "docs/invariants.md").read_text(), re.MULTILINE)[1:]
+    assert len(rows) > 60
+    for invariant, tests in rows:
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", tests), invariant
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_tests_and_functions_in_documentation_exist(path):
     text = path.read_text()
