@@ -11,7 +11,7 @@ import yaml
 
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
-from areal_lite.cli.main import main as cli
+from areal_lite.cli import main as cli
 from areal_lite.rollout.episodes.failure_tally import MAX_CAUSES, FailureTally
 
 

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from areal_lite.cli.main import main as cli
+from areal_lite.cli import main as cli
 from areal_lite.config.loader import load_config
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError

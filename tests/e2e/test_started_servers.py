@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from areal_lite.cli.main import main as cli
+from areal_lite.cli import main as cli
 from tests.e2e.test_stopping import start, until_step
 
 FAKES = Path(__file__).parents[1] / "servers/programs/fake_packages"

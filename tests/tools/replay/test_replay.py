@@ -14,7 +14,7 @@ import torch
 
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
-from areal_lite.cli.main import main as cli
+from areal_lite.cli import main as cli
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text, row_json
