@@ -70,6 +70,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tests/structure.py
 
 format: install
 	$(BIN)/ruff check --fix .

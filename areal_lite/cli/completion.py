@@ -6,9 +6,10 @@ The script holds all words, so that completing starts no Python.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
+from areal_lite.cli.commands import COMMANDS, command_parser
 from areal_lite.config.help import describe_fields
 
 
@@ -23,18 +24,18 @@ class _Command(NamedTuple):
     """Config keys."""
 
 
-def completion_script(parser: argparse.ArgumentParser, roots: Mapping[str, type[Any]], shell: str) -> str:
-    """Return the script that completes the commands of ``parser``.
-
-    Args:
-        roots: Config class of each command that takes ``key=value``.
-        shell: ``bash``, ``zsh`` or ``fish``.
-    """
-    commands = list(_commands(parser, roots))
-    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](commands)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = 'bash: eval "$(areal-lite completion bash)". docs/plan.md has the other shells.'
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
-def _commands(parser: argparse.ArgumentParser, roots: Mapping[str, type[Any]]) -> Iterator[_Command]:
+def run(options: argparse.Namespace) -> int:
+    commands = list(_commands(command_parser(COMMANDS)))
+    print({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](commands), end="")
+    return 0
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[_Command]:
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     for name, command in commands.choices.items():
@@ -45,7 +46,7 @@ def _commands(parser: argparse.ArgumentParser, roots: Mapping[str, type[Any]]) -
                 options[long] = action.help or ""
             if action.choices:
                 choices[long] = [str(choice) for choice in action.choices]
-        root = roots.get(name)
+        root = command.get_default("root")  # config class of a command that takes key=value
         keys = [f.key for f in describe_fields(root) if f.type != "section"] if root else []
         yield _Command(name, helps[name], options, choices, keys)
 

@@ -8,51 +8,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from areal_lite.config.help import describe_fields
 from areal_lite.config.run_config import EmbeddedServerConfig
+from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.embedded.startup import Extend, ServedModel, serve, write_ready_line
 from areal_lite.errors import ArealLiteError
 from areal_lite.servers.programs.embedded_settings import server_config
 
 
-def argument_parser(settings: type[Any], *, prog: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser of a model and what it serves; each field of the config class ``settings`` is an option."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument(
-        "model_path",
-        metavar="MODEL",
-        help="folder with config.json, tokenizer and safetensors weights, or a name on the Hugging Face Hub",
-    )
-    for field in describe_fields(settings):
-        details = f"{field.type}; default {field.default}"
-        parser.add_argument(
-            f"--{field.key.replace('_', '-')}",
-            metavar="VALUE",
-            default=argparse.SUPPRESS,
-            help=f"{field.meaning} ({details})".replace("%", "%%"),
-        )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="Seed for requests without a seed of their own, in order of arrival (default 0)",
-    )
-    parser.add_argument("--weight-version", default="0", metavar="NAME", help="Name of the first weights; default 0")
-    parser.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="Make the bits of each answer depend on its request, the weights and num_threads only: requests run one "
-        "by one and share no KV cache. Several times slower with many requests at once",
-    )
-    return parser
-
-
 def _child_parser() -> argparse.ArgumentParser:
-    parser = argument_parser(
-        EmbeddedServerConfig,
+    parser = argparse.ArgumentParser(
         prog="python -m areal_lite.embedded",
         description="Serve a Hugging Face model in SGLang's HTTP dialect, without SGLang.",
     )
+    add_model_arguments(parser, EmbeddedServerConfig)
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)  # where to report the address
     return parser
 

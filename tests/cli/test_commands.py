@@ -20,7 +20,7 @@ workflow: my.Agent
 train_dataset: {path: rows.jsonl}
 trainer: {total_steps: 2, learning_rate: 1.0e-5}
 """
-# Replaces areal_lite.runs, which loads torch.
+# Replaces the modules of areal_lite.runs that load torch.
 STAND_IN = """
 import contextlib, os, signal, sys, threading, types
 from areal_lite import errors
@@ -44,9 +44,7 @@ def run_training(config, on_step):
     return types.SimpleNamespace(run_dir="runs/exp/trial")
 
 run.run_training = run_training
-package = types.ModuleType("areal_lite.runs")
-package.__path__ = []
-sys.modules |= {{"areal_lite.runs": package, run.__name__: run, progress.__name__: progress}}
+sys.modules |= {{run.__name__: run, progress.__name__: progress}}
 sys.exit(main(["train", "run.yaml"]))
 """
 # On a signal, the main thread stops, refuses, or is stuck in a C call.
@@ -268,6 +266,16 @@ def test_light_commands_load_no_torch():
     code = (
         "import sys; from areal_lite.cli.main import main; main(['config', 'run.yaml']); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_help_loads_no_command():
+    code = (
+        "import sys; from areal_lite.cli.commands import COMMANDS; from areal_lite.cli.main import main\n"
+        "heavy = {'pydantic', *(command.module for command in COMMANDS.values())}\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: sys.exit(bool(heavy & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 

@@ -59,11 +59,11 @@ def test_bash_completes(bash, tmp_path, words, completed):
 
 
 def test_every_command_is_in_every_script(script):
-    from areal_lite.cli.main import _COMMANDS, _RUNS
+    from areal_lite.cli.commands import COMMANDS
 
     for shell in ("bash", "zsh", "fish"):
         text = script(shell).read_text()
-        assert not [name for name in (*_COMMANDS, *_RUNS, "serve") if name not in text]
+        assert not [name for name in COMMANDS if name not in text]
         assert "trainer.learning_rate" in text
         if shutil.which(shell):
             assert subprocess.run([shell, "-n", str(script(shell))], capture_output=True).returncode == 0

@@ -18,7 +18,6 @@ from areal_lite.config.supervised_config import KINDS
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-SHOWN_FOLDERS = ("areal_lite", "workflows", "configs", "examples", "benchmarks")
 
 
 def blocks(text, language):
@@ -106,19 +105,19 @@ def test_python_in_documentation_compiles(text):
     assert compile(text, "document", "exec").co_code
 
 
-def test_the_tree_lists_exactly_the_existing_files():
+def test_the_tree_lists_exactly_the_existing_rooms():
     text = (REPOSITORY / "docs/architecture.md").read_text()
-    (tree,) = re.findall(r"## Every file\n.*?^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    named = [line.split()[0] for line in tree.splitlines() if line.startswith(SHOWN_FOLDERS)]
-    assert len(named) == len(set(named))
-    existing = {
-        str(path.relative_to(REPOSITORY))
-        for folder in SHOWN_FOLDERS
-        for path in (REPOSITORY / folder).rglob("*")
-        if path.suffix in (".py", ".cpp", ".h", ".yaml", ".typed") and path.name != "__init__.py"
-    }
-    assert set(named) == existing
-    assert all(len(line.split(maxsplit=1)) == 2 for line in tree.splitlines() if line)
+    rooms = re.findall(r"^(areal_lite/[\w/]+)/ +\S", text, re.MULTILINE)
+    assert len(rooms) == len(set(rooms))
+    folders = {path.parent.relative_to(REPOSITORY) for path in (REPOSITORY / "areal_lite").rglob("__init__.py")}
+    assert set(rooms) == {str(folder) for folder in folders} - {"areal_lite"}
+
+
+def test_every_invariant_names_its_tests():
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (REPOSITORY / "docs/invariants.md").read_text(), re.MULTILINE)[1:]
+    assert len(rows) > 60
+    for invariant, tests in rows:
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", tests), invariant
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

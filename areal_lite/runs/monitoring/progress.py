@@ -5,7 +5,6 @@ Under torchrun only the first rank prints.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,6 +19,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
+from areal_lite.processes.torchrun import is_first_rank
 from areal_lite.runs.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class TrainingProgress:
     """A context manager whose :meth:`on_step` is the callback of ``run_training``."""
 
     def __init__(self, total_steps: int | None, *, console: Console | None = None) -> None:
-        self.console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
+        self.console = console or Console(quiet=not is_first_rank())
         self.last: dict[str, float] = {}
         """The newest value of each metric."""
         self._bar = Progress(

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import yaml
 
 from areal_lite.config.run_config import ServerConfig
-from areal_lite.embedded.__main__ import argument_parser
+from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.errors import ConfigError
 from areal_lite.servers.programs.embedded_settings import check_model_path, checked_settings
 from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
 
 
-def serve(argv: Sequence[str]) -> NoReturn:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve a Hugging Face model for runs that name the servers in rollout.addresses."
+    add_model_arguments(parser, ServerConfig)
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="Folder of the servers' logs; default a new one")
+
+
+def run(options: argparse.Namespace) -> NoReturn:
     """Start the servers, print what a run needs to use them, and keep them running until a signal.
 
     Raises:
         ConfigError: If a setting cannot be used.
         ServerError: If a server does not start, or ends too often.
     """
-    parser = argument_parser(
-        ServerConfig,
-        prog="areal-lite serve",
-        description="Serve a Hugging Face model for runs that name the servers in rollout.addresses.",
-    )
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="Folder of the servers' logs; default a new one")
-    arguments = vars(parser.parse_args(argv))
-    names = ServerConfig.__dataclass_fields__
-    settings = {name: value for name, value in arguments.items() if name in names}
+    settings = {name: value for name, value in vars(options).items() if name in ServerConfig.__dataclass_fields__}
     for name in settings.keys() & {"args", "env"}:
         try:
             settings[name] = yaml.safe_load(settings[name])
@@ -40,12 +38,17 @@ def serve(argv: Sequence[str]) -> NoReturn:
             raise ConfigError(f"--{name} {settings[name]!r} is not YAML: write {{name: value}}") from error
     config = checked_settings(ServerConfig, settings)
     check_servers(config)
-    check_model_path(arguments["model_path"])
-    log_dir = arguments["log_dir"] or Path(tempfile.mkdtemp(prefix="areal-lite-servers-"))
+    check_model_path(options.model_path)
+    log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="areal-lite-servers-"))
     print(f"logs: {log_dir}", flush=True)
     servers = make_servers(
         config,
-        ServedModel(**{name: arguments[name] for name in ("model_path", "seed", "deterministic", "weight_version")}),
+        ServedModel(
+            model_path=options.model_path,
+            seed=options.seed,
+            deterministic=options.deterministic,
+            weight_version=options.weight_version,
+        ),
         log_dir,
         program="areal_lite.runs.serving.openai_server",
     )

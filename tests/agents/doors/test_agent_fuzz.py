@@ -16,8 +16,8 @@ import pytest
 
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.listener import Listener
-from areal_lite.agents.openapi import openapi
 from areal_lite.errors import ServerError
+from tests.agents.doors.openapi import openapi
 from tests.agents.doors.test_agent_service import call
 from tests.agents.fuzz_requests import fuzz_request
 from tests.agents.raw_http import HELLO, listening, new_session, request, send

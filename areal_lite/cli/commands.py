@@ -1,0 +1,96 @@
+"""The commands of ``areal-lite``, each in the module beside its feature, and the parser of their arguments.
+
+A command's module has ``add_arguments(parser)`` and ``run(options)``, which returns the exit code. It is imported only
+for its own command, so that ``areal-lite --help`` loads none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Collection
+from typing import NamedTuple, NoReturn
+
+from areal_lite import __version__
+
+
+class Command(NamedTuple):
+    """One command: where its arguments and its function are, and its line in ``areal-lite --help``."""
+
+    module: str
+    help: str
+    dry_run: bool = False
+    """It has ``--dry-run``."""
+
+
+_RUNS, _TOOLS = "areal_lite.runs", "areal_lite.tools"
+COMMANDS = {
+    "train": Command(f"{_RUNS}.commands.train", "train by reinforcement learning and evaluate", dry_run=True),
+    "rollout": Command(f"{_RUNS}.commands.rollout", "run episodes on the training rows without training"),
+    "eval": Command(f"{_RUNS}.commands.rollout", "run episodes on the held-out rows"),
+    "config": Command(
+        "areal_lite.config.command",
+        "print any config file with its defaults filled in (for its keys: train, sft, dpo, reward-model --help)",
+    ),
+    "sft": Command(f"{_RUNS}.commands.supervised", "fine-tune on the answers in conversations", dry_run=True),
+    "dpo": Command(f"{_RUNS}.commands.supervised", "train a policy on preference pairs (DPO)", dry_run=True),
+    "reward-model": Command(f"{_RUNS}.commands.supervised", "train a reward model on preference pairs", dry_run=True),
+    "serve": Command(f"{_RUNS}.serving.serve", "start SGLang, vLLM or embedded servers of a model"),
+    "inspect": Command(f"{_TOOLS}.inspect.commands.inspect", "filter, sort and compare dumped episodes; also as JSON"),
+    "rescore": Command(
+        f"{_TOOLS}.inspect.commands.rescore", "compare the rewards of dumped episodes with a new function's"
+    ),
+    "export": Command(f"{_TOOLS}.inspect.commands.export", "write dumped episodes as rows to train on, or as Parquet"),
+    "verify": Command(f"{_TOOLS}.verify.command", "prove from a run's folder that it trained what it says"),
+    "replay": Command(f"{_TOOLS}.replay.replay_command", "train again from the dumps of a run, without servers"),
+    "continue": Command(f"{_TOOLS}.replay.continue_command", "run a dumped episode again from one of its turns"),
+    "init": Command(f"{_TOOLS}.init.command", "start a project: agent, config, test"),
+    "doctor": Command(f"{_TOOLS}.doctor.command", "check the machine, and what a run needs, step by step"),
+    "plan": Command(f"{_TOOLS}.plan.command", "predict time, tokens, memory and disk of a run"),
+    "sweep": Command(f"{_TOOLS}.sweep.command", "train over seeds; compare configs or values"),
+    "completion": Command(
+        "areal_lite.cli.completion", "print a script that completes commands, options and config keys"
+    ),
+    "view": Command(f"{_TOOLS}.view.command", "show dumped episodes and metrics in the browser"),
+    "plot": Command(f"{_TOOLS}.inspect.commands.plot", "draw the metrics of one or several runs"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(64, f"error: {message}. See {self.prog} --help\n")
+
+
+def command_parser(names: Collection[str]) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the arguments of the commands ``names``."""
+    parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
+    parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, command in COMMANDS.items():
+        # A command that reads a config replaces -h by its own.
+        arguments = commands.add_parser(name, help=command.help, description=command.help, conflict_handler="resolve")
+        if name in names:
+            module = importlib.import_module(command.module)
+            module.add_arguments(arguments)
+            arguments.set_defaults(run=module.run)
+            if command.dry_run:
+                arguments.add_argument("--dry-run", action="store_true", help="check everything and start nothing")
+    return parser
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse a command; ``key=value``, filters and configs may follow options, and ``--sort`` takes ``-KEY``."""
+    parser = command_parser(arguments[:1])
+    for index in range(len(arguments) - 1, 0, -1):
+        if arguments[:1] == ["inspect"] and arguments[index - 1] == "--sort":
+            arguments[index - 1 : index + 1] = [f"--sort={arguments[index]}"]
+    options, words = parser.parse_known_args(arguments)
+    several = next(
+        (name for name in ("filter", "overrides", "words") if isinstance(getattr(options, name, 0), list)), ""
+    )
+    unknown = [word for word in words if word.startswith("-") or not several]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if several:
+        getattr(options, several).extend(words)
+    return options

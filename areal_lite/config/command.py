@@ -1,0 +1,70 @@
+"""``areal-lite config``, and the arguments of every command that reads a config."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pydoc
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from areal_lite.config.help import explain, help_text, section_list
+from areal_lite.config.loader import describe_value, dump_config, load_config
+from areal_lite.config.run_config import ExperimentConfig, RunConfig
+from areal_lite.config.supervised_config import KINDS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, ExperimentConfig)
+    parser.add_argument("--explain", action=_Explain, metavar="KEY", help="what a key means; no file needed")
+
+
+def run(options: argparse.Namespace) -> int:
+    print(dump_config(load_config(options.config, options.overrides, root=ExperimentConfig)), end="")
+    return 0
+
+
+def add_config(parser: argparse.ArgumentParser, root: type[ExperimentConfig]) -> None:
+    """Add a config of the class ``root``, its overrides, and a ``--help`` that knows its sections."""
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override one value: dotted key, YAML value")
+    parser.add_argument("-h", "--help", action=_ConfigHelp)
+    parser.set_defaults(root=root)
+
+
+class _ConfigHelp(argparse.Action):
+    """``--help`` that also lists the sections of the config, or the keys of one."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        text = "show this help, or the keys of a SECTION of the config"
+        super().__init__(option_strings, dest, nargs="?", metavar="SECTION", help=text)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object) -> NoReturn:
+        root = parser.get_default("root")
+        if values is None:
+            hint = f"{parser.prog} --help SECTION shows the keys of a section:"
+            _page(f"{parser.format_help()}\n{hint}\n\n{section_list(root)}")
+        else:
+            _page(help_text(root, values))
+        parser.exit()
+
+
+def _page(text: str) -> None:
+    """Print text, on a terminal by its pager."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        os.environ.setdefault("LESS", "-FRX")
+        pydoc.pager(text)
+    else:
+        print(text, flush=True)
+
+
+class _Explain(argparse.Action):
+    """Print the meaning of a config key and, after the name of a config, its value there and the value's source."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: object) -> NoReturn:
+        print(explain(values, [RunConfig, *KINDS.values()]), flush=True)
+        if namespace.config is not None:
+            given = namespace.overrides or []
+            print(describe_value(namespace.config, given, values, root=ExperimentConfig), flush=True)
+        parser.exit()

@@ -1,0 +1,66 @@
+"""``areal-lite rollout`` and ``eval``: episodes on the training or the held-out rows, without training."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from areal_lite.config.command import add_config
+from areal_lite.config.run_config import RolloutConfig, RunConfig
+from areal_lite.processes.torchrun import is_first_rank
+from areal_lite.runs.commands.loading import load_run
+
+if TYPE_CHECKING:
+    from areal_lite.runs.monitoring.run_metrics import OnStep
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, RolloutConfig)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = load_run(options, RolloutConfig)
+    with _servers_shown(config) as on_step:
+        if options.command == "eval":
+            _evaluate(config, on_step)
+        else:
+            _rollout(config, on_step)
+    if is_first_rank():
+        dumped = config.rollout.dump_to_file
+        print(f"next: areal-lite {f'inspect {config.run_dir}' if dumped else f'train {options.config}'}")
+    return 0
+
+
+def _rollout(config: RunConfig, on_step: OnStep) -> None:
+    from areal_lite.runs.entry_points import run_rollout
+
+    results = run_rollout(config, on_step=on_step)
+    rewards = [reward for result in results for reward in result.rewards]
+    counts = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in results).items())
+    mean = sum(rewards) / max(1, len(rewards))
+    print(f"groups: {counts}; mean reward {mean:.3f} over {len(rewards)} episodes")
+
+
+def _evaluate(config: RunConfig, on_step: OnStep) -> None:
+    from areal_lite.runs.entry_points import run_evaluation
+
+    result = run_evaluation(config, on_step=on_step)
+    print(f"held-out reward {result.reward:.3f} over {result.episodes} episodes, {result.failed} failed")
+
+
+@contextmanager
+def _servers_shown(config: RunConfig) -> Iterator[OnStep]:
+    """Yield a callback for the metrics of a run; print their table of servers at the end, also after an error."""
+    from rich.console import Console
+
+    from areal_lite.runs.monitoring.progress import server_table
+
+    last: dict[str, float] = {}
+    try:
+        yield lambda step, metrics: last.update(metrics)
+    finally:
+        if table := server_table(last, config.rollout.addresses):
+            Console().print(table)

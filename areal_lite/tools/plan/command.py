@@ -1,0 +1,40 @@
+"""``areal-lite plan``: its arguments, and the table of predictions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from areal_lite.config.loader import load_config
+from areal_lite.config.run_config import ExperimentConfig, RunConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs the first steps in a temporary folder and predicts time, tokens, memory and disk of the whole run. "
+        "Servers in rollout.addresses must not serve another run. See docs/plan.md."
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.yaml", help="a config of any kind of run")
+    add("overrides", metavar="key=value", nargs="*", help="override one value")
+    add("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(root=RunConfig)
+
+
+def run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from areal_lite.tools.plan.plan import plan, plan_table
+
+    config: Any = load_config(options.config, options.overrides, root=ExperimentConfig)
+    print("trying the first steps in a temporary folder ...", file=sys.stderr)
+    made = plan(config, on_step=lambda step, metrics: print(f"step {step}", file=sys.stderr))
+    if options.json:
+        print(json.dumps(made.as_json()))
+        return 0
+    Console().print(plan_table(made))
+    print(f"not in it: {'; '.join(made.unknown)}")
+    print(f"next: areal-lite {getattr(config, 'kind', 'train').replace('_', '-')} {options.config}")
+    return 0

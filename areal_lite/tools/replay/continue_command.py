@@ -1,0 +1,35 @@
+"""``areal-lite continue``: its arguments, and the folder with the branches."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from areal_lite.tools.argument_types import positive_integer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs the agent of a dumped episode again: its model calls before turn K get the dumped answers, the others "
+        "are sampled. The agent must make the same calls again, so it may not use a clock or randomness, and its "
+        "tools must answer the same; otherwise the command ends with the first difference. See docs/replay.md."
+    )
+    add = parser.add_argument
+    add("path", type=Path, metavar="RUN", help="a run's folder with dumps")
+    add("overrides", metavar="key=value", nargs="*", help="override a key of the run's config")
+    add("--task", required=True, metavar="ID", help="task_id of the episode")
+    add("--turn", required=True, type=int, metavar="K", help="turn_idx in the dump; all turns before it are kept")
+    add("--member", type=int, default=0, metavar="M", help="member_idx of the episode (default: 0)")
+    add("--model", metavar="PATH", help="model or checkpoint that answers (default: RUN's model, or last checkpoint)")
+    add("--address", metavar="HOST:PORT", help="running server that answers")
+    add("--say", metavar="TEXT", help="replace the last user message before the turn; of agents only")
+    add("--n", type=positive_integer, default=1, metavar="N", help="branches (default: 1)")
+
+
+def run(options: argparse.Namespace) -> int:
+    from areal_lite.tools.replay import continue_episode as command
+
+    chosen = {name: getattr(options, name) for name in command.Options.__dataclass_fields__}
+    run_dir = command.continue_episode(command.Options(**chosen))
+    print(f"written to {run_dir}\nnext: areal-lite view {options.path} {run_dir}")
+    return 0

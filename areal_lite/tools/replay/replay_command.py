@@ -1,0 +1,37 @@
+"""``areal-lite replay``: its arguments, progress and summary."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from areal_lite.processes.torchrun import is_first_rank
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains the batches of RUN again, in their order, with its config and the overrides, into the folder of a new "
+        "run (RUN's trial_name with -replay). Without overrides it ends with RUN's weights. See docs/replay.md."
+    )
+    parser.add_argument("path", type=Path, metavar="RUN", help="a run's folder with dumps (rollout.dump_to_file)")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key that concerns training")
+
+
+def run(options: argparse.Namespace) -> int:
+    from areal_lite.runs.monitoring.progress import TrainingProgress, summary_table
+    from areal_lite.tools.replay.replay import plan_replay, run_replay, same_weights
+
+    replay = plan_replay(options.path, options.overrides)
+    with TrainingProgress(replay.total_steps) as progress:
+        summary = run_replay(replay, on_step=progress.on_step)
+    if not is_first_rank():
+        return 0
+    progress.console.print(summary_table(summary))
+    recorded, wanted = len(replay.batches), replay.config.trainer.steps
+    if recorded < wanted:
+        print(f"{options.path} has the batches of {recorded} steps, and trainer.total_steps is {wanted}")
+    if replay.is_same and (same := same_weights(options.path, summary.run_dir)) is not None:
+        print(f"the weights {'equal' if same else 'differ from'} those of {options.path}/model")
+    print(f"written to {summary.run_dir}")
+    print(f"next: areal-lite plot {options.path} {summary.run_dir}")
+    return 0
