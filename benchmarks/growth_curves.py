@@ -175,7 +175,7 @@ def episodes(total: int) -> dict[int, Measured]:
             max_concurrent_rollouts=256,
             consumer_batch_size=BATCH,
             max_head_offpolicyness=2,
-            max_connections_per_server=SOCKETS,
+            faults={"max_connections_per_server": SOCKETS},
             dump_to_file=False,
         )
         with RemoteInfEngine(config) as engine:

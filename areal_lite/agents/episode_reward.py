@@ -20,8 +20,8 @@ def rewarded(
     | a number | the episode; all answers are trained as conversations |
     | a dict by completion id | these answers, each a sequence of its own; others are not trained |
     | a list with a number or None per answer, in order | the same by place |
-    | a dict by name of ``rollout.reward_weights`` | the episode with the weighted sum |
-    | a dict with ``rollout.reward_key`` | the episode with that part; other parts may also be text |
+    | a dict by name of ``rollout.rewards.weights`` | the episode with the weighted sum |
+    | a dict with ``rollout.rewards.key`` | the episode with that part; other parts may also be text |
 
     Raises:
         ValueError: If it is none of these.
@@ -60,6 +60,6 @@ def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mappi
     if unknown := [key for key in rewards if key not in answers]:
         raise ValueError(
             f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}; "
-            f"rollout.reward_weights names {list(weights) if weights else 'no parts of a reward'}"
+            f"rollout.rewards.weights names {list(weights) if weights else 'no parts of a reward'}"
         )
     return {key: replace(answer, reward=as_reward(rewards[key])) for key, answer in answers.items() if key in rewards}

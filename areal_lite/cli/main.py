@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import pydoc
+import shutil
 import sys
 import traceback
 from collections import Counter
@@ -413,7 +414,7 @@ class _ConfigHelp(argparse.Action):
             hint = f"{parser.prog} --help SECTION shows the keys of a section:"
             _page(f"{parser.format_help()}\n{hint}\n\n{section_list(root)}")
         else:
-            _page(help_text(root, values))
+            _page(help_text(root, values, min(120, shutil.get_terminal_size((120, 50)).columns)))
         parser.exit()
 
 

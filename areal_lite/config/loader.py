@@ -22,7 +22,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.config.help import meaning_of
 from areal_lite.config.interpolation import Interpolation, Key, escaped
-from areal_lite.config.run_config import ExperimentConfig, RunConfig, RunIdentity
+from areal_lite.config.run_config import (
+    ExperimentConfig,
+    FaultsConfig,
+    InferenceEngineConfig,
+    RewardsConfig,
+    RunConfig,
+    RunIdentity,
+)
 from areal_lite.config.supervised_config import KINDS, SupervisedConfig
 from areal_lite.errors import ConfigError
 
@@ -366,11 +373,20 @@ _ELSEWHERE = {
     "total_training_steps": "write trainer.total_steps",
 }
 """What to write in place of keys of verl."""
+_MOVED = {
+    **{name: f"rollout.faults.{name}" for name in FaultsConfig.__dataclass_fields__},
+    **{f"agent_{name}": f"rollout.agents.{name}" for name in ("workflow", "isolation", "processes")},
+    **{n: f"rollout.agents.{n}" for n in ("tool_parser", "reasoning_parser", "tools_in_system_prompt")},
+    **{f"reward_{name}": f"rollout.rewards.{name}" for name in RewardsConfig.__dataclass_fields__},
+}
+"""Keys that are in a sub-section of ``rollout``."""
 
 
 def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
     if name in _ELSEWHERE:
         return f"unknown key {name!r}: {_ELSEWHERE[name]}"
+    if owner is InferenceEngineConfig and name in _MOVED:
+        return f"unknown key {name!r}: write {_MOVED[name]}"
     known = list(owner.__pydantic_fields__)
     elsewhere = [key for key in _all_keys(root) if key.rpartition(".")[2] == name]
     if close := elsewhere or difflib.get_close_matches(name, known, 1):

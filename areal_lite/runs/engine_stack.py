@@ -94,13 +94,13 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
         adapters=_adapters(config),
     )
     with ServerGroup(servers) as group, ServerGroup(make_router(settings, run_dir / "servers")) as router:
-        patience = max(config.rollout.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
+        patience = max(config.rollout.faults.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
         rollout = replace(
             config.rollout,
             addresses=group.addresses,
             backend=settings.backend or "embedded",
             router=next(iter(router.addresses), None),
-            outage_patience_s=patience,
+            faults=replace(config.rollout.faults, outage_patience_s=patience),
         )
         with _reporting(RemoteInfEngine(rollout, model_path=config.model_path)) as engine:
             for one in (group, router):

@@ -134,8 +134,8 @@ class RLRun(TrainingRun[Evaluation]):
         return compare_logprobs(self.trainer, prompt, answers, warn_above=warn_above) if answers else {}
 
     def probe_if_due(self) -> dict[str, float]:
-        """Compare the servers with the trainer every ``rollout.probe_every_steps``; return the largest difference."""
-        every = self.config.rollout.probe_every_steps
+        """Compare servers and trainer every ``rollout.faults.probe_every_steps``; return the largest difference."""
+        every = self.config.rollout.faults.probe_every_steps
         if every == 0 or self.step == self.start.step or self.step % every:
             return {}
         figures = self.compare_with_servers(warn_above=usual_difference(self.config))

@@ -51,7 +51,7 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
         "prompt_key": rows.prompt_key,
         "label_key": rows.label_key,
         "metadata_key": rows.metadata_key,
-        "reward_key": config.rollout.reward_key,
+        "reward_key": config.rollout.rewards.key,
         "packer": packer,
         "mini_batch_size": config.rollout.consumer_batch_size,
         "name": str(rows.path),
@@ -160,7 +160,7 @@ class WorkflowChoice:
 
     def check(self, config: RunConfig) -> None:
         """Check that workflow and filter can be loaded and that their arguments fit, without making anything."""
-        allow_sync = config.rollout.agent_isolation != "inline"
+        allow_sync = config.rollout.agents.isolation != "inline"
         kwargs = self.kwargs(config, is_eval=False)
         target = check_workflow(self.workflow, kwargs, allow_sync=allow_sync)
         if config.rollout.workers > 1:
@@ -188,16 +188,16 @@ def _check_keys(config: RunConfig, workflow: Any) -> None:
     """Check that the keys of rows and rewards have an effect with this workflow, a class or an instance."""
     cls = workflow if inspect.isclass(workflow) else type(workflow)
     is_agent = not issubclass(cls, RolloutWorkflow)
-    key, weights = config.rollout.reward_key, config.rollout.reward_weights
+    key, weights = config.rollout.rewards.key, config.rollout.rewards.weights
     if key is not None and weights:
         raise ConfigError(
-            f"rollout.reward_key is {key!r} and rollout.reward_weights {dict(weights)}: the reward is one part or a "
+            f"rollout.rewards.key is {key!r} and rollout.rewards.weights {dict(weights)}: the reward is one part or a "
             "sum of parts; remove one of the two"
         )
     if key is not None and not is_agent:
         raise ConfigError(
-            f"rollout.reward_key is {key!r}, and {cls.__name__} is a RolloutWorkflow, which returns rewards as "
-            "numbers: choose the part in the workflow, and remove reward_key"
+            f"rollout.rewards.key is {key!r}, and {cls.__name__} is a RolloutWorkflow, which returns rewards as "
+            "numbers: choose the part in the workflow, and remove rewards.key"
         )
     if not config.rollout_global_dataset:
         generator_of(config.train_dataset)

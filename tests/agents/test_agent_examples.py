@@ -287,7 +287,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteInfEngine
         config = InferenceEngineConfig(
             addresses=[server.address],
             tokenizer_path=str(model),
-            tools_in_system_prompt=True,
+            agents={"tools_in_system_prompt": True},
             gconfig=sampling,
         )
         with RemoteInfEngine(config) as engine:

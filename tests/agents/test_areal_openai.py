@@ -124,7 +124,7 @@ def test_tools_are_shown_as_the_run_says() -> None:
 
     async def play(tools_in_system_prompt: bool) -> str:
         engine = ScriptedEngine(["a"], "llama3")  # its template shows no tools
-        engine.config = InferenceEngineConfig(tools_in_system_prompt=tools_in_system_prompt)  # type: ignore[attr-defined]
+        engine.config = InferenceEngineConfig(agents={"tools_in_system_prompt": tools_in_system_prompt})  # type: ignore[attr-defined]
         client = ArealOpenAI(engine, engine.tokenizer)  # type: ignore[arg-type]
         await client.chat.completions.create(messages=[{"role": "user", "content": "?"}], tools=[tool])
         prompt: str = engine.tokenizer.decode(engine.requests[0].input_ids)

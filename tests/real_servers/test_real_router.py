@@ -66,7 +66,7 @@ def router(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def engine(servers: list[EmbeddedServer], router: str) -> Iterator[RemoteInfEngine]:
     settings: Any = {"backend": "sglang", "addresses": [server.address for server in servers], "router": router}
-    with RemoteInfEngine(InferenceEngineConfig(**settings, outage_patience_s=60)) as engine:
+    with RemoteInfEngine(InferenceEngineConfig(**settings, faults={"outage_patience_s": 60})) as engine:
         yield engine
 
 

@@ -65,7 +65,7 @@ class WorkflowExecutor:
         """What the episodes of accepted groups recorded."""
         self._on_end = on_end
         self._interrupt = interrupt
-        self._runner = GroupRunner(engine, timeout_s=config.episode_timeout_s, on_end=self._finish)
+        self._runner = GroupRunner(engine, timeout_s=config.faults.episode_timeout_s, on_end=self._finish)
         self._box = ResultBox()
         self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
         """Feeds by the id of their source. The last one was used last, and it alone starts groups."""
@@ -220,7 +220,7 @@ class WorkflowExecutor:
 
     async def _batch_of(self, feed: RowFeed) -> list[Group]:
         count = self.config.consumer_batch_size
-        max_misses = self.config.max_empty_batches * count
+        max_misses = self.config.faults.max_empty_batches * count
         asked = time.monotonic()
         if self.config.max_head_offpolicyness:
             self.gate.cut = False
@@ -304,7 +304,7 @@ class WorkflowExecutor:
                 if isinstance(source, RolloutDataSource)
                 else IterableDataSource(source, n_samples_per_prompt=size)
             )
-            feed = RowFeed(data_source, retries=self.config.failed_group_retries)
+            feed = RowFeed(data_source, retries=self.config.faults.failed_group_retries)
         if feed.source.n_samples_per_prompt != recipe.group_size:
             raise ConfigError(
                 f"the data source gives groups of {feed.source.n_samples_per_prompt} and group_size is "
@@ -440,8 +440,10 @@ class WorkflowExecutor:
         if group.status is EpisodeStatus.ACCEPTED:
             feed.accept(group)
             return
-        if group.status is EpisodeStatus.FAILED and self.config.on_error == "raise":
-            feed.error = EpisodeError(f"episode {group.task_id} failed and rollout.on_error is raise:\n{group.error}")
+        if group.status is EpisodeStatus.FAILED and self.config.faults.on_error == "raise":
+            feed.error = EpisodeError(
+                f"episode {group.task_id} failed and rollout.faults.on_error is raise:\n{group.error}"
+            )
         feed.miss(group)
 
     def _close(self, group: Group) -> None:

@@ -91,7 +91,7 @@ class Reconciler:
         self._locks = {server: asyncio.Lock() for server in pool.servers}
         self._loaded: dict[Server, PublishedWeights] = {}
         """What each server acknowledged last."""
-        self._groups = WeightGroups(requests, dialect, timeout_s=config.request_timeout_s)
+        self._groups = WeightGroups(requests, dialect, timeout_s=config.faults.request_timeout_s)
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         """What repairs or examines a server."""
         self._others: set[asyncio.Task[None]] = set()
@@ -261,7 +261,7 @@ class Reconciler:
                     calls = self._dialect.load_folder(wanted)
                 async with self._paused(server):
                     for call in calls:
-                        await self._requests.control(server, call, timeout_s=self._config.request_timeout_s)
+                        await self._requests.control(server, call, timeout_s=self._config.faults.request_timeout_s)
             self._loaded[server], server.version, server.adapter = wanted, wanted.version, name
             if name is not None:
                 await self._unload_all_but({name, *server.adapters_in_use}, server)
@@ -357,7 +357,7 @@ class Reconciler:
 
     async def _until_one_has(self, weights: PublishedWeights) -> None:
         """Return once a server has the version; servers that are being repaired get ``outage_patience_s``."""
-        patience, waited = self._config.outage_patience_s, time.monotonic()
+        patience, waited = self._config.faults.outage_patience_s, time.monotonic()
         said = waited
         while not any(s.down is None and self._has_newest(s) for s in self._pool.servers):
             now = time.monotonic()
@@ -410,7 +410,7 @@ class Reconciler:
             return any(s.unhealthy for s in servers)
         if self._outage_since is None:
             self._outage_since = self._said_at = now
-        lasted, patience = now - self._outage_since, self._config.outage_patience_s
+        lasted, patience = now - self._outage_since, self._config.faults.outage_patience_s
         if lasted >= patience:
             self._outage_since = None
             self._on_outage(ServerError(f"no inference server is healthy since {patience:g} s: {self._why()}"))

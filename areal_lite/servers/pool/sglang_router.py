@@ -74,7 +74,7 @@ async def servers_behind(config: InferenceEngineConfig) -> InferenceEngineConfig
     """
     if config.backend != "sglang" or config.router is not None:
         return config
-    timeout = aiohttp.ClientTimeout(total=config.connect_timeout_s)
+    timeout = aiohttp.ClientTimeout(total=config.faults.connect_timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
         urls = [server.url for server in ServerPool(config.addresses).servers]
         listed = await asyncio.gather(*(_workers_of(session, url) for url in urls))
@@ -156,7 +156,7 @@ class Router:
         self._on_change = on_change
         self._is_waiting = is_waiting
         self._on_outage = on_outage
-        self._patience_s = config.outage_patience_s
+        self._patience_s = config.faults.outage_patience_s
         self._blocked = False
         """Whether the router has no server that may answer."""
         self._lock = asyncio.Lock()

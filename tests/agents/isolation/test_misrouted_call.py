@@ -188,7 +188,7 @@ def test_the_table_of_a_run_says_where_the_call_went(isolation: Any, closed: str
     tokenizer().save_pretrained(tmp_path)
     with StubThread(StubServer()) as stub:
         config = InferenceEngineConfig(
-            backend="sglang", addresses=[stub.address], tokenizer_path=str(tmp_path), agent_isolation=isolation
+            backend="sglang", addresses=[stub.address], tokenizer_path=str(tmp_path), agents={"isolation": isolation}
         )
         with RemoteInfEngine(config) as engine:
             (stray,) = engine.rollout_batch([{}], Stray(closed))

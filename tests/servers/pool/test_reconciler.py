@@ -94,7 +94,7 @@ class Setup:
 
 
 def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog: pytest.LogCaptureFixture) -> None:
-    setup = Setup(2, outage_patience_s=30.0)
+    setup = Setup(2, faults={"outage_patience_s": 30.0})
     look = setup.it._look_for_outage
     assert not look(50.0)
     for server in setup.pool.servers:
@@ -360,7 +360,7 @@ async def test_an_update_that_all_refuse_leaves_the_servers_as_they_were() -> No
 @pytest.mark.parametrize("repaired", [True, False])
 @on_a_loop
 async def test_an_update_that_no_server_takes_in_time_fails_with_the_reason(repaired: bool) -> None:
-    setup = Setup(outage_patience_s=30.0)
+    setup = Setup(faults={"outage_patience_s": 30.0})
     setup.requests.errors[LOAD] = OSError("reset")
     if not repaired:
         setup.pool.rest(setup.server, "reset")
