@@ -32,7 +32,7 @@ from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.rollout import garbage_collection as collector_pace
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text

@@ -23,7 +23,7 @@ from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.scalars import record_counts
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, ContextOverflowError
 

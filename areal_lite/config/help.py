@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from areal_lite.config.run_config import RunIdentity
+from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.errors import ConfigError
 
 _WORDS = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_lite.config.help import describe_fields
-from areal_lite.config.run_config import EmbeddedServerConfig
+from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.serve import Extend, serve, write_ready_line
 from areal_lite.errors import ArealLiteError
 from areal_lite.servers.programs.embedded_settings import server_config

@@ -15,7 +15,7 @@ from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.trajectory import Group, TaskId
 from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.rollout import garbage_collection as collector_pace
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id

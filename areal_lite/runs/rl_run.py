@@ -17,13 +17,14 @@ from typing import TypeVar
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from areal_lite.config.rules import reports_truncated
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.models.truncation import Truncation
-from areal_lite.runs.engine_stack import generating_engine, reports_truncated, thread_budget
+from areal_lite.runs.engine_stack import generating_engine, thread_budget
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import Start, find_start
 from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler

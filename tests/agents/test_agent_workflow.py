@@ -20,7 +20,7 @@ from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 

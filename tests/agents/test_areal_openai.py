@@ -13,7 +13,7 @@ from areal_lite.agents import ArealOpenAI
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.turn_tree import trajectory_of
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from tests.agents.scripted_engine import ScriptedEngine
 
 

@@ -10,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, RunConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.help import describe_fields, help_text, section_list
 from areal_lite.config.loader import dump_config, load_config
-from areal_lite.config.run_config import DatasetConfig, EvaluationConfig, ExperimentConfig, FaultsConfig, TrainerConfig
+from areal_lite.config.rollout_config import FaultsConfig
+from areal_lite.config.rules import check_rollouts, check_server, check_training
+from areal_lite.config.run_config import EvaluationConfig, ExperimentConfig
 from areal_lite.config.supervised_config import KINDS, DPOConfig, SFTConfig
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 
 MINIMAL = """\
@@ -419,6 +423,10 @@ CONFIGS = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
 def test_every_config_in_the_repository_loads(path):
     config = load_config(path, root=ExperimentConfig)
     assert type(config) is KINDS.get(path.stem, RunConfig)
+    if isinstance(config, RunConfig):
+        check_rollouts(config)
+        check_training(config)
+        check_server(config.server)
     assert dump_config(config)
 
 

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 import areal_lite
 from areal_lite.api import ModelRequest
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.loader import load_config
-from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker

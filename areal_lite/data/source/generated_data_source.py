@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.errors import ConfigError
 
 

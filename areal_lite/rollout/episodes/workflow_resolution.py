@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import PickledObject, pickled_object

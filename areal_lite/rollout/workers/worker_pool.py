@@ -30,7 +30,7 @@ from areal_lite.api.io_struct import ModelRequest, TokenPrefix
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.api.turn_tree import unpacked
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import EpisodeError, ServerError
 from areal_lite.processes.child_process import ChildProcess, PickledObject, main_command, pickled_object
 from areal_lite.rollout.episodes.submission import Submission

@@ -33,7 +33,7 @@ from areal_lite.api.trajectory import TaskId
 from areal_lite.api.turn_tree import packed
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.rollout import garbage_collection as collector_pace

@@ -27,7 +27,8 @@ from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.config.rules import check_engine
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests, SilentServerError
@@ -36,7 +37,7 @@ from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, 
 from areal_lite.servers.dialects.token_stream import Receiver, ReceiverError, TokenStream
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.server_pool import Server, ServerPool
-from areal_lite.servers.pool.sglang_router import AFFINITY_HEADER, Router, check_router
+from areal_lite.servers.pool.sglang_router import AFFINITY_HEADER, Router
 from areal_lite.servers.weights.published_weights import PublishedWeights
 
 THIS_SERVER = frozenset({401, 403, 404, 405})
@@ -157,7 +158,7 @@ class EngineClient:
             identity: The run's model, which servers are compared with.
             on_outage: Called when no server has been healthy for ``outage_patience_s``.
         """
-        check_router(config)
+        check_engine(config)
         self.pool = ServerPool(config.addresses)
         self.version = 0
         """The client's policy version; labels tokens only if a server does not."""

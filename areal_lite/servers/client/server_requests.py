@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
 from areal_lite.servers.client.model_identity import read_config

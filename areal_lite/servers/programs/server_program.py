@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.child_process import ChildProcess
@@ -47,7 +47,6 @@ _NEEDED = {
 _OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "SGLANG_RETURN_ORIGINAL_LOGPROB")
 _OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)")
 """Variables of the trainers, which a server would take for its own."""
-_EMBEDDED_ONLY = ("max_running_requests", "max_total_tokens", "max_prefill_tokens")
 _TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
 _PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 _PROBE_SECONDS = 0.2
@@ -161,12 +160,6 @@ def check_program(config: ServerConfig, backend: Backend) -> None:
     Raises:
         ConfigError: Naming the setting.
     """
-    for name in _EMBEDDED_ONLY:
-        if getattr(config, name) != getattr(ServerConfig, name):
-            raise ConfigError(
-                f"server.{name} is a setting of the embedded server, and server.backend is {backend}: put "
-                f"{backend}'s own flag into server.args"
-            )
     for name in config.args:
         flag = _flag(name).removeprefix("no-")
         if key := _OWN_KEYS.get(flag):
@@ -259,13 +252,6 @@ def _is_free(host: str, port: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def check_embedded(config: ServerConfig) -> None:
-    """Check that nothing is set that the embedded server does not have."""
-    for name in ("args", "python"):
-        if getattr(config, name):
-            raise ConfigError(f"server.{name} is for sglang and vllm, and server.backend is embedded: remove it")
 
 
 def _flags(

@@ -21,7 +21,7 @@ import requests
 
 from areal_lite.agents.isolation.misrouted_call import explain_strayed_call
 from areal_lite.api.failure import Failure
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.agents.scripted_engine import tokenizer
 from tests.stub_server import StubServer, StubThread
