@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.config.help import meaning_of
-from areal_lite.config.interpolation import Interpolation, Key, escaped
+from areal_lite.config.interpolation import Key, escaped, resolve
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.schema import all_keys, field_type, is_mapping, section_of, takes_text
@@ -93,15 +92,15 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any]) -> _Loade
     sources: dict[str, str] = {}
     for override in overrides:
         sources[_apply_override(values, override, root, where=str(path))] = f"{path}, override {override!r}"
-    references = Interpolation(
+    references = resolve(
         values,
         where=str(path),
-        environ=os.environ,
         default_of=lambda key: _default_of(root, key),
-        read_variable=lambda key, text: text if takes_text(root, key) else parse_yaml(text, where=f"{path}: {key}"),
+        read_text=lambda key, text: (
+            text if takes_text(root, key) else parse_yaml(text, where=f"{path}: {'.'.join(key)}")
+        ),
     )
-    references.resolve()
-    for key, written in references.sources.items():
+    for key, written in references.items():
         sources[key] = f"{sources.get(key, path)}, from {written!r}"
     try:
         config: ExperimentConfig = TypeAdapter(root).validate_python(values)
