@@ -53,7 +53,7 @@ class ServerError(ArealLiteError):
 
 
 class EpisodeError(ArealLiteError):
-    """No episode succeeded, or one failed with ``rollout.on_error: raise``.
+    """No episode succeeded, or one failed with ``rollout.faults.on_error: raise``.
 
     Args:
         message: The causes.

@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace, setting: Setting) -> Outcome:
             consumer_batch_size=BATCH,
             max_head_offpolicyness=setting.bound,
             stale_groups=setting.stale_groups,  # type: ignore[arg-type]
-            max_empty_batches=10**6,
+            faults={"max_empty_batches": 10**6},
         )
         with RemoteInfEngine(config) as engine:
             rows = rows_of(setting.workload, args)

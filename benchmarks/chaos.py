@@ -527,7 +527,7 @@ def main() -> None:
         "max_concurrent_rollouts": 2 * args.batch,
         "over_sampling_groups": args.batch,
         "stale_groups": "redraw",
-        "episode_timeout_s": args.timeout_s,
+        "faults": {"episode_timeout_s": args.timeout_s},
         "dump_to_file": True,
     }
     settings = {"rows": max(1000, args.episodes // 3), "seed": args.seed, "grace_s": args.grace_s, "more": args.more}

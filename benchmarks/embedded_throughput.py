@@ -38,7 +38,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.api import GenerationHyperparameters
-from areal_lite.config.run_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.programs.served_model import ServedModel

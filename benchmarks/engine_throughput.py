@@ -121,7 +121,7 @@ def engine_round(address: str, episodes: int, in_flight: int, root: str | None =
             backend="sglang",
             addresses=[address],
             max_concurrent_rollouts=in_flight,
-            max_connections_per_server=SOCKETS,
+            faults={"max_connections_per_server": SOCKETS},
             dump_to_file=root is not None,
             fileroot=root or "unused",
         )

@@ -32,7 +32,7 @@ from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.rollout import garbage_collection
@@ -176,7 +176,7 @@ def episodes(total: int) -> dict[int, Measured]:
             max_concurrent_rollouts=256,
             consumer_batch_size=BATCH,
             max_head_offpolicyness=2,
-            max_connections_per_server=SOCKETS,
+            faults={"max_connections_per_server": SOCKETS},
             dump_to_file=False,
         )
         with RemoteInfEngine(config) as engine:

@@ -24,7 +24,7 @@ from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.scalars import record_counts
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, ContextOverflowError
 
@@ -37,7 +37,7 @@ class AgentWorkflow(RolloutWorkflow):
     made without arguments find them in the environment. ``workflow_context.get().agent`` has the same for
     Anthropic's API, the environment of a subprocess, and ``run_process`` for an agent in another program.
 
-    ``config.agent_isolation`` says where ``run`` is called: on the event loop, in a thread or in a process. Only in
+    ``config.agents.isolation`` says where ``run`` is called: on the event loop, in a thread or in a process. Only in
     the last two may it block; it may then also be a plain function, whose ``http_client`` is a sync one.
 
     ``run`` returns the reward (:func:`areal_lite.agents.episode_reward.rewarded`); None rejects the
@@ -60,7 +60,7 @@ class AgentWorkflow(RolloutWorkflow):
         self.renderer: ChatRenderer | None = None
         """Renders the messages of all sessions; None until the first episode."""
         self._loading = asyncio.Lock()
-        self._pickled = pickled_agent(agent) if config.agent_isolation == "process" else None
+        self._pickled = pickled_agent(agent) if config.agents.isolation == "process" else None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions | None:
         """Run the agent on one dataset row.
@@ -112,18 +112,18 @@ class AgentWorkflow(RolloutWorkflow):
                 f"and http_client that run() is given, or return None to reject the episode{cause}"
             )
         with attributed_to(FailureKind.REWARD):
-            sequences, parts = rewarded(session, reward, self._config.reward_weights, self._config.reward_key)
+            sequences, parts = rewarded(session, reward, self._config.rewards.weights, self._config.rewards.key)
         record_counts({f"reward/{name}": value for name, value in parts.items()})
         return sequences
 
     async def _run_agent(
         self, data: dict[str, Any], access: AgentAccess, session: ChatSession, shared: SharedResources
     ) -> Any:
-        """Call ``run()`` where ``rollout.agent_isolation`` says, and return its reward."""
+        """Call ``run()`` where ``rollout.agents.isolation`` says, and return its reward."""
         if self._pickled is not None:
 
             async def pool() -> AgentProcesses:
-                return AgentProcesses(self._config.agent_processes)
+                return AgentProcesses(self._config.agents.processes)
 
             processes = await shared.get("agent_processes", pool)
             return await processes.run(self._pickled, data, access, episode_context.current())
@@ -131,7 +131,7 @@ class AgentWorkflow(RolloutWorkflow):
         def call(http_client: Any = access.http_client) -> Any:
             return self.agent.run(data, base_url=access.base_url, api_key=access.api_key, http_client=http_client)
 
-        if self._config.agent_isolation == "inline":
+        if self._config.agents.isolation == "inline":
             return await call()
 
         def call_sync() -> Any:
@@ -159,8 +159,8 @@ class AgentWorkflow(RolloutWorkflow):
             if self.renderer is None:
                 self.renderer = chat_renderer(
                     await asyncio.to_thread(load_tokenizer, path),
-                    tool_parser=self._config.tool_parser,
-                    reasoning_parser=self._config.reasoning_parser,
-                    tools_in_system_prompt=self._config.tools_in_system_prompt,
+                    tool_parser=self._config.agents.tool_parser,
+                    reasoning_parser=self._config.agents.reasoning_parser,
+                    tools_in_system_prompt=self._config.agents.tools_in_system_prompt,
                 )
         return self.renderer

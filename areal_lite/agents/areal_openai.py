@@ -39,7 +39,7 @@ class ArealOpenAI(AsyncOpenAI):
         tokenizer: A Hugging Face tokenizer with a chat template.
         gconfig: Sampling parameters that a call does not set.
         engine_max_tokens: Maximum tokens of prompt and answer together; None is ``gconfig.max_tokens``.
-        tool_call_parser: A name of ``rollout.tool_parser``; None and other names are the run's.
+        tool_call_parser: A name of ``rollout.agents.tool_parser``; None and other names are the run's.
         reasoning_parser: "think" moves reasoning into ``reasoning_content``; with None and other names it stays in the
             content, as in AReaL.
         chat_template_type: Ignored: a continued conversation is always one sequence.
@@ -67,10 +67,10 @@ class ArealOpenAI(AsyncOpenAI):
             gconfig = gconfig.new(max_tokens=engine_max_tokens)
         config = getattr(engine, "config", None) or InferenceEngineConfig()
         if tools_in_system_prompt is None:
-            tools_in_system_prompt = config.tools_in_system_prompt
+            tools_in_system_prompt = config.agents.tools_in_system_prompt
         renderer = chat_renderer(
             tokenizer,
-            tool_parser=tool_call_parser if tool_call_parser in TOOL_FORMATS else config.tool_parser,
+            tool_parser=tool_call_parser if tool_call_parser in TOOL_FORMATS else config.agents.tool_parser,
             reasoning_parser="think" if reasoning_parser == "think" else "none",
             tools_in_system_prompt=tools_in_system_prompt,
         )

@@ -61,6 +61,6 @@ def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mappi
     if unknown := [key for key in rewards if key not in answers]:
         raise ValueError(
             f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}; "
-            f"rollout.reward_weights names {list(weights) if weights else 'no parts of a reward'}"
+            f"rollout.rewards.weights names {list(weights) if weights else 'no parts of a reward'}"
         )
     return {key: replace(answer, reward=as_reward(rewards[key])) for key, answer in answers.items() if key in rewards}

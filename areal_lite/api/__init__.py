@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn, TurnRole
     from areal_lite.api.workflow_api import Agent, RolloutWorkflow, WorkflowLike
     from areal_lite.config.generation import GenerationHyperparameters
-    from areal_lite.config.run_config import InferenceEngineConfig, RunConfig
+    from areal_lite.config.rollout_config import InferenceEngineConfig
+    from areal_lite.config.run_config import RunConfig
 
 __all__ = [
     "Agent", "AsyncRewardWrapper", "EpisodeStatus", "Failure", "FailureKind", "GenerationHyperparameters",
@@ -32,7 +33,7 @@ _MODULES = {
     "GenerationHyperparameters": "config.generation",
     "Group": "api.trajectory",
     "InferenceEngine": "api.engine_api",
-    "InferenceEngineConfig": "config.run_config",
+    "InferenceEngineConfig": "config.rollout_config",
     "InteractionWithTokenLogpReward": "api.interaction",
     "ModelRequest": "api.io_struct",
     "ModelResponse": "api.io_struct",

@@ -19,7 +19,7 @@ class FailureKind(StrEnum):
     """What caused a failure."""
 
     DEADLINE = "deadline"
-    """The episode ran longer than ``rollout.episode_timeout_s``."""
+    """The episode ran longer than ``rollout.faults.episode_timeout_s``."""
     ENGINE = "engine"
     """No inference server gave a usable answer."""
     CONTEXT_OVERFLOW = "context_overflow"

@@ -26,7 +26,7 @@ PATHS: Mapping[str, str | Mapping[str, str]] = {
     "infra.remote_inf_engine": "areal_lite.rollout.remote_inf_engine",
     "api.cli_args": {
         "GenerationHyperparameters": "areal_lite.config.generation",
-        "InferenceEngineConfig": "areal_lite.config.run_config",
+        "InferenceEngineConfig": "areal_lite.config.rollout_config",
     },
     "experimental": {},
     "experimental.openai": _OPENAI,

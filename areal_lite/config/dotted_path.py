@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.run_config import ClassConfig
+from areal_lite.config.dataset_config import ClassConfig
 from areal_lite.errors import ConfigError
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")

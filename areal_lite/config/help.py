@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from areal_lite.config.run_config import RunIdentity
+from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.errors import ConfigError
 
 _WORDS = {
@@ -109,17 +109,24 @@ def help_text(root: type[Any], name: str, width: int = 80) -> str:
 def explain(key: str, roots: Sequence[type[Any]], width: int = 80) -> str:
     """Return the help of one key: of a section all its keys, of a last part such as ``group_size`` every key with it.
 
+    A section in a section is one entry, which says how to list it.
+
     Raises:
         ConfigError: If no config class has it; close keys are named.
     """
     known = {entry.key: entry for root in reversed(roots) for entry in describe_fields(root)}  # the first root wins
-    found = [name for name in known if f"{name}.".startswith(f"{key}.")] or [
+    found = [name for name in known if name == key or name.rpartition(".")[0] == key] or [
         name for name in known if name.endswith(f".{key}")
     ]
     if not found:
         close = difflib.get_close_matches(key, known, 3, 0.5)
         raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
-    return "\n".join(line for name in found for line in _entry(known[name], width)).lstrip("\n")
+    lines: list[str] = []
+    for name in found:
+        entry = known[name]
+        inner = entry.type == "section" and name != key
+        lines += textwrap.wrap(f"{name}: {entry.meaning} --help {name}", width) if inner else _entry(entry, width)
+    return "\n".join(lines).lstrip("\n")
 
 
 def _entry(entry: FieldHelp, width: int) -> list[str]:

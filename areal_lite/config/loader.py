@@ -9,65 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
-import os
 import re
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.config.help import meaning_of
-from areal_lite.config.interpolation import Interpolation, Key, escaped
-from areal_lite.config.run_config import ExperimentConfig, RunConfig, RunIdentity
+from areal_lite.config.interpolation import Key, escaped, resolve
+from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
+from areal_lite.config.run_config import ExperimentConfig, RunConfig
+from areal_lite.config.schema import all_keys, field_type, is_mapping, section_of, takes_text
 from areal_lite.config.supervised_config import KINDS, SupervisedConfig
+from areal_lite.config.yaml_text import parse_yaml, read_text, write_yaml
 from areal_lite.errors import ConfigError
 
-MAX_BYTES = 1 << 20
-MAX_VALUES = 10_000
-"""Most values of a file that uses aliases, each alias counted as what it repeats."""
 C = TypeVar("C", bound=ExperimentConfig)
 _SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
-# YAML 1.1 reads 1e-5 as a string; users mean the number.
-_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[tuple[str, str]] = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
-                key = (key_node.tag, key_node.value)
-                if key in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"duplicate key {key_node.value!r}; keep one",
-                        problem_mark=key_node.start_mark,
-                    )
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper whose output :class:`_Loader` reads back unchanged; writes no anchors."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def text(self, value: str) -> yaml.ScalarNode:
-        # Only double quotes escape these line breaks; otherwise they are read back as a space.
-        style = '"' if {"\x85", "\u2028", "\u2029"} & set(value) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style)
-
-
-_Dumper.add_representer(str, _Dumper.text)
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 @overload
@@ -111,8 +71,7 @@ def describe_value(path: str | Path, overrides: Sequence[str], key: str, *, root
     if isinstance(value, dict):
         return ""
     source = loaded.sources.get(key) or ("default" if written is None and value is not None else str(path))
-    shown = yaml.dump(_masked(value, key), Dumper=_Dumper, default_flow_style=True).removesuffix("...\n").strip()
-    return f"value {shown}  ({source})"
+    return f"value {write_yaml(_masked(value, key), flow=True)}  ({source})"
 
 
 class _Loaded(NamedTuple):
@@ -124,7 +83,7 @@ class _Loaded(NamedTuple):
 
 
 def _load(path: str | Path, overrides: Sequence[str], root: type[Any]) -> _Loaded:
-    values = _parse(_read(Path(path)), where=str(path))
+    values = parse_yaml(read_text(Path(path)), where=str(path))
     if values is None:
         raise ConfigError(f"{path}: the file is empty: write a mapping with at least {_required(root)}")
     if not isinstance(values, dict):
@@ -133,15 +92,15 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any]) -> _Loade
     sources: dict[str, str] = {}
     for override in overrides:
         sources[_apply_override(values, override, root, where=str(path))] = f"{path}, override {override!r}"
-    references = Interpolation(
+    references = resolve(
         values,
         where=str(path),
-        environ=os.environ,
         default_of=lambda key: _default_of(root, key),
-        read_variable=lambda key, text: text if _takes_text(root, key) else _parse(text, where=f"{path}: {key}"),
+        read_text=lambda key, text: (
+            text if takes_text(root, key) else parse_yaml(text, where=f"{path}: {'.'.join(key)}")
+        ),
     )
-    references.resolve()
-    for key, written in references.sources.items():
+    for key, written in references.items():
         sources[key] = f"{sources.get(key, path)}, from {written!r}"
     try:
         config: ExperimentConfig = TypeAdapter(root).validate_python(values)
@@ -154,70 +113,7 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any]) -> _Loade
 
 def dump_config(config: ExperimentConfig) -> str:
     """Return ``config`` as YAML that loads back to an equal config, except that API keys and tokens are masked."""
-    values = escaped(_masked(dataclasses.asdict(config)))
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{_close_files(path)}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a YAML file") from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: the file is larger than {MAX_BYTES} bytes; is it a config?")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8: save the file as UTF-8 text") from None
-
-
-def _close_files(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f"; there is no folder {folder} either"
-    names = [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")]
-    close = difflib.get_close_matches(path.name, names, 3, 0.5)
-    return f"; did you mean {' or '.join(str(folder / name) for name in close)}?" if close else ""
-
-
-def _parse(text: str, *, where: str) -> Any:
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        values, repeats = _count_values(node, {})
-        if not repeats or values <= MAX_VALUES:
-            return loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        context = f"{error.context}: " if error.context else ""
-        raise ConfigError(f"{where}: {place}{context}{error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply to be a config") from None
-    raise ConfigError(
-        f"{where}: its aliases (*name) repeat values so often that there are over {MAX_VALUES}: use fewer aliases"
-    )
-
-
-def _count_values(node: yaml.Node, known: dict[yaml.Node, int]) -> tuple[int, bool]:
-    """Return how many values a node holds with its aliases written out, and whether it has aliases."""
-    if node in known:
-        return known[node], True
-    known[node] = MAX_VALUES + 1  # for an alias inside of what it repeats
-    total, repeats = 1, False
-    children = node.value if isinstance(node, yaml.CollectionNode) else ()
-    for child in itertools.chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children:
-        values, repeated = _count_values(child, known)
-        total, repeats = total + values, repeats or repeated
-    known[node] = total
-    return total, repeats
+    return write_yaml(escaped(_masked(dataclasses.asdict(config))))
 
 
 def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, where: str) -> type[Any]:
@@ -254,11 +150,11 @@ def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, w
     owner: type[Any] | None = root  # None inside a free-form mapping such as kwargs
     for depth, name in enumerate(sections):
         if owner is not None:
-            field = _field_type(owner, name)
+            field = field_type(owner, name)
             if field is None:
                 raise ConfigError(f"{where}: {_unknown(owner, name, root)}")
-            owner = _section(field)
-            if owner is None and not _is_mapping(field):
+            owner = section_of(field)
+            if owner is None and not is_mapping(field):
                 raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is a value, not a section")
         child = section.get(name)
         if child is None:
@@ -266,9 +162,9 @@ def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, w
         elif not isinstance(child, dict):
             raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is {_short(child)}, not a section")
         section = child
-    if owner is not None and _field_type(owner, last) is None:
+    if owner is not None and field_type(owner, last) is None:
         raise ConfigError(f"{where}: {_unknown(owner, last, root)}")
-    section[last] = _parse(text, where=where)
+    section[last] = parse_yaml(text, where=where)
     return key
 
 
@@ -297,17 +193,12 @@ def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str
     owner: type[Any] | None = root
     meaning = ""
     for name in keys[:-1]:
-        field = _field_type(owner, name) if owner else None
+        field = field_type(owner, name) if owner else None
         meaning = (meaning_of(owner, name) if owner else "") or meaning
-        owner = _section(field)
+        owner = section_of(field)
     if owner and keys:
         meaning = meaning_of(owner, keys[-1]) or meaning
     return owner, meaning
-
-
-def _field_type(owner: type[Any], name: str) -> Any:
-    """Return the annotation of a field, or None if there is no such field."""
-    return typing.get_type_hints(owner).get(name) if name in owner.__pydantic_fields__ else None
 
 
 def _default_of(root: type[Any], key: Key) -> Any:
@@ -324,40 +215,10 @@ def _default_of(root: type[Any], key: Key) -> Any:
                 _unknown(known, name, root) if owner else f"there is no key {'.'.join(key[: depth + 1])!r}"
             )
         field = owner.__pydantic_fields__[name]
-        owner = _section(_field_type(owner, name))
+        owner = section_of(field_type(owner, name))
     if field.is_required() or owner is not None:
         raise ConfigError(f"{'.'.join(key)!r} has no value: set it")
     return field.get_default(call_default_factory=True)
-
-
-def _takes_text(root: type[Any], key: Key) -> bool:
-    """Return whether the value at a dotted key may be text; below a free-form mapping it may."""
-    owner: type[Any] | None = root
-    for name in key:
-        annotation = _field_type(owner, name) if owner else None
-        owner = _section(annotation)
-        if owner is None:
-            return annotation is None or bool({str, Any, Literal} & _kinds(annotation))
-    return False
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """Return the types that an annotation names, at any depth."""
-    inner = typing.get_args(annotation)
-    origin = typing.get_origin(annotation)
-    return {origin} if origin is Literal else {annotation, *(kind for one in inner for kind in _kinds(one))}
-
-
-def _section(annotation: Any) -> type[Any] | None:
-    """Return the config class in ``Class`` or ``Class | None``, else None."""
-    for kind in (annotation, *typing.get_args(annotation)):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return kind
-    return None
-
-
-def _is_mapping(annotation: Any) -> bool:
-    return any(typing.get_origin(kind) is dict for kind in (annotation, *typing.get_args(annotation)))
 
 
 _ELSEWHERE = {
@@ -366,23 +227,25 @@ _ELSEWHERE = {
     "total_training_steps": "write trainer.total_steps",
 }
 """What to write in place of keys of verl."""
+_MOVED = {
+    **{name: f"rollout.faults.{name}" for name in FaultsConfig.__dataclass_fields__},
+    **{f"agent_{name}": f"rollout.agents.{name}" for name in ("workflow", "isolation", "processes")},
+    **{n: f"rollout.agents.{n}" for n in ("tool_parser", "reasoning_parser", "tools_in_system_prompt")},
+    **{f"reward_{name}": f"rollout.rewards.{name}" for name in RewardsConfig.__dataclass_fields__},
+}
+"""Keys that are in a sub-section of ``rollout``."""
 
 
 def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
     if name in _ELSEWHERE:
         return f"unknown key {name!r}: {_ELSEWHERE[name]}"
+    if owner is InferenceEngineConfig and name in _MOVED:
+        return f"unknown key {name!r}: write {_MOVED[name]}"
     known = list(owner.__pydantic_fields__)
-    elsewhere = [key for key in _all_keys(root) if key.rpartition(".")[2] == name]
+    elsewhere = [key for key in all_keys(root) if key.rpartition(".")[2] == name]
     if close := elsewhere or difflib.get_close_matches(name, known, 1):
         return f"unknown key {name!r}; did you mean {close[0]!r}?"
     return f"unknown key {name!r}; the keys here are {', '.join(known)}"
-
-
-def _all_keys(owner: type[Any], prefix: str = "") -> Iterator[str]:
-    for name in owner.__pydantic_fields__:
-        yield prefix + name
-        if section := _section(_field_type(owner, name)):
-            yield from _all_keys(section, f"{prefix}{name}.")
 
 
 def _required(root: type[Any]) -> str:

@@ -1,15 +1,14 @@
-"""The sections of a run's YAML, one dataclass each. ``--help`` shows the docstrings."""
+"""The top of a run's YAML: its sections, when it evaluates and what it saves."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.schema import STRICT, Above0, Count, Positive
 from areal_lite.config.trainer_config import TrainerConfig as TrainerConfig

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from areal_lite.config.run_config import ExperimentConfig, RowsConfig
+from areal_lite.config.dataset_config import RowsConfig
+from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.config.schema import STRICT, Above0, Count, Positive
 from areal_lite.config.trainer_config import LearnerConfig
 

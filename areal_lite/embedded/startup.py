@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiohttp import web
 
-from areal_lite.config.run_config import EmbeddedServerConfig
+from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model, cpu_threads

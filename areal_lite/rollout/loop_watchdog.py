@@ -45,7 +45,7 @@ class DeadlineError(BaseException):
 
     def __str__(self) -> str:
         """Say why."""
-        return "the episode blocked the event loop beyond rollout.episode_timeout_s"
+        return "the episode blocked the event loop beyond rollout.faults.episode_timeout_s"
 
 
 class LoopWatchdog:
@@ -91,7 +91,7 @@ class LoopWatchdog:
         name, line = place
         context = _running_context(self._loop)
         agent = context.agent
-        fix = "set rollout.agent_isolation: thread" if agent else "move it into asyncio.to_thread"
+        fix = "set rollout.agents.isolation: thread" if agent else "move it into asyncio.to_thread"
         message = f"{name} blocks the event loop of all episodes at {line}: await an async call there, or {fix}"
         if line not in self._named:
             self._named.add(line)

@@ -77,6 +77,6 @@ def _shared() -> SharedResources:
     if shared is None:
         raise RuntimeError(
             "the shared HTTP clients exist inside an episode only, on the engine's event loop: outside, in threads "
-            "and in processes (rollout.agent_isolation), open a session of your own"
+            "and in processes (rollout.agents.isolation), open a session of your own"
         )
     return shared

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_lite.config.rules import check_rollouts
 from areal_lite.config.run_config import RunConfig
-from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.run_data import WorkflowChoice
-from areal_lite.servers.pool.sglang_router import check_router
 from areal_lite.servers.programs.embedded_settings import check_model_path
 from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
@@ -47,32 +47,11 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
 def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
     """Check before anything starts that the model and the workflow exist and that there are servers or can be."""
     check_model_path(config.model_path)
-    (workflow or WorkflowChoice.of(config)).check(config)
-    protocol, program = config.rollout.backend, config.server.backend
-    check_router(config.rollout)
-    if config.server.router and config.rollout.weight_update == "adapter":
-        raise ConfigError(
-            "server.router is true and rollout.weight_update is adapter: requests through a router cannot name the "
-            "adapter of the server that answers. Use one of the two"
-        )
-    if config.rollout.addresses:
-        if config.server.router:
-            raise ConfigError(
-                "server.router is for servers that the run starts, and rollout.addresses names running "
-                "ones: set rollout.router to the address of their router"
-            )
-        if program is not None:
-            raise ConfigError(
-                f"server.backend is {program}, which starts servers, and rollout.addresses names running ones: remove "
-                "one of the two"
-            )
-        return
-    if protocol != "embedded" and protocol != program:
-        raise ConfigError(
-            f"rollout.backend is {protocol} and rollout.addresses is empty: name the running servers "
-            f"(rollout.addresses=[127.0.0.1:30000]), or have the run start them (server.backend={protocol})"
-        )
-    check_servers(config.server)
+    check_rollouts(config)
+    with quick_import():  # the workflow's module may import torch
+        (workflow or WorkflowChoice.of(config)).check(config)
+    if not config.rollout.addresses:
+        check_servers(config.server)
 
 
 @contextmanager
@@ -94,13 +73,13 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
     )
     servers = make_servers(settings, model, run_dir / "servers")
     with ServerGroup(servers) as group, ServerGroup(make_router(settings, run_dir / "servers")) as router:
-        patience = max(config.rollout.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
+        patience = max(config.rollout.faults.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
         rollout = replace(
             config.rollout,
             addresses=group.addresses,
             backend=settings.backend or "embedded",
             router=next(iter(router.addresses), None),
-            outage_patience_s=patience,
+            faults=replace(config.rollout.faults, outage_patience_s=patience),
         )
         with _reporting(RemoteInfEngine(rollout, model_path=config.model_path)) as engine:
             for one in (group, router):
@@ -120,11 +99,6 @@ def _adapters(config: RunConfig) -> AdapterShape | None:
     from areal_lite.models.lora import planned_shape
 
     return planned_shape(config.model_path, lora)
-
-
-def reports_truncated(config: RunConfig) -> bool:
-    """Return whether the servers' log-probs are renormalized over the tokens that top_p, top_k and min_p keep."""
-    return "vllm" in (config.rollout.backend, config.server.backend)
 
 
 @contextmanager

@@ -6,12 +6,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from areal_lite.api.trajectory import EpisodeStatus, Group
-from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.rules import check_training
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.errors import ConfigError
 from areal_lite.processes.quick_import import quick_import
-from areal_lite.runs.engine_stack import check_startable, generating_engine, reports_truncated
+from areal_lite.runs.engine_stack import check_startable, generating_engine
 from areal_lite.runs.evaluation import Evaluation, evaluate, no_success
 from areal_lite.runs.folder.run_directory import run_directory
 from areal_lite.runs.monitoring.run_metrics import OnStep, recorded
@@ -36,13 +36,11 @@ def run_training(
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
         Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
     """
-    check_model_path(config.model_path)  # before torch is loaded
-    with quick_import():
-        from areal_lite.models.parallel.ranks import join_ranks
-        from areal_lite.models.policy_model import resolve_device
-        from areal_lite.runs.rl_run import run_rl
-
     check_trainable(config, workflow)
+    from areal_lite.models.parallel.ranks import join_ranks
+    from areal_lite.models.policy_model import resolve_device
+    from areal_lite.runs.rl_run import run_rl
+
     if workflow is not None:
         config = workflow.recorded(config)
 
@@ -102,36 +100,32 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
 
 def check_trainable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
     """Check a training run's options, model folders and workflow; raises ConfigError."""
-    check_model_path(config.model_path)  # before torch is loaded
-
-    from areal_lite.models.policy_model import resolve_device
-
     check_startable(config, workflow)
+    with quick_import():
+        from areal_lite.models.policy_model import resolve_device
+
     if not config.rollout.addresses and config.server.backend in (None, "embedded"):
         resolve_device(config.server.device, key="server.device")
-    if config.rollout.weight_update == "adapter" and config.trainer.lora is None:
-        raise ConfigError(
-            "rollout.weight_update is adapter, and there are no adapters: set trainer.lora, or weight_update: auto"
-        )
     check_learnable(config)
     if config.eval_dataset is not None:
         check_held_out(config.train_dataset, config.eval_dataset)
 
 
 def check_learnable(config: RunConfig) -> None:
-    """Check what a run needs to train, without servers and rows; raises ConfigError."""
+    """Check what a run needs to train beside a sound ``model_path``, servers and rows; raises ConfigError."""
+    check_training(config)
     from areal_lite.models.policy_model import check_scorable, resolve_device
     from areal_lite.trainer.estimators import COMPARES_GROUP
 
     resolve_device(config.trainer.device)
     critic = config.trainer.critic
+    check_scorable(config.model_path)
     for key, path in (
-        ("model_path", config.model_path),
         ("reward_model", config.reward_model),
         ("trainer.critic.model_path", None if critic is None else critic.model_path),
     ):
         if path is not None:
-            check_model_path(path, key=key, has_tokenizer=key == "model_path")
+            check_model_path(path, key=key, has_tokenizer=False)
             check_scorable(path, key=key)
     check_text_model(config.model_path)
     rollout = config.rollout
@@ -139,63 +133,4 @@ def check_learnable(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.group_size is {rollout.group_size}: a group of one has no baseline, so every advantage of "
             f"{config.trainer.advantage} would be 0. Use 2 or more"
-        )
-    minibatches = config.trainer.minibatches_per_step
-    if minibatches > rollout.consumer_batch_size:
-        raise ConfigError(
-            f"trainer.minibatches_per_step is {minibatches} and rollout.consumer_batch_size "
-            f"{rollout.consumer_batch_size}: a minibatch has whole groups, so some would be empty. Use fewer "
-            "minibatches, or more groups"
-        )
-    if groups_left := rollout.consumer_batch_size % minibatches:
-        logger.warning(
-            "trainer.minibatches_per_step %d does not divide rollout.consumer_batch_size %d: %d minibatches have %d "
-            "groups and the others %d, all with the same learning rate",
-            minibatches,
-            rollout.consumer_batch_size,
-            groups_left,
-            rollout.consumer_batch_size // minibatches + 1,
-            rollout.consumer_batch_size // minibatches,
-        )
-    if rollout.gconfig.effective_temperature == 0:
-        raise ConfigError(
-            "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
-            "false and a temperature above 0"
-        )
-    _check_log_probs(config)
-
-
-def _check_log_probs(config: RunConfig) -> None:
-    """Check that trainer and servers can agree on log-probs; warn where they differ."""
-    rollout = config.rollout
-    if rollout.gconfig.is_truncated and config.trainer.proximal == "behaviour" and not reports_truncated(config):
-        raise ConfigError(
-            "trainer.proximal is 'behaviour', but the log-probs of these servers ignore top_p, top_k and min_p of "
-            "rollout.gconfig: set trainer.proximal: trainer, or remove them"
-        )
-    whole = rollout.weight_update != "adapter"
-    if whole and config.trainer.dtype == "float32" and config.server.dtype in ("bfloat16", "float16"):
-        logger.warning(
-            "trainer.dtype is float32 and server.dtype %s: published weights are rounded, which undoes most of a small "
-            "update for the servers; set server.dtype: float32",
-            config.server.dtype,
-        )
-    if config.trainer.dtype == "bfloat16" and config.server.dtype == "float32":
-        logger.warning(
-            "trainer.dtype is bfloat16 and server.dtype float32: the trainer rounds small updates away, which the "
-            "servers see, so that log-probs soon differ by several nats; set trainer.dtype: float32"
-        )
-    changed = [
-        name
-        for name in (
-            *("min_new_tokens", "frequency_penalty", "presence_penalty"),
-            *("repetition_penalty", "logit_bias", "json_schema", "regex", "ebnf"),
-        )
-        if getattr(rollout.gconfig, name) != getattr(GenerationHyperparameters, name)
-    ]
-    if changed:
-        logger.warning(
-            "rollout.gconfig changes %s: tokens are sampled from a different distribution than the one their log-probs "
-            "describe, and neither corrections nor metrics account for it. Keep the defaults while training",
-            ", ".join(changed),
         )

@@ -17,13 +17,14 @@ from typing import TypeVar
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from areal_lite.config.rules import reports_truncated
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.models.truncation import Truncation
-from areal_lite.runs.engine_stack import generating_engine, reports_truncated, thread_budget
+from areal_lite.runs.engine_stack import generating_engine, thread_budget
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import Start, find_start
 from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler
@@ -135,8 +136,8 @@ class RLRun(TrainingRun[Evaluation]):
         return compare_logprobs(self.trainer, prompt, answers, warn_above=warn_above) if answers else {}
 
     def probe_if_due(self) -> dict[str, float]:
-        """Compare the servers with the trainer every ``rollout.probe_every_steps``; return the largest difference."""
-        every = self.config.rollout.probe_every_steps
+        """Compare servers and trainer every ``rollout.faults.probe_every_steps``; return the largest difference."""
+        every = self.config.rollout.faults.probe_every_steps
         if every == 0 or self.step == self.start.step or self.step % every:
             return {}
         figures = self.compare_with_servers(warn_above=usual_difference(self.config))

@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from areal_lite.api.engine_api import Row, WorkflowLike
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.run_config import DatasetConfig, RunConfig
+from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
@@ -161,7 +162,7 @@ class WorkflowChoice:
 
     def check(self, config: RunConfig) -> None:
         """Check that workflow and filter can be loaded and that their arguments fit, without making anything."""
-        allow_sync = config.rollout.agent_isolation != "inline"
+        allow_sync = config.rollout.agents.isolation != "inline"
         kwargs = self.kwargs(config, is_eval=False)
         target = check_workflow(self.workflow, kwargs, allow_sync=allow_sync)
         if config.rollout.workers > 1:
@@ -189,35 +190,14 @@ def _check_keys(config: RunConfig, workflow: Any) -> None:
     """Check that the keys of rows and rewards have an effect with this workflow, a class or an instance."""
     cls = workflow if inspect.isclass(workflow) else type(workflow)
     is_agent = not issubclass(cls, RolloutWorkflow)
-    key, weights = config.rollout.reward_key, config.rollout.reward_weights
-    if key is not None and weights:
-        raise ConfigError(
-            f"rollout.reward_key is {key!r} and rollout.reward_weights {dict(weights)}: the reward is one part or a "
-            "sum of parts; remove one of the two"
-        )
+    key = config.rollout.rewards.key
     if key is not None and not is_agent:
         raise ConfigError(
-            f"rollout.reward_key is {key!r}, and {cls.__name__} is a RolloutWorkflow, which returns rewards as "
-            "numbers: choose the part in the workflow, and remove reward_key"
+            f"rollout.rewards.key is {key!r}, and {cls.__name__} is a RolloutWorkflow, which returns rewards as "
+            "numbers: choose the part in the workflow, and remove rewards.key"
         )
     if not config.rollout_global_dataset:
         generator_of(config.train_dataset)
-        if config.trainer.total_epochs is not None:
-            raise ConfigError(
-                f"trainer.total_epochs is {config.trainer.total_epochs}, and rollout_global_dataset is false: the rows "
-                "of a generator have no known number, so set trainer.total_steps instead"
-            )
-    held_out = config.eval_dataset.metadata_key if config.eval_dataset else None
-    for name, column, read in (
-        ("train_dataset", config.train_dataset.metadata_key, config.buffer_filter is not None),
-        ("eval_dataset", held_out, False),
-    ):
-        if column is not None and not read:
-            fix = "set buffer_filter, or remove it" if name == "train_dataset" else "remove it"
-            raise ConfigError(
-                f"{name}.metadata_key is {column!r}, and only a buffer_filter of the training rows reads it: {fix}. "
-                "The workflow gets the column in its row"
-            )
     for name, rows in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
         if rows is not None and is_agent and not rows.apply_chat_template:
             raise ConfigError(

@@ -25,7 +25,7 @@ from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.sampling_params import SamplingParams
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
@@ -287,7 +287,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteInfEngine
         config = InferenceEngineConfig(
             addresses=[server.address],
             tokenizer_path=str(model),
-            tools_in_system_prompt=True,
+            agents={"tools_in_system_prompt": True},
             gconfig=sampling,
         )
         with RemoteInfEngine(config) as engine:

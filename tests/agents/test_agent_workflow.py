@@ -20,7 +20,7 @@ from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 
@@ -93,7 +93,7 @@ def test_a_dict_rewards_each_completion_as_a_row_of_its_own(config: Any) -> None
     ("reward", "says"),
     [(float("nan"), "the reward is nan"), (float("inf"), "the reward is inf"), ("1.0", "finite"),
      ([1.0], "1 rewards for 2 answers"), ({}, "empty dict"), (1j, "must be a finite number"),
-     ({"fmt": 1.0}, "not one of its completions.*rollout.reward_weights")],
+     ({"fmt": 1.0}, "not one of its completions.*rollout.rewards.weights")],
 )  # fmt: skip
 def test_what_is_no_reward_fails_the_episode(config: Any, reward: Any, says: str) -> None:
     async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ def test_the_tokenizer_is_loaded_once_and_a_bad_path_is_named(config: Any, tmp_p
 
 
 def test_counts_and_parts_are_in_the_record(config: Any) -> None:
-    weighted = dataclasses.replace(config, reward_weights={"correct": 1.0, "short": 0.5})
+    weighted = dataclasses.replace(config, rewards={"weights": {"correct": 1.0, "short": 0.5}})
 
     async def run(data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
         await two_turns(data, **extra_kwargs)

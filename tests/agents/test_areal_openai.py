@@ -13,7 +13,7 @@ from areal_lite.agents import ArealOpenAI
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.turn_tree import trajectory_of
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from tests.agents.scripted_engine import ScriptedEngine
 
 
@@ -124,7 +124,7 @@ def test_tools_are_shown_as_the_run_says() -> None:
 
     async def play(tools_in_system_prompt: bool) -> str:
         engine = ScriptedEngine(["a"], "llama3")  # its template shows no tools
-        engine.config = InferenceEngineConfig(tools_in_system_prompt=tools_in_system_prompt)  # type: ignore[attr-defined]
+        engine.config = InferenceEngineConfig(agents={"tools_in_system_prompt": tools_in_system_prompt})  # type: ignore[attr-defined]
         client = ArealOpenAI(engine, engine.tokenizer)  # type: ignore[arg-type]
         await client.chat.completions.create(messages=[{"role": "user", "content": "?"}], tools=[tool])
         prompt: str = engine.tokenizer.decode(engine.requests[0].input_ids)

@@ -79,7 +79,7 @@ def test_parts_are_returned_unweighted() -> None:
         ([1.0], "returned 1 rewards for 2 answers"),
         ([None, None], "rewards no answer"),
         ({}, "empty dict"),
-        ({"corect": 1.0}, "rollout.reward_weights names"),
+        ({"corect": 1.0}, "rollout.rewards.weights names"),
         ({"correct": float("nan")}, "finite number"),
         ("1", "finite number"),
     ],

@@ -146,9 +146,11 @@ class Calls(RolloutWorkflow):
 def engine() -> Iterator[RemoteInfEngine]:
     with StubThread(StubServer()) as stub:
         config = InferenceEngineConfig(
-            backend="sglang", addresses=[stub.address], episode_timeout_s=0.5, consumer_batch_size=1,
-            max_empty_batches=1, failed_group_retries=0,
-        )  # fmt: skip
+            backend="sglang",
+            addresses=[stub.address],
+            consumer_batch_size=1,
+            faults={"episode_timeout_s": 0.5, "max_empty_batches": 1, "failed_group_retries": 0},
+        )
         with RemoteInfEngine(config) as engine:
             yield engine
 

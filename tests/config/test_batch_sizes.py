@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config.loader import load_config
-from areal_lite.config.run_config import InferenceEngineConfig, RunConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 

@@ -99,7 +99,7 @@ def test_an_inserted_value_is_not_read_again_and_an_escape_is_a_dollar(tmp_path:
             "train_dataset.path: '${model_pth}': unknown key 'model_pth'; did you mean",
         ),
         ({"path": "${trainer.batch}"}, "unknown key 'batch'; did you mean"),
-        ({"path": "${model_path.x}"}, "model_path is 'm', not a section"),
+        ({"path": "${model_path.x}"}, "there is no key 'model_path.x'"),
         ({"path": "${oc.env:SFT_UNSET}"}, "the environment variable 'SFT_UNSET' is not set: export it, or write"),
         ({"path": "${env:SFT_HOME}"}, "no resolver 'env': use ${oc.env:NAME}"),
         ({"path": "'${model_path'"}, "${ without its }"),
@@ -108,9 +108,9 @@ def test_an_inserted_value_is_not_read_again_and_an_escape_is_a_dollar(tmp_path:
         ({"path": "${eval_dataset.max_length}"}, "'eval_dataset.max_length' has no value: set it"),
         (
             {"model_path": "${fileroot}/m", "fileroot": "${model_path}/runs"},
-            "model_path needs fileroot needs model_path: give one of them a value",
+            "model_path: '${fileroot}/m': it refers to itself through other keys: give one of them a value",
         ),
-        ({"path": "a/${train_dataset.path}"}, "train_dataset.path needs train_dataset.path"),
+        ({"path": "a/${train_dataset.path}"}, "train_dataset.path: 'a/${train_dataset.path}': it refers to itself"),
         ({"batch_size": "${oc.env:SFT_HOME}"}, "from '${oc.env:SFT_HOME}': trainer.batch_size: '/home/me': it must be"),
     ],
 )

@@ -10,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, RunConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.help import describe_fields, help_text, section_list
 from areal_lite.config.loader import dump_config, load_config
-from areal_lite.config.run_config import DatasetConfig, EvaluationConfig, ExperimentConfig, TrainerConfig
+from areal_lite.config.rollout_config import FaultsConfig
+from areal_lite.config.rules import check_rollouts, check_server, check_training
+from areal_lite.config.run_config import EvaluationConfig, ExperimentConfig
 from areal_lite.config.supervised_config import KINDS, DPOConfig, SFTConfig
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 
 MINIMAL = """\
@@ -315,7 +319,7 @@ configs = st.builds(
     rollout=st.builds(
         InferenceEngineConfig,
         addresses=st.lists(st.text(), max_size=2),
-        request_timeout_s=positive,
+        faults=st.builds(FaultsConfig, request_timeout_s=positive),
         gconfig=st.builds(GenerationHyperparameters, stop=st.none() | st.lists(st.text(), max_size=2)),
     ),
     trainer=st.builds(TrainerConfig, total_steps=st.integers(1), learning_rate=positive),
@@ -419,6 +423,10 @@ CONFIGS = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
 def test_every_config_in_the_repository_loads(path):
     config = load_config(path, root=ExperimentConfig)
     assert type(config) is KINDS.get(path.stem, RunConfig)
+    if isinstance(config, RunConfig):
+        check_rollouts(config)
+        check_training(config)
+        check_server(config.server)
     assert dump_config(config)
 
 
@@ -454,3 +462,27 @@ def test_help_of_every_config_kind_is_complete_and_fits_eighty_columns(root):
     assert all(field.meaning for field in describe_fields(root))
     assert max(map(len, help_text(root, "all").splitlines())) <= 80
     assert max(map(len, section_list(root).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("key", "new"),
+    [
+        ("episode_timeout_s", "rollout.faults.episode_timeout_s"),
+        ("agent_isolation", "rollout.agents.isolation"),
+        ("tools_in_system_prompt", "rollout.agents.tools_in_system_prompt"),
+        ("reward_key", "rollout.rewards.key"),
+    ],
+)
+def test_a_key_of_a_sub_section_written_in_rollout_is_refused_with_where_it_belongs(write, key, new):
+    says = f"unknown key '{key}': write {new}"
+    assert refused(write(), f"rollout.{key}=1") == f"run.yaml, override 'rollout.{key}=1': {says}"
+    assert refused(write(MINIMAL + f"rollout: {{{key}: 1}}\n")) == f"run.yaml: rollout: {says}"
+
+
+def test_help_of_rollout_fits_on_a_screen_and_names_its_sections():
+    lines = help_text(RunConfig, "rollout", 120).splitlines()
+    assert len(lines) <= 50
+    assert "rollout.faults: Retries, patience and timeouts. --help rollout.faults" in lines
+    assert "rollout.faults.on_error  (drop_episode | drop_group | raise; default drop_episode)" in help_text(
+        RunConfig, "rollout.faults", 120
+    )

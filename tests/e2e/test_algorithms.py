@@ -97,7 +97,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(served_yaml: Path)
         "trainer.total_steps": "6",
         "checkpoint.every_steps": "2",
         "rollout.max_head_offpolicyness": "2",
-        "rollout.probe_every_steps": "2",
+        "rollout.faults.probe_every_steps": "2",
         "rollout.consumer_batch_size": "2",
         "save_model": "false",
         "dump_training": "true",

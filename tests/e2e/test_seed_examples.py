@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 import areal_lite
 from areal_lite.api import ModelRequest
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.loader import load_config
-from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
@@ -383,7 +383,7 @@ def facts() -> list[dict[str, Any]]:
     [
         ("train_dataset.metadata_key=facts", "train_dataset.metadata_key is 'facts', and only a buffer_filter"),
         ("eval_dataset={path: x.y, metadata_key: facts}", "eval_dataset.metadata_key is 'facts'.*: remove it"),
-        ("rollout.reward_key=score", "rollout.reward_key is 'score', and Prompted is a RolloutWorkflow"),
+        ("rollout.rewards.key=score", "rollout.rewards.key is 'score', and Prompted is a RolloutWorkflow"),
         ("rollout_global_dataset=false", "train_dataset.shuffle is True, which needs a dataset"),
     ],
 )
@@ -402,13 +402,13 @@ class Judged(LetterAgent):
 
 
 def test_the_reward_key_chooses_the_part_that_trains(cosmos_yaml: Path) -> None:
-    agent = [f"workflow={__name__}.Judged", "train_dataset.path=tests.e2e.agents.rows", "rollout.reward_key=letters"]
+    agent = [f"workflow={__name__}.Judged", "train_dataset.path=tests.e2e.agents.rows", "rollout.rewards.key=letters"]
     config = load_config(cosmos_yaml, [*agent, *QUIET[:3]])
     (step,) = steps_of(run_training(config).run_dir)
     assert step["rollout/reward/letters"] == pytest.approx(step["train/reward_mean"])
     assert step["rollout/reward/length"] == 8
-    with pytest.raises(ConfigError, match="reward_key is 'letters' and rollout.reward_weights {'a': 1.0}"):
-        run_training(load_config(cosmos_yaml, [*agent, "rollout.reward_weights={a: 1}"]))
+    with pytest.raises(ConfigError, match="rewards.key is 'letters' and rollout.rewards.weights {'a': 1.0}"):
+        run_training(load_config(cosmos_yaml, [*agent, "rollout.rewards.weights={a: 1}"]))
     with pytest.raises(ConfigError, match="Judged is an agent, whose messages the chat template writes"):
         run_training(load_config(cosmos_yaml, [*agent, "train_dataset.apply_chat_template=false"]))
 

@@ -328,5 +328,5 @@ def test_an_agent_that_always_raises_stops_the_run_with_its_error_counted(served
             served_yaml,
             "workflow=tests.e2e.agents.BrokenAgent",
             "eval_dataset=null",
-            "rollout.max_empty_batches=2",
+            "rollout.faults.max_empty_batches=2",
         )

@@ -12,9 +12,11 @@ import pytest
 import torch
 import yaml
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.loader import load_config
-from areal_lite.config.run_config import DatasetConfig, InferenceEngineConfig, TrainerConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data import DataProto, DecoderOnlyLLMDataPacker, RLHFDataset, load_tokenizer
 from areal_lite.data.rows.collate import collate_fn, object_array
 from areal_lite.data.rows.dynamic_dataset import create_rl_dataset

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.loader import load_config
-from areal_lite.config.run_config import DatasetConfig
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/data.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 from areal_lite.agents.isolation.agent_processes import pickled_agent
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
 
 class Agent:

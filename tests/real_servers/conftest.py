@@ -54,7 +54,7 @@ def config(server: RealServer, tmp_path: Path) -> dict[str, Any]:
         "addresses": [server.address],
         "fileroot": str(tmp_path),
         "tokenizer_path": str(server.model),
-        "tools_in_system_prompt": True,
+        "agents": {"tools_in_system_prompt": True},
     }
 
 

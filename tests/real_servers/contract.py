@@ -362,7 +362,7 @@ class RealServerContract:
     def test_a_server_that_stays_dead_ends_the_run(self, config: dict[str, Any], server: RealServer) -> None:
         gconfig = GenerationHyperparameters(max_new_tokens=400, ignore_eos=True)
         with CuttableLine(server.address) as line:
-            config |= {"addresses": [line.address], "gconfig": gconfig, "outage_patience_s": 3.0}
+            config |= {"addresses": [line.address], "gconfig": gconfig, "faults": {"outage_patience_s": 3.0}}
             with RemoteInfEngine(InferenceEngineConfig(**config)) as engine, ThreadPoolExecutor() as pool:
                 groups = pool.submit(engine.rollout_batch, [ROW] * 3, AGENT, group_size=2)
                 asyncio.run(server.until(busy=True))

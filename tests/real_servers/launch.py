@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.run_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.server_process import ServerProcess
 from areal_lite.servers.programs.served_model import ServedModel

@@ -16,7 +16,7 @@ import yaml
 
 from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.config.loader import load_config
-from areal_lite.config.run_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.entry_points import run_training
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
@@ -66,7 +66,7 @@ def router(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def engine(servers: list[EmbeddedServer], router: str) -> Iterator[RemoteInfEngine]:
     settings: Any = {"backend": "sglang", "addresses": [server.address for server in servers], "router": router}
-    with RemoteInfEngine(InferenceEngineConfig(**settings, outage_patience_s=60)) as engine:
+    with RemoteInfEngine(InferenceEngineConfig(**settings, faults={"outage_patience_s": 60})) as engine:
         yield engine
 
 

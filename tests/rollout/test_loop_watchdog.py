@@ -40,7 +40,7 @@ def test_a_blocking_episode_ends_at_its_deadline_and_the_others_finish(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(loop_watchdog, "BLOCKED_S", 0.2)
-    engine = start_engine(start_stub(), episode_timeout_s=1.5)
+    engine = start_engine(start_stub(), faults={"episode_timeout_s": 1.5})
     began = time.monotonic()
     groups = engine.rollout_batch([{"spin": n == 7} for n in range(50)], Blocks)
     assert time.monotonic() - began < 10
@@ -58,7 +58,7 @@ from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.test_loop_watchdog import Blocks
 
 loop_watchdog.BLOCKED_S = loop_watchdog.EXIT_AFTER_S = 0.2
-config = InferenceEngineConfig(backend="sglang", addresses=["ADDRESS"], episode_timeout_s=0.5)
+config = InferenceEngineConfig(backend="sglang", addresses=["ADDRESS"], faults={"episode_timeout_s": 0.5})
 with RemoteInfEngine(config) as engine:
     engine.rollout_batch([{"sleep": 100}], Blocks)
 """

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.run_config import DatasetConfig, RunConfig, TrainerConfig
+from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.config.run_config import RunConfig
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data import load_tokenizer
 from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError

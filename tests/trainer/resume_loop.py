@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.config.run_config import TrainerConfig
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.source_settings import SourceSettings

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import get_scheduler
 
-from areal_lite.config.run_config import TrainerConfig
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.trainer.learner import learning_rate, make_optimizer
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.run_config import DatasetConfig, RunConfig, TrainerConfig
+from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.config.run_config import RunConfig
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.metrics import MetricsWriter, Tracking, start_tracking
 

@@ -23,7 +23,7 @@ def pickled_agent(agent: Any) -> PickledObject:
     """
     hint = (
         "Define its class at the top level of a module and make clients, locks and files in run(), or set "
-        "rollout.agent_isolation: thread"
+        "rollout.agents.isolation: thread"
     )
     return pickled_object(partial(run_agent, agent), name=f"agent {type(agent).__name__}", hint=hint)
 

@@ -46,7 +46,7 @@ async def run_in_thread(
             _, line = place_of(agent.thread) or ("", "an unknown line")
             logger.warning(
                 "the thread of %s did not end within %g s of its cancellation and is left behind at %s: give what it "
-                "waits for a timeout, or set rollout.agent_isolation: process",
+                "waits for a timeout, or set rollout.agents.isolation: process",
                 name,
                 GRACE_S,
                 line,

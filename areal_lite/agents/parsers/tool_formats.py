@@ -278,7 +278,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "fenced_json": ToolFormat(fenced_json, ("```",), bare_json=True),
 }
-"""Formats by the names of ``rollout.tool_parser``."""
+"""Formats by the names of ``rollout.agents.tool_parser``."""
 
 _SIGNS = (
     ("deepseek", (_DEEPSEEK_CALL,)),

@@ -122,7 +122,7 @@ class ChatRenderer:
         elif tools and drops_tools(self.tokenizer, template_kwargs):
             raise RequestError(
                 "the chat template does not render tools, so the model would not see them: set "
-                "rollout.tools_in_system_prompt to true, which writes them into the system prompt",
+                "rollout.agents.tools_in_system_prompt to true, which writes them into the system prompt",
                 param="tools",
                 code="tools_not_rendered",
             )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
 from areal_lite.data.vision.multimodal import (
     build_messages,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import Group, TokenSequence
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError, TrainingError
 

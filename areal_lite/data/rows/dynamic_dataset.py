@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 from torch.utils.data import Dataset
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_class
-from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.rows.load_rows import Row
 from areal_lite.data.rows.rl_dataset import RLHFDataset
 from areal_lite.data.rows.text_rows import checked_row, different_columns

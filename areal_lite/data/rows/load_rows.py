@@ -11,8 +11,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_lite.config.dataset_config import DatasetConfig, RowsConfig
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.run_config import DatasetConfig, RowsConfig
 from areal_lite.data.rows.row_files import load_dataset, looks_like_files
 from areal_lite.data.rows.text_rows import Row, checked_row, kind_of
 from areal_lite.errors import ConfigError

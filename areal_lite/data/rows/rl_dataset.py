@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, TemplateError
 from areal_lite.data.chat.prompt_tensors import compute_position_id_with_mask, postprocess_data
 from areal_lite.data.rows.load_rows import Row, load_rows, select_rows

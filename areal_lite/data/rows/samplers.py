@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_class
-from areal_lite.config.run_config import DatasetConfig
 from areal_lite.errors import ConfigError
 
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.source.row_streams import RowStream

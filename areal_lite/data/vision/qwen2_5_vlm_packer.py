@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import render_prompt
 from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
 from areal_lite.data.packer.decoder_only_llm_packer import (

@@ -23,7 +23,7 @@ import orjson
 
 from areal_lite.api.scalars import scope_name
 from areal_lite.api.trajectory import Group
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError
 from areal_lite.processes.channel import decode_reply, framed, read_message

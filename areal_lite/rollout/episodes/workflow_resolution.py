@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import PickledObject, pickled_object
@@ -37,9 +37,9 @@ def grouped_workflow(
         workflow,
         workflow_kwargs,
         wrap_agent=partial(wrap_agent, config=config),
-        allow_sync=config.agent_isolation != "inline",
+        allow_sync=config.agents.isolation != "inline",
     )
-    return resolved if group_size == 1 else GroupedRolloutWorkflow(resolved, group_size, config.on_error)
+    return resolved if group_size == 1 else GroupedRolloutWorkflow(resolved, group_size, config.faults.on_error)
 
 
 def pickled_workflow(
@@ -86,8 +86,8 @@ def resolve_workflow(
 
 
 def wrap_agent(agent: Any, config: InferenceEngineConfig) -> RolloutWorkflow:
-    """Return the workflow of ``config.agent_workflow`` around an agent."""
-    wrapper = load_object(config.agent_workflow, where="rollout.agent_workflow")
+    """Return the workflow of ``config.agents.workflow`` around an agent."""
+    wrapper = load_object(config.agents.workflow, where="rollout.agents.workflow")
     wrapped = wrapper(agent, config)
     assert isinstance(wrapped, RolloutWorkflow)
     return wrapped
@@ -136,7 +136,7 @@ def _check_run(target: Any, name: str, allow_sync: bool) -> None:
     if not (allow_sync or inspect.iscoroutinefunction(run)):
         raise ConfigError(
             f"workflow {name} has a run() that is not async, so it would block all episodes: write "
-            "`async def run(self, data, **extra_kwargs)`, or set rollout.agent_isolation: thread"
+            "`async def run(self, data, **extra_kwargs)`, or set rollout.agents.isolation: thread"
         )
     parameters = inspect.signature(run).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -77,7 +77,7 @@ class EngineClient:
             identity: The run's model, which servers are compared with.
             on_outage: Called when no server has been healthy for ``outage_patience_s``.
         """
-        check_router(config)
+        check_engine(config)
         self.pool = ServerPool(config.addresses)
         self._config = config
         self._requests = ServerRequests(config, dialect_of(config.backend))

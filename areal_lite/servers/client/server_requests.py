@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
 from areal_lite.servers.client.model_identity import read_config
@@ -81,7 +81,7 @@ class ServerRequests:
         self._config = config
         self.dialect = dialect
         self._session: aiohttp.ClientSession | None = None
-        self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, self._on_silence)
+        self._silences: Deadlines[_Request] = Deadlines(config.faults.request_timeout_s, self._on_silence)
         self._warned_no_version = False
         self.limits = Limits(vocab_size=_vocab_size(config.tokenizer_path))
         """Those of the tokenizer's folder, narrowed by what servers report."""
@@ -94,11 +94,11 @@ class ServerRequests:
         # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
         connector = aiohttp.TCPConnector(
             limit=0,
-            limit_per_host=count * self._config.max_connections_per_server,
+            limit_per_host=count * self._config.faults.max_connections_per_server,
             keepalive_timeout=4,
             ttl_dns_cache=300,
         )
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.faults.connect_timeout_s)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -198,10 +198,10 @@ class ServerRequests:
         What a router sends to others may come from another server.
         """
         heard = 0.0 if request.server.is_router else request.server.heard
-        if not request.begun and time.monotonic() - heard < self._config.request_timeout_s:
+        if not request.begun and time.monotonic() - heard < self._config.faults.request_timeout_s:
             self._silences.add(request)
         else:
-            request.give_up(f"no answer in {self._config.request_timeout_s:g} s")
+            request.give_up(f"no answer in {self._config.faults.request_timeout_s:g} s")
 
     def give_up(self, server: Server, reason: str) -> None:
         """Fail the running generations of one server."""

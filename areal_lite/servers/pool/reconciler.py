@@ -36,7 +36,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
@@ -290,7 +290,7 @@ class Reconciler:
 
     async def _until_one_has(self, weights: PublishedWeights) -> None:
         """Return once a server has the version; servers that are being repaired get ``outage_patience_s``."""
-        patience, waited = self._config.outage_patience_s, time.monotonic()
+        patience, waited = self._config.faults.outage_patience_s, time.monotonic()
         said = waited
         while not any(s.down is None and self._loader.has_newest(s) for s in self._pool.servers):
             now = time.monotonic()

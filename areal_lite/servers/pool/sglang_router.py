@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.pool.reconciler import START_TIMEOUT_S, Reconciler
@@ -42,27 +42,6 @@ _PASSED_ON = frozenset(
 """Sampling parameters that sglang-router 0.3.2 passes on; it drops all others without a word."""
 
 
-def check_router(config: InferenceEngineConfig) -> None:
-    """Check that ``config.router`` is possible with the other settings; raises ConfigError."""
-    if config.router is None:
-        return
-    if config.backend != "sglang":
-        raise ConfigError(
-            f"rollout.router is an sglang-router, and rollout.backend is {config.backend}: only SGLang servers can be "
-            "behind one"
-        )
-    if not config.addresses:
-        raise ConfigError(
-            "rollout.router is set and rollout.addresses is empty: name the servers behind the router too, because "
-            "weights go to them directly; or let the run start both with server.router: true"
-        )
-    if config.weight_update == "adapter":
-        raise ConfigError(
-            "rollout.weight_update is adapter, and rollout.router is set: each server has its own names of adapters, "
-            "and a request through the router cannot know its server. Use another weight_update, or no router"
-        )
-
-
 async def servers_behind(config: InferenceEngineConfig) -> InferenceEngineConfig:
     """Return the config with the servers of a router that ``addresses`` names, and the router as ``router``.
 
@@ -74,7 +53,7 @@ async def servers_behind(config: InferenceEngineConfig) -> InferenceEngineConfig
     """
     if config.backend != "sglang" or config.router is not None:
         return config
-    timeout = aiohttp.ClientTimeout(total=config.connect_timeout_s)
+    timeout = aiohttp.ClientTimeout(total=config.faults.connect_timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
         urls = [server.url for server in ServerPool(config.addresses).servers]
         listed = await asyncio.gather(*(_workers_of(session, url) for url in urls))

@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
-from areal_lite.config.run_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
@@ -61,14 +61,9 @@ class RouterProgram(ServerProcess):
 
 
 def check_router_program(config: ServerConfig) -> None:
-    """Check before anything starts that ``server.router`` is possible and installed; raises ConfigError."""
+    """Check before anything starts that sglang-router is installed, if ``server.router`` is set; raises ConfigError."""
     if not config.router:
         return
-    if config.backend != "sglang":
-        raise ConfigError(
-            f"server.router is an sglang-router, and server.backend is {config.backend or 'embedded'}: set "
-            "server.backend: sglang, or server.router: false"
-        )
     python = interpreter(config)
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({_MODULE!r}) is None)"
     if subprocess.run([python, "-c", look], env=os.environ | config.env, timeout=60).returncode:

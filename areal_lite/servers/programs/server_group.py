@@ -15,7 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from areal_lite.config.run_config import EmbeddedServerConfig, ServerConfig
+from areal_lite.config.rules import check_server
+from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ArealLiteError, ServerError
 from areal_lite.processes.server_process import ServerProcess, cause_of_death
 from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProcess, EmbeddedServer
@@ -23,7 +24,6 @@ from areal_lite.servers.programs.router_program import RouterProgram, check_rout
 from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_program import (
     ServerProgram,
-    check_embedded,
     check_program,
     gpu_groups,
     server_ports,
@@ -41,10 +41,9 @@ STOP_SECONDS = 5.0
 
 def check_servers(config: ServerConfig) -> None:
     """Check before anything starts that the servers can be started; raises ConfigError."""
+    check_server(config)
     if config.backend in ("sglang", "vllm"):
         check_program(config, config.backend)
-    else:
-        check_embedded(config)
     gpu_groups(config)
     check_router_program(config)
 

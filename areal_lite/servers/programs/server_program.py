@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
@@ -45,7 +45,6 @@ _NEEDED = {
 _OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "SGLANG_RETURN_ORIGINAL_LOGPROB")
 _OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)")
 """Variables of the trainers, which a server would take for its own."""
-_EMBEDDED_ONLY = ("max_running_requests", "max_total_tokens", "max_prefill_tokens")
 _TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
 _PROBE_SECONDS = 0.2
 _PROBE_TOKENS = 4
@@ -151,12 +150,6 @@ def check_program(config: ServerConfig, backend: Backend) -> None:
     Raises:
         ConfigError: Naming the setting.
     """
-    for name in _EMBEDDED_ONLY:
-        if getattr(config, name) != getattr(ServerConfig, name):
-            raise ConfigError(
-                f"server.{name} is a setting of the embedded server, and server.backend is {backend}: put "
-                f"{backend}'s own flag into server.args"
-            )
     for name in config.args:
         flag = _flag(name).removeprefix("no-")
         if key := _OWN_KEYS.get(flag):

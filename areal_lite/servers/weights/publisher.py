@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster

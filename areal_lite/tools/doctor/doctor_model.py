@@ -68,12 +68,12 @@ def tokenizer(config: Config) -> Findings:
     if isinstance(config, SFTConfig) and not config.train_dataset.apply_chat_template:
         return
     rollout = config.rollout if isinstance(config, RunConfig) else None
-    in_system_prompt = (rollout or config.train_dataset).tools_in_system_prompt
+    in_system_prompt = (rollout.agents if rollout else config.train_dataset).tools_in_system_prompt
     renderer = chat_renderer(loaded, tools_in_system_prompt=in_system_prompt)  # refuses a missing template
     if in_system_prompt:
         yield ok("tools are written into the system prompt")
     elif drops_tools(loaded, {}):
-        key = "rollout" if rollout else "train_dataset"
+        key = "rollout.agents" if rollout else "train_dataset"
         yield warning(f"the chat template does not render tools: for tools set {key}.tools_in_system_prompt: true")
     else:
         yield ok("the chat template renders tools")

@@ -156,10 +156,13 @@ def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
         over_sampling_groups=0,
         gen_batch_size=None,
         dump_to_file=False,
-        failed_group_retries=0,
-        max_empty_batches=1,
-        episode_timeout_s=min(config.rollout.episode_timeout_s, _EPISODE_SECONDS),
-        outage_patience_s=min(config.rollout.outage_patience_s, 30.0),
+        faults=replace(
+            config.rollout.faults,
+            failed_group_retries=0,
+            max_empty_batches=1,
+            episode_timeout_s=min(config.rollout.faults.episode_timeout_s, _EPISODE_SECONDS),
+            outage_patience_s=min(config.rollout.faults.outage_patience_s, 30.0),
+        ),
         gconfig=gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, _NEW_TOKENS)),
     )
     return replace(

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lite.api.reward_api import AsyncRewardWrapper
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.loader import load_config
-from areal_lite.config.run_config import DatasetConfig, RunConfig
+from areal_lite.config.run_config import RunConfig
 from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.tools.inspect.dumps import Dumps

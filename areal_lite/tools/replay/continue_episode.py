@@ -125,7 +125,8 @@ def _config(root: Path, options: Options) -> RunConfig:
     addresses = [options.address] if options.address else []
     overrides = [f"rollout.addresses={addresses}", *options.overrides]
     config = load_copy(root, overrides, trial_name=f"{root.name}-continued")
-    rollout = replace(config.rollout, weight_update="auto", on_error="drop_episode")
+    faults = replace(config.rollout.faults, on_error="drop_episode")
+    rollout = replace(config.rollout, weight_update="auto", faults=faults)
     server = config.server
     if rollout.addresses:
         rollout = replace(rollout, backend=server.backend or rollout.backend)
@@ -153,7 +154,7 @@ def _continuation(config: RunConfig, fork: Fork, options: Options, *, is_eval: b
         choice.workflow,
         choice.kwargs(config, is_eval=is_eval),
         wrap_agent=partial(wrap_agent, config=config.rollout),
-        allow_sync=config.rollout.agent_isolation != "inline",
+        allow_sync=config.rollout.agents.isolation != "inline",
     )
     return Continuation(workflow, fork, load_tokenizer(tokenizer_path(config)), say=options.say)
 

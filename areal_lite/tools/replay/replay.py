@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from areal_lite.config.loader import load_config
-from areal_lite.config.run_config import RunConfig, RunIdentity
+from areal_lite.config.rollout_config import RunIdentity
+from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
@@ -28,6 +29,7 @@ from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
 from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_prefix
+from areal_lite.servers.programs.embedded_settings import check_model_path
 from areal_lite.trainer.forward.scalar_model import RewardModel
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
@@ -75,6 +77,7 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
                 f"{run}/config.yaml has {key}={value}, whose batches are not in the dumps: train the run again "
                 "without it"
             )
+    check_model_path(config.model_path)
     check_learnable(config)
     batches = TrainedBatches.open(run, max_staleness=config.rollout.max_head_offpolicyness)
     algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)

@@ -165,8 +165,8 @@ def folder_fits(group: DumpedGroup, run: Run) -> Iterator[str]:
 
 
 def reward_is_the_sum_of_its_parts(group: DumpedGroup, run: Run) -> Iterator[str]:
-    """With ``rollout.reward_weights``, a reward is the weighted sum of its named parts."""
-    weights = None if run.rl is None else run.rl.rollout.reward_weights
+    """With ``rollout.rewards.weights``, a reward is the weighted sum of its named parts."""
+    weights = None if run.rl is None else run.rl.rollout.rewards.weights
     for record in group.records if weights else ():
         parts = {name: (record.get("counts") or {}).get(f"reward/{name}") for name in weights or ()}
         lines = sum(other["member_idx"] == record["member_idx"] for other in group.records)

@@ -68,13 +68,13 @@ def start(tokenizer_path: str, tmp_path: Path) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
         stub = stack.enter_context(StubThread(StubServer()))
 
-        def make(isolation: str = "inline", **kwargs: Any) -> RemoteInfEngine:
+        def make(isolation: str = "inline", processes: int | None = None, **kwargs: Any) -> RemoteInfEngine:
             config = InferenceEngineConfig(
                 backend="sglang",
                 addresses=[stub.address],
                 tokenizer_path=tokenizer_path,
                 fileroot=str(tmp_path),
-                agent_isolation=isolation,  # type: ignore[arg-type]
+                agents={"isolation": isolation, "processes": processes},  # type: ignore[arg-type]
                 **kwargs,
             )
             return stack.enter_context(RemoteInfEngine(config))
@@ -169,7 +169,7 @@ def test_the_process_of_a_cancelled_episode_is_killed_and_replaced(tmp_path: Pat
 def test_a_thread_that_does_not_end_is_left_behind_counted_and_named(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = start("thread", episode_timeout_s=1)
+    engine = start("thread", faults={"episode_timeout_s": 1})
     (group,) = engine.rollout_batch([{"do": "hang"}], PlainAgent)
     assert "episode_timeout_s" in end_of(group)
     assert engine.rollout_metrics()["abandoned_threads"] == 1
@@ -182,9 +182,9 @@ def test_what_cannot_be_isolated_is_refused_with_the_fix(start: Start) -> None:
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             return 1.0
 
-    with pytest.raises(ConfigError, match="agent Nested cannot be sent to a process.*agent_isolation: thread"):
+    with pytest.raises(ConfigError, match="agent Nested cannot be sent to a process.*agents.isolation: thread"):
         pickled_agent(Nested())
-    with pytest.raises(ConfigError, match="not async.*or set rollout.agent_isolation: thread"):
+    with pytest.raises(ConfigError, match="not async.*or set rollout.agents.isolation: thread"):
         start().rollout_batch([{}], PlainAgent)
 
 

@@ -21,7 +21,7 @@ import requests
 
 from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
 from areal_lite.api.failure import Failure
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.agents.scripted_engine import tokenizer
 from tests.stub_server import StubServer, StubThread
@@ -188,7 +188,7 @@ def test_the_table_of_a_run_says_where_the_call_went(isolation: Any, closed: str
     tokenizer().save_pretrained(tmp_path)
     with StubThread(StubServer()) as stub:
         config = InferenceEngineConfig(
-            backend="sglang", addresses=[stub.address], tokenizer_path=str(tmp_path), agent_isolation=isolation
+            backend="sglang", addresses=[stub.address], tokenizer_path=str(tmp_path), agents={"isolation": isolation}
         )
         with RemoteInfEngine(config) as engine:
             (stray,) = engine.rollout_batch([{}], Stray(closed))

@@ -14,7 +14,7 @@ from areal_lite.agents.parsers.answer_parser import AnswerParser, ParsedAnswer, 
 from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS, tool_format_of_template
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.text_stream import TextStream
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import AgentsConfig, InferenceEngineConfig
 from areal_lite.errors import ConfigError
 from tests.fixtures.tool_templates import TOOL_FAMILIES, tool_tokenizer
 
@@ -242,8 +242,8 @@ def test_unknown_parsers_are_refused_with_the_names() -> None:
     with pytest.raises(ConfigError, match="reasoning_parser is 'deep': use one of think, none"):
         answer_parser("", reasoning_parser="deep")
     with pytest.raises(ValueError, match="hermes.*glm45"):
-        InferenceEngineConfig(tool_parser="hermess")  # type: ignore[arg-type]
-    literal = get_args(get_type_hints(InferenceEngineConfig)["tool_parser"])[0]
+        InferenceEngineConfig(agents={"tool_parser": "hermess"})  # type: ignore[arg-type]
+    literal = get_args(get_type_hints(AgentsConfig)["tool_parser"])[0]
     assert list(get_args(literal)) == list(TOOL_FORMATS)
 
 

@@ -19,7 +19,7 @@ from areal_lite.agents.session.agent_names import AgentNames
 from areal_lite.agents.session.chat_request import parse_chat_request
 from areal_lite.api.trajectory import Trajectory, TurnRole
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.rollout import workflow_context
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.tools.inspect.terminal import Options, inspect

@@ -95,7 +95,7 @@ def test_calls_in_an_edited_history_are_rendered_by_every_family(family: str) ->
 @pytest.mark.parametrize("family", [name for name, family in TOOL_FAMILIES.items() if not family.renders_tools])
 def test_tools_that_the_template_does_not_render_are_refused_with_the_way_out(family: str) -> None:
     session, _ = make_session(family, ["hm</think>hi" if family == "deepseek_r1" else "hi"])
-    with pytest.raises(RequestError, match="rollout.tools_in_system_prompt to true") as refused:
+    with pytest.raises(RequestError, match="rollout.agents.tools_in_system_prompt to true") as refused:
         ask(session, QUESTION, tools=[CALCULATOR])
     assert (refused.value.status, refused.value.param) == (400, "tools")
     assert ask(session, QUESTION)["content"] == "hi"
@@ -134,12 +134,12 @@ def test_the_calculator_runs_with_a_template_without_tools(
     in_system_prompt: bool, reward: float | None, tmp_path: Path
 ) -> None:
     tool_tokenizer("smollm2").save_pretrained(tmp_path)
-    config = InferenceEngineConfig(tokenizer_path=str(tmp_path), tools_in_system_prompt=in_system_prompt)
+    config = InferenceEngineConfig(tokenizer_path=str(tmp_path), agents={"tools_in_system_prompt": in_system_prompt})
     engine = ScriptedEngine([CALLS["hermes"], "It is 3."])
     engine.tokenizer = tool_tokenizer("smollm2")
     episode = AgentWorkflow(CalculatorAgent(), config).arun_episode(engine, {"question": "1 + 2?", "answer": "3"})  # type: ignore[arg-type]
     if reward is None:
-        with pytest.raises(Exception, match="rollout.tools_in_system_prompt"):
+        with pytest.raises(Exception, match="rollout.agents.tools_in_system_prompt"):
             asyncio.run(episode)
         return
     tensors = tensor_dict_of([trajectory_of(asyncio.run(episode), [])])

@@ -10,7 +10,7 @@ import torch
 
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.batch.training_batch import check_training_batch, training_sequences
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import UnpreparedRow, rollout_inputs, row_of, training_batch

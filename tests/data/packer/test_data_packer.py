@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer import data_packer
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, register_data_packer
 from areal_lite.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.load_rows import check_held_out, load_rows
 from areal_lite.errors import ConfigError
 

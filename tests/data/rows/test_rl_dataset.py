@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from areal_lite.config.run_config import ClassConfig, DatasetConfig
+from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
 from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator, DynamicGenDataset, create_rl_dataset
 from areal_lite.data.rows.rl_dataset import RLHFDataset
 from areal_lite.errors import ConfigError

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.config.run_config import ClassConfig, DatasetConfig
+from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
 from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler, create_rl_sampler, epoch_order
 from areal_lite.errors import ConfigError
 

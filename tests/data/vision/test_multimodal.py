@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.vision.multimodal import (
     build_messages,
@@ -327,7 +327,7 @@ def test_a_prompt_with_images_needs_a_processor_and_is_not_truncated(processor: 
 
 def test_an_image_row_has_positions_on_three_axes(tmp_path: Path, processor: Any) -> None:
     """V11, V13: the model places padded tokens as the dataset does."""
-    from areal_lite.config.run_config import DatasetConfig
+    from areal_lite.config.dataset_config import DatasetConfig
     from areal_lite.data.rows.rl_dataset import RLHFDataset
 
     picture((24, 16)).save(tmp_path / "red.png")

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.config.run_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import check_training_batch
 from areal_lite.data.source.sample import Sample

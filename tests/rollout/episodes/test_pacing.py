@@ -308,7 +308,7 @@ def test_the_failure_or_rejection_of_the_oldest_group_releases_the_batch(
                 raise KeyError("after all")
             return None
 
-    stub, engine, source = started_slow(start_stub, start_engine, Ends, failed_group_retries=0)
+    stub, engine, source = started_slow(start_stub, start_engine, Ends, faults={"failed_group_retries": 0})
     with ThreadPoolExecutor() as thread:
         batch = thread.submit(engine.prepare_batch, source, Ends)
         until_finished(engine, 2)
@@ -321,7 +321,7 @@ def test_the_failure_or_rejection_of_the_oldest_group_releases_the_batch(
 def test_an_oldest_group_that_never_ends_is_waited_for_until_its_deadline(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
-    stub, engine, source = started_slow(start_stub, start_engine, episode_timeout_s=0.3)
+    stub, engine, source = started_slow(start_stub, start_engine, faults={"episode_timeout_s": 0.3})
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [3]
     let_go(stub)
 

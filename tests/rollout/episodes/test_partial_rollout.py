@@ -242,7 +242,7 @@ def test_a_failed_group_is_drawn_again_as_often_as_the_config_says(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
     FailsAtFirst.seen = {}
-    engine = start_engine(start_stub(), consumer_batch_size=2, failed_group_retries=1)
+    engine = start_engine(start_stub(), consumer_batch_size=2, faults={"failed_group_retries": 1})
     rows = [{"n": 0, "failures": 9}, {"n": 1, "failures": 1}, {"n": 2, "failures": 0}]
     source = RolloutDataSource(rows)
     batch = engine.prepare_batch(source, FailsAtFirst)

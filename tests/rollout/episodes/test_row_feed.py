@@ -99,7 +99,7 @@ class Broken(RolloutDataSource):
 def test_a_source_that_fails_as_a_group_ends_gives_its_error_to_who_waits(
     start_stub: StartStub, start_engine: StartEngine, retries: int, message: str
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=1, failed_group_retries=retries)
+    engine = start_engine(start_stub(), consumer_batch_size=1, faults={"failed_group_retries": retries})
     source = Broken([{"do": "raise"}])
     with pytest.raises((OSError, RuntimeError), match=message):
         engine.prepare_batch(source, OneTurn)

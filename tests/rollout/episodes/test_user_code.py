@@ -77,7 +77,9 @@ def source_with(packer: DataPacker, size: int) -> RolloutDataSource:
 
 
 def test_a_packer_that_fails_for_a_row_costs_that_row_alone(start_stub: StartStub, start_engine: StartEngine) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=1, max_head_offpolicyness=1, failed_group_retries=1)
+    engine = start_engine(
+        start_stub(), consumer_batch_size=1, max_head_offpolicyness=1, faults={"failed_group_retries": 1}
+    )
     source = source_with(PackerOf(3), 4)
     trained = []
     for version in range(1, 5):
@@ -91,7 +93,7 @@ def test_a_packer_that_fails_for_a_row_costs_that_row_alone(start_stub: StartStu
 def test_a_packer_that_fails_for_every_row_ends_the_run_with_its_error(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=1, max_empty_batches=2)
+    engine = start_engine(start_stub(), consumer_batch_size=1, faults={"max_empty_batches": 2})
     with pytest.raises(StarvationError, match="x failed: ValueError: row 1 has no question"):
         engine.prepare_batch(source_with(PackerOf(1), 1), OneTurn)
 
@@ -100,7 +102,7 @@ def test_a_packer_that_fails_for_every_row_ends_the_run_with_its_error(
 def test_what_a_workflow_does_to_its_row_no_sibling_retry_or_result_sees(
     start_stub: StartStub, start_engine: StartEngine, members: int
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=2, on_error="drop_group")
+    engine = start_engine(start_stub(), consumer_batch_size=2, faults={"on_error": "drop_group"})
     rows = [{"n": n, "messages": [{"role": "user"}]} for n in range(2)]
     source, workflow = RolloutDataSource(rows, SourceSettings(n_samples_per_prompt=members)), Scribbler()
     results = engine.prepare_batch(source, workflow, group_size=members)
@@ -160,7 +162,7 @@ def test_a_group_that_a_workflow_makes_itself_is_begun_anew_after_it_was_stopped
 def test_samples_added_without_an_index_may_fail_and_are_drawn_again(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=1, failed_group_retries=1)
+    engine = start_engine(start_stub(), consumer_batch_size=1, faults={"failed_group_retries": 1})
     source = source_of(2, members=2)
     source.add_samples([[Sample(row={"n": 7, "do": "raise"}) for _ in range(2)]])
     (result,) = engine.prepare_batch(source, OneTurn, group_size=2)

@@ -119,7 +119,7 @@ def test_an_episode_over_its_deadline_fails_also_if_it_swallows_the_cancel(
                     if release.is_set():
                         raise
 
-    engine = start_engine(start_stub(), consumer_batch_size=2, episode_timeout_s=0.05)
+    engine = start_engine(start_stub(), consumer_batch_size=2, faults={"episode_timeout_s": 0.05})
     engine.submit({"do": "hang"}, OneTurn())
     engine.submit({}, Stubborn())
     results = engine.wait(2, timeout=10)
@@ -186,7 +186,7 @@ def test_a_group_is_one_trajectory_with_a_row_per_member(engine: RemoteInfEngine
 def test_a_failing_member_is_handled_as_on_error_says(
     start_stub: StartStub, start_engine: StartEngine, policy: str, status: str, rows: int
 ) -> None:
-    engine = start_engine(start_stub(), on_error=policy)
+    engine = start_engine(start_stub(), faults={"on_error": policy})
     (result,) = engine.rollout_batch([{"do": "odd"}], OneTurn, group_size=4)
     assert result.status == status
     assert len(result.rewards) == rows
@@ -357,7 +357,9 @@ def rewarded(trajectory: dict[str, Any]) -> bool:
 def test_when_nothing_is_accepted_the_run_stops_with_the_reasons_counted(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=4, max_empty_batches=3, failed_group_retries=0)
+    engine = start_engine(
+        start_stub(), consumer_batch_size=4, faults={"max_empty_batches": 3, "failed_group_retries": 0}
+    )
     rows = [{"do": "raise"}, {"do": "reject"}, {"do": "raise"}]
     with pytest.raises(StarvationError) as caught:
         engine.prepare_batch(rows, OneTurn)
@@ -370,15 +372,15 @@ def test_when_nothing_is_accepted_the_run_stops_with_the_reasons_counted(
 def test_on_error_raise_stops_the_batch_with_the_episodes_error(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=4, on_error="raise")
-    with pytest.raises(EpisodeError, match="rollout.on_error is raise:\n.*(.|\n)*broken agent"):
+    engine = start_engine(start_stub(), consumer_batch_size=4, faults={"on_error": "raise"})
+    with pytest.raises(EpisodeError, match="rollout.faults.on_error is raise:\n.*(.|\n)*broken agent"):
         engine.prepare_batch([{"do": "raise"}], OneTurn)
 
 
 def test_a_batch_counts_as_trained_once_the_next_is_asked_for_also_if_that_one_fails(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
-    engine = start_engine(start_stub(), on_error="raise", failed_group_retries=0)
+    engine = start_engine(start_stub(), faults={"on_error": "raise", "failed_group_retries": 0})
     source = RolloutDataSource([{"do": "ok"}, {"do": "raise"}])
     engine.prepare_batch(source, OneTurn)
     engine.set_version(1)

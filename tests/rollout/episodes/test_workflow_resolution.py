@@ -89,7 +89,7 @@ def test_every_documented_form_resolves() -> None:
         (f"{__name__}.Nothing", {}, "is not a workflow: give a RolloutWorkflow"),
         (f"{__name__}.function", {}, "is a function"),
         ("areal_lite.api", {}, "is a module: name the class in it"),
-        (SyncAgent, {}, ", or set rollout.agent_isolation: thread"),
+        (SyncAgent, {}, ", or set rollout.agents.isolation: thread"),
         (NarrowAgent, {}, "cannot take api_key, base_url, http_client"),
         (Unfinished, {}, "does not define arun_episode: write `async def arun_episode"),
         (Workflow, {"rewrd": 2.0}, "did you mean 'reward'?"),

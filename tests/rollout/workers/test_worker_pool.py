@@ -340,7 +340,7 @@ def test_paused_workers_send_no_request_and_resume(start_stub: StartStub, start_
 def test_an_episode_that_blocks_its_worker_ends_at_its_deadline(
     start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = start_engine(start_stub(), workers=2, episode_timeout_s=4.0)
+    engine = start_engine(start_stub(), workers=2, faults={"episode_timeout_s": 4.0})
     engine.rollout_batch([{}] * 4, Scripted)
     groups = engine.rollout_batch([{"do": "spin" if n == 1 else "ok"} for n in range(6)], Scripted)
     assert [n for n, group in enumerate(groups) if group.status is not EpisodeStatus.ACCEPTED] == [1]
@@ -443,7 +443,7 @@ def test_agent_processes_and_reward_processes_work_in_workers(
     start_stub: StartStub, start_engine: StartEngine, tokenizer_path: str
 ) -> None:
     engine = start_engine(
-        start_stub(), workers=2, tokenizer_path=tokenizer_path, agent_isolation="process", agent_processes=1
+        start_stub(), workers=2, tokenizer_path=tokenizer_path, agents={"isolation": "process", "processes": 1}
     )
     groups = engine.rollout_batch([{"number": n} for n in range(2)], RecordingAgent)
     assert [(group.status, scalar(group, "number")) for group in groups] == [("accepted", n) for n in range(2)]

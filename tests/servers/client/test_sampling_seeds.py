@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine

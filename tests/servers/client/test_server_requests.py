@@ -226,7 +226,7 @@ class Hanging(SGLang):
 
 @on_a_loop
 async def test_requests_of_a_server_that_is_given_up_end_with_the_reason() -> None:
-    async with opened(Hanging(), request_timeout_s=60) as (site, requests, server):
+    async with opened(Hanging(), faults={"request_timeout_s": 60}) as (site, requests, server):
         other = Server(server.url, 1)
         mine, kept, left = [asyncio.create_task(generate(requests, one)) for one in (server, other, server)]
         await asyncio.to_thread(until, lambda: len(site.seen) == 3)
@@ -246,7 +246,7 @@ async def test_requests_of_a_server_that_is_given_up_end_with_the_reason() -> No
 @pytest.mark.parametrize("is_router", [False, True])
 @on_a_loop
 async def test_a_silent_server_is_given_up_unless_it_answers_others(is_router: bool) -> None:
-    async with opened(Hanging(), request_timeout_s=0.05) as (_, requests, server):
+    async with opened(Hanging(), faults={"request_timeout_s": 0.05}) as (_, requests, server):
         server.is_router = is_router
         with pytest.raises(SilentServerError, match=r"no answer in 0.05 s"):
             await generate(requests, server)
@@ -280,7 +280,10 @@ async def test_a_router_gets_the_connections_of_all_its_servers(
 ) -> None:
     names = [f"s:{index}" for index in range(addresses)]
     settings = InferenceEngineConfig(
-        backend="sglang", addresses=names, router=through, max_connections_per_server=7, request_timeout_s=60
+        backend="sglang",
+        addresses=names,
+        router=through,
+        faults={"max_connections_per_server": 7, "request_timeout_s": 60},
     )
     requests = ServerRequests(settings, SGLang())
     await requests.close()  # nothing is open yet

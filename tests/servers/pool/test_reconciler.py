@@ -375,7 +375,7 @@ async def test_an_update_that_all_refuse_leaves_the_servers_as_they_were() -> No
 @pytest.mark.parametrize("repaired", [True, False])
 @on_a_loop
 async def test_an_update_that_no_server_takes_in_time_fails_with_the_reason(repaired: bool) -> None:
-    setup = Setup(outage_patience_s=30.0)
+    setup = Setup(faults={"outage_patience_s": 30.0})
     setup.requests.errors[LOAD] = OSError("reset")
     if not repaired:
         setup.pool.rest(setup.server, "reset")

@@ -343,7 +343,7 @@ def test_a_long_answer_may_take_its_time_while_the_server_answers_others(
     stub = start_stub()
     stub.server.holds = lambda ids: ids == [9]
     stub.call(lambda: setattr(stub.server, "hold", asyncio.Event()))
-    engine = start_engine(stub, request_timeout_s=0.5)
+    engine = start_engine(stub, faults={"request_timeout_s": 0.5})
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(asyncio.run, engine.agenerate(ModelRequest(input_ids=[9])))
         stub.until_held(1)
@@ -407,7 +407,7 @@ def test_old_weights_for_ever_end_the_run_instead_of_a_silent_loop(
 ) -> None:
     stub = start_stub()
     stub.server.stays_old = True
-    engine = start_engine(stub, outage_patience_s=0.5)
+    engine = start_engine(stub, faults={"outage_patience_s": 0.5})
     engine.update_weights_from_disk("ckpt", 1)
     with pytest.raises(ServerError, match="no inference server is healthy"):
         engine.prepare_batch([{}] * 2, OneTurn)
@@ -418,7 +418,7 @@ def test_old_weights_for_ever_end_the_run_instead_of_a_silent_loop(
 def test_groups_that_are_always_stale_end_in_starvation(
     start_stub: StartStub, start_engine: StartEngine, batch: int
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=batch, max_empty_batches=3)
+    engine = start_engine(start_stub(), consumer_batch_size=batch, faults={"max_empty_batches": 3})
     engine.set_version(5)
     with pytest.raises(StarvationError, match="stale"):
         engine.prepare_batch([{}] * 8, OneTurn)
@@ -465,7 +465,7 @@ def test_an_update_that_fails_after_others_had_it_is_no_stray_exception(
     monkeypatch.setattr(reconciler, "STRAGGLER_S", 0.1)
     sound, hung = start_stub(), start_stub()
     hung.server.hangs = {"/update_weights_from_disk"}
-    start_engine(sound, hung, request_timeout_s=0.3).update_weights_from_disk("ckpt", 1)
+    start_engine(sound, hung, faults={"request_timeout_s": 0.3}).update_weights_from_disk("ckpt", 1)
     until(lambda: hung.server.paths["/update_weights_from_disk"] > 1)  # the first has timed out
     gc.collect()
     assert "never retrieved" not in caplog.text

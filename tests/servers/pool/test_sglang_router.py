@@ -153,7 +153,7 @@ def test_a_constrained_answer_stays_on_its_server_during_an_update(routed: Route
 
 def test_a_router_that_stays_away_ends_the_run(start_stub: StartStub, start_engine: StartEngine) -> None:
     with ExitStack() as until_it_dies:
-        routed = Routed(until_it_dies, start_stub, start_engine, outage_patience_s=1.0)
+        routed = Routed(until_it_dies, start_stub, start_engine, faults={"outage_patience_s": 1.0})
     begin = time.monotonic()
     reason = "unusable since 1 s: .*Cannot connect to host"
     with pytest.raises(ServerError, match=f"the router http://{routed.thread.address} is {reason}"):
@@ -305,7 +305,9 @@ class Listed:
         self.examined: list[int] = []
         self.outages: asyncio.Queue[str] = asyncio.Queue()
         addresses = [f"s:{index}" for index in range(count)]
-        config = InferenceEngineConfig(backend="sglang", addresses=addresses, router="r:1", outage_patience_s=0.05)
+        config = InferenceEngineConfig(
+            backend="sglang", addresses=addresses, router="r:1", faults={"outage_patience_s": 0.05}
+        )
         self.pool = ServerPool(addresses)
         self.gate = CountingGate(router.router_pool("r:1"), on_outage=lambda error: self.outages.put_nowait(str(error)))
         self.gate.running = 1

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from areal_lite.config.help import describe_fields
-from areal_lite.config.run_config import EmbeddedServerConfig
+from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.__main__ import _child_parser, main, split_arguments
 from areal_lite.embedded.startup import ServedModel
 from areal_lite.errors import ConfigError, ServerError

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
-from areal_lite.config.run_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine

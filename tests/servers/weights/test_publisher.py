@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.published_weights import WeightFolder

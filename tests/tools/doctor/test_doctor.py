@@ -257,8 +257,8 @@ def test_a_missing_tokenizer_is_to_fix(config: Path) -> None:
 
 def test_it_says_whether_the_template_renders_tools(config: Path, model: Path) -> None:
     lines = tokenizer_findings(config)
-    the_line(lines, "warning", "does not render tools: for tools set rollout.tools_in_system_prompt: true")
-    the_line(tokenizer_findings(config, "rollout.tools_in_system_prompt=true"), "ok", "into the system prompt")
+    the_line(lines, "warning", "does not render tools: for tools set rollout.agents.tools_in_system_prompt: true")
+    the_line(tokenizer_findings(config, "rollout.agents.tools_in_system_prompt=true"), "ok", "into the system prompt")
 
 
 def test_it_says_that_the_template_renders_tools(config: Path, model: Path) -> None:

@@ -208,7 +208,7 @@ def a_field_is_missing(run: Path) -> None:
 
 def reward_parts_sum_to_another_reward(run: Path) -> None:
     path = run / "config.yaml"
-    path.write_text(path.read_text().replace("reward_weights: null", "reward_weights: {letters: 2.0}"))
+    path.write_text(path.read_text().replace("    weights: null", "    weights: {letters: 2.0}"))
 
     def name_parts(lines: list[Line]) -> None:
         for line in lines:

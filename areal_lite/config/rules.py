@@ -1,0 +1,179 @@
+"""Rules across sections that need only the config: no model, no rows, no network, no running server.
+
+A rule within one section is in its ``__post_init__``, where the loader and Python code meet it alike. These depend on
+the command too (a greedy rollout is fine, a greedy training run is not), so a run calls them, before it starts
+anything: :func:`check_rollouts` for every run with rollouts, :func:`check_training` for one that trains.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.config.run_config import RunConfig
+from areal_lite.config.server_config import ServerConfig
+from areal_lite.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+_EMBEDDED_ONLY = ("max_running_requests", "max_total_tokens", "max_prefill_tokens")
+
+
+def check_engine(config: InferenceEngineConfig) -> None:
+    """Check that ``router`` is possible with the other settings; raises ConfigError."""
+    if config.router is None:
+        return
+    if config.backend != "sglang":
+        raise ConfigError(
+            f"rollout.router is an sglang-router, and rollout.backend is {config.backend}: only SGLang servers can be "
+            "behind one"
+        )
+    if not config.addresses:
+        raise ConfigError(
+            "rollout.router is set and rollout.addresses is empty: name the servers behind the router too, because "
+            "weights go to them directly; or let the run start both with server.router: true"
+        )
+    if config.weight_update == "adapter":
+        raise ConfigError(
+            "rollout.weight_update is adapter, and rollout.router is set: each server has its own names of adapters, "
+            "and a request through the router cannot know its server. Use another weight_update, or no router"
+        )
+
+
+def check_server(config: ServerConfig) -> None:
+    """Check that the program to start has the settings; raises ConfigError."""
+    backend = config.backend or "embedded"
+    if config.router and backend != "sglang":
+        raise ConfigError(
+            f"server.router is an sglang-router, and server.backend is {backend}: set server.backend: sglang, or "
+            "server.router: false"
+        )
+    for name in ("args", "python") if backend == "embedded" else ():
+        if getattr(config, name):
+            raise ConfigError(f"server.{name} is for sglang and vllm, and server.backend is embedded: remove it")
+    for name in () if backend == "embedded" else _EMBEDDED_ONLY:
+        if getattr(config, name) != getattr(ServerConfig, name):
+            raise ConfigError(
+                f"server.{name} is a setting of the embedded server, and server.backend is {backend}: put "
+                f"{backend}'s own flag into server.args"
+            )
+
+
+def check_rollouts(config: RunConfig) -> None:
+    """Check what every run with rollouts needs; raises ConfigError."""
+    rollout, server = config.rollout, config.server
+    check_engine(rollout)
+    if server.router and rollout.weight_update == "adapter":
+        raise ConfigError(
+            "server.router is true and rollout.weight_update is adapter: requests through a router cannot name the "
+            "adapter of the server that answers. Use one of the two"
+        )
+    if rollout.addresses and server.router:
+        raise ConfigError(
+            "server.router is for servers that the run starts, and rollout.addresses names running ones: set "
+            "rollout.router to the address of their router"
+        )
+    if rollout.addresses and server.backend is not None:
+        raise ConfigError(
+            f"server.backend is {server.backend}, which starts servers, and rollout.addresses names running ones: "
+            "remove one of the two"
+        )
+    if not rollout.addresses and rollout.backend not in ("embedded", server.backend):
+        raise ConfigError(
+            f"rollout.backend is {rollout.backend} and rollout.addresses is empty: name the running servers "
+            f"(rollout.addresses=[127.0.0.1:30000]), or have the run start them (server.backend={rollout.backend})"
+        )
+    if rollout.rewards.key is not None and rollout.rewards.weights:
+        raise ConfigError(
+            f"rollout.rewards.key is {rollout.rewards.key!r} and rollout.rewards.weights "
+            f"{dict(rollout.rewards.weights)}: the reward is one part or a sum of parts; remove one of the two"
+        )
+    if not config.rollout_global_dataset and config.trainer.total_epochs is not None:
+        raise ConfigError(
+            f"trainer.total_epochs is {config.trainer.total_epochs}, and rollout_global_dataset is false: the rows "
+            "of a generator have no known number, so set trainer.total_steps instead"
+        )
+    _check_metadata(config)
+
+
+def _check_metadata(config: RunConfig) -> None:
+    held_out = config.eval_dataset.metadata_key if config.eval_dataset else None
+    for name, column, read in (
+        ("train_dataset", config.train_dataset.metadata_key, config.buffer_filter is not None),
+        ("eval_dataset", held_out, False),
+    ):
+        if column is not None and not read:
+            fix = "set buffer_filter, or remove it" if name == "train_dataset" else "remove it"
+            raise ConfigError(
+                f"{name}.metadata_key is {column!r}, and only a buffer_filter of the training rows reads it: {fix}. "
+                "The workflow gets the column in its row"
+            )
+
+
+def reports_truncated(config: RunConfig) -> bool:
+    """Return whether the servers' log-probs are renormalized over the tokens that top_p, top_k and min_p keep."""
+    return "vllm" in (config.rollout.backend, config.server.backend)
+
+
+def check_training(config: RunConfig) -> None:
+    """Check that groups can be trained on, and warn where servers and trainer compute different log-probs.
+
+    Raises:
+        ConfigError: If a batch has too few groups, or sampling leaves nothing to learn or no log-probs to learn from.
+    """
+    rollout, minibatches = config.rollout, config.trainer.minibatches_per_step
+    groups = rollout.consumer_batch_size
+    if minibatches > groups:
+        raise ConfigError(
+            f"trainer.minibatches_per_step is {minibatches} and rollout.consumer_batch_size {groups}: a minibatch has "
+            "whole groups, so some would be empty. Use fewer minibatches, or more groups"
+        )
+    if groups_left := groups % minibatches:
+        logger.warning(
+            "trainer.minibatches_per_step %d does not divide rollout.consumer_batch_size %d: %d minibatches have %d "
+            "groups and the others %d, all with the same learning rate",
+            *(minibatches, groups, groups_left, groups // minibatches + 1, groups // minibatches),
+        )
+    if rollout.gconfig.effective_temperature == 0:
+        raise ConfigError(
+            "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
+            "false and a temperature above 0"
+        )
+    if rollout.weight_update == "adapter" and config.trainer.lora is None:
+        raise ConfigError(
+            "rollout.weight_update is adapter, and there are no adapters: set trainer.lora, or weight_update: auto"
+        )
+    _check_log_probs(config)
+
+
+def _check_log_probs(config: RunConfig) -> None:
+    rollout = config.rollout
+    if rollout.gconfig.is_truncated and config.trainer.proximal == "behaviour" and not reports_truncated(config):
+        raise ConfigError(
+            "trainer.proximal is 'behaviour', but the log-probs of these servers ignore top_p, top_k and min_p of "
+            "rollout.gconfig: set trainer.proximal: trainer, or remove them"
+        )
+    whole = rollout.weight_update != "adapter"
+    if whole and config.trainer.dtype == "float32" and config.server.dtype in ("bfloat16", "float16"):
+        logger.warning(
+            "trainer.dtype is float32 and server.dtype %s: published weights are rounded, which undoes most of a small "
+            "update for the servers; set server.dtype: float32",
+            config.server.dtype,
+        )
+    if config.trainer.dtype == "bfloat16" and config.server.dtype == "float32":
+        logger.warning(
+            "trainer.dtype is bfloat16 and server.dtype float32: the trainer rounds small updates away, which the "
+            "servers see, so that log-probs soon differ by several nats; set trainer.dtype: float32"
+        )
+    names = ("min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+    changed = [
+        name
+        for name in (*names, "json_schema", "regex", "ebnf")
+        if getattr(rollout.gconfig, name) != getattr(GenerationHyperparameters, name)
+    ]
+    if changed:
+        logger.warning(
+            "rollout.gconfig changes %s: tokens are sampled from a different distribution than the one their log-probs "
+            "describe, and neither corrections nor metrics account for it. Keep the defaults while training",
+            ", ".join(changed),
+        )

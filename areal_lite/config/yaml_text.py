@@ -1,0 +1,126 @@
+"""Read YAML text as plain data, and write it back.
+
+Duplicate keys, aliases that repeat too much and files that are too large are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_lite.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+MAX_VALUES = 10_000
+"""Most values of a file that uses aliases, each alias counted as what it repeats."""
+# YAML 1.1 reads 1e-5 as a string; users mean the number.
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                key = (key_node.tag, key_node.value)
+                if key in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"duplicate key {key_node.value!r}; keep one",
+                        problem_mark=key_node.start_mark,
+                    )
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper whose output :class:`_Loader` reads back unchanged; writes no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        # Only double quotes escape these line breaks; otherwise they are read back as a space.
+        style = '"' if {"\x85", "\u2028", "\u2029"} & set(value) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+_Dumper.add_representer(str, _Dumper.text)
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def write_yaml(values: Any, *, flow: bool = False) -> str:
+    """Return ``values`` as YAML that :func:`parse_yaml` reads back unchanged; on one line with ``flow``."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow)
+    return text.removesuffix("...\n").strip() if flow else text
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; raises ConfigError with the fix."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_close_files(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a YAML file") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: the file is larger than {MAX_BYTES} bytes; is it a config?")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8: save the file as UTF-8 text") from None
+
+
+def _close_files(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"; there is no folder {folder} either"
+    names = [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")]
+    close = difflib.get_close_matches(path.name, names, 3, 0.5)
+    return f"; did you mean {' or '.join(str(folder / name) for name in close)}?" if close else ""
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """Return the data of YAML text; raises ConfigError with line and column."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        values, repeats = _count_values(node, {})
+        if not repeats or values <= MAX_VALUES:
+            return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        context = f"{error.context}: " if error.context else ""
+        raise ConfigError(f"{where}: {place}{context}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be a config") from None
+    raise ConfigError(
+        f"{where}: its aliases (*name) repeat values so often that there are over {MAX_VALUES}: use fewer aliases"
+    )
+
+
+def _count_values(node: yaml.Node, known: dict[yaml.Node, int]) -> tuple[int, bool]:
+    """Return how many values a node holds with its aliases written out, and whether it has aliases."""
+    if node in known:
+        return known[node], True
+    known[node] = MAX_VALUES + 1  # for an alias inside of what it repeats
+    total, repeats = 1, False
+    children = node.value if isinstance(node, yaml.CollectionNode) else ()
+    for child in itertools.chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children:
+        values, repeated = _count_values(child, known)
+        total, repeats = total + values, repeats or repeated
+    known[node] = total
+    return total, repeats
