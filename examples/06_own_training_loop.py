@@ -11,7 +11,7 @@ import tempfile
 from openai import AsyncOpenAI
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
-from areal_lite.config.run_config import TrainerConfig
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data import RolloutDataSource, SourceSettings
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs.embedded_server import EmbeddedServer

@@ -25,7 +25,7 @@ from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.reward_value import as_reward
 from areal_lite.api.scalars import record_counts
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 
 
 class ArealOpenAI(AsyncOpenAI):

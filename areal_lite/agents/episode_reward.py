@@ -21,8 +21,8 @@ def rewarded(
     | a number | the episode; all answers are trained as conversations |
     | a dict by completion id | these answers, each a sequence of its own; others are not trained |
     | a list with a number or None per answer, in order | the same, by index |
-    | a dict by name of ``rollout.reward_weights`` | the episode with the weighted sum |
-    | a dict with ``rollout.reward_key`` | the episode with that part; other parts may also be text |
+    | a dict by name of ``rollout.rewards.weights`` | the episode with the weighted sum |
+    | a dict with ``rollout.rewards.key`` | the episode with that part; other parts may also be text |
 
     Raises:
         ValueError: If it is none of these.

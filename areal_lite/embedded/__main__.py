@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from areal_lite.config.run_config import EmbeddedServerConfig
+from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.embedded.startup import Extend, ServedModel, serve, write_ready_line
 from areal_lite.errors import ArealLiteError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from areal_lite.config.help import describe_fields
-from areal_lite.config.run_config import EmbeddedServerConfig
+from areal_lite.config.server_config import EmbeddedServerConfig
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, settings: type[EmbeddedServerConfig]) -> None:

@@ -22,7 +22,7 @@ from typing import Self
 
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.trajectory import Group
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id

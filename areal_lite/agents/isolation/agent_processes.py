@@ -1,4 +1,4 @@
-"""Agents in processes of a pool, each one episode at a time (``rollout.agent_isolation: process``)."""
+"""Agents in processes of a pool, each one episode at a time (``rollout.agents.isolation: process``)."""
 
 from __future__ import annotations
 

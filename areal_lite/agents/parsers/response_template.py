@@ -78,7 +78,7 @@ class ResponseTemplateParser:
             template = load_response_template(spec)
         except Exception as error:
             raise ConfigError(
-                f"the tokenizer's response_template is invalid: {error}: correct it, or set rollout.tool_parser"
+                f"the tokenizer's response_template is invalid: {error}: correct it, or set rollout.agents.tool_parser"
             ) from error
         fields = {
             name: dataclasses.replace(field, optional=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.source.row_streams import RowStream
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError

@@ -27,7 +27,7 @@ from typing import Any
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.trajectory import EpisodeStatus, Group
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.row_streams import IterableRows
@@ -108,7 +108,7 @@ class TrainingBatches:
 
     async def _batch_of(self, feed: RowFeed) -> list[Group]:
         count = self._config.consumer_batch_size
-        max_misses = self._config.max_empty_batches * count
+        max_misses = self._config.faults.max_empty_batches * count
         asked = time.monotonic()
         if self._config.max_head_offpolicyness:
             self._gate.cut = False
@@ -190,7 +190,7 @@ class TrainingBatches:
                 if isinstance(source, RolloutDataSource)
                 else RolloutDataSourceWithBuffer(IterableRows(source, settings))
             )
-            feed = RowFeed(data_source, retries=self._config.failed_group_retries)
+            feed = RowFeed(data_source, retries=self._config.faults.failed_group_retries)
         if feed.source.settings.n_samples_per_prompt != recipe.group_size:
             raise ConfigError(
                 f"the data source gives groups of {feed.source.settings.n_samples_per_prompt} and group_size is "
@@ -237,8 +237,10 @@ class TrainingBatches:
         if group.status is EpisodeStatus.ACCEPTED:
             feed.accept(group)
             return
-        if group.status is EpisodeStatus.FAILED and self._config.on_error == "raise":
-            feed.error = EpisodeError(f"episode {group.task_id} failed and rollout.on_error is raise:\n{group.error}")
+        if group.status is EpisodeStatus.FAILED and self._config.faults.on_error == "raise":
+            feed.error = EpisodeError(
+                f"episode {group.task_id} failed and rollout.faults.on_error is raise:\n{group.error}"
+            )
         feed.miss(group)
 
     def version_changed(self) -> None:

@@ -26,7 +26,7 @@ from functools import partial
 from areal_lite.api.engine_api import InferenceEngine, Row
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
 from areal_lite.rollout.episodes.ended_groups import EndedGroups
@@ -58,7 +58,7 @@ class WorkflowExecutor:
     ) -> None:
         self.gate = gate
         self.ended = EndedGroups(on_end)
-        self.runner = GroupRunner(engine, timeout_s=config.episode_timeout_s, on_end=self._finish)
+        self.runner = GroupRunner(engine, timeout_s=config.faults.episode_timeout_s, on_end=self._finish)
         self.batches = TrainingBatches(
             config, gate=gate, runner=self.runner, ended=self.ended, interrupt=interrupt, start_more=self._pump
         )

@@ -35,7 +35,7 @@ from areal_lite.api.record_codec import (
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import TurnSources, call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.processes.channel import decode_reply, framed
 
 RESPONSE_FIELDS = (

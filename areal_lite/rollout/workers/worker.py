@@ -281,8 +281,8 @@ class Worker:
             FailureKind.WORKER,
             "",
             self.end,
-            hint="The system may have run out of memory, or native code crashed: with rollout.agent_isolation: process "
-            "that ends one episode instead of all groups of a worker",
+            hint="The system may have run out of memory, or native code crashed: with rollout.agents.isolation: "
+            "process that ends one episode instead of all groups of a worker",
         )
         for group in self.groups.values():
             group.finish(False, failure)

@@ -18,7 +18,7 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
 from areal_lite.api.shared_resources import SharedResources
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import EpisodeError
 from areal_lite.processes.child_process import PickledObject, pickled_object
 from areal_lite.rollout.episodes.submission import Submission

@@ -30,7 +30,7 @@ from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import TaskId
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.channel import MessageSplitter, encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import yaml
 
-from areal_lite.config.run_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.errors import ConfigError
 from areal_lite.servers.programs.embedded_settings import check_model_path, checked_settings

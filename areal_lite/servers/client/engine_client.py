@@ -39,7 +39,8 @@ from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.config.rules import check_engine
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.answer import Answer, token_budget
 from areal_lite.servers.client.model_identity import ModelIdentity
@@ -51,7 +52,7 @@ from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
-from areal_lite.servers.pool.sglang_router import Router, check_router, router_pool
+from areal_lite.servers.pool.sglang_router import Router, router_pool
 from areal_lite.servers.weights.published_weights import PublishedWeights
 
 MAX_FRUITLESS_ABORTS = 8

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests, SilentServerError

@@ -91,7 +91,7 @@ class Reconciler:
         self._gate = gate
         self._identity = identity or ModelIdentity.unknown()
         self._loader = WeightLoader(config, pool, requests, gate)
-        self._outage = OutageWatch(pool.servers, gate, patience_s=config.outage_patience_s)
+        self._outage = OutageWatch(pool.servers, gate, patience_s=config.faults.outage_patience_s)
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         """The task that repairs or examines a server."""
         self._others: set[asyncio.Task[None]] = set()

@@ -135,7 +135,7 @@ class Router:
         self._requests = requests
         self._reconciler = reconciler
         self._gate = gate
-        self._patience_s = config.outage_patience_s
+        self._patience_s = config.faults.outage_patience_s
         self._blocked = False
         """The router has no server that may answer."""
         self._lock = asyncio.Lock()

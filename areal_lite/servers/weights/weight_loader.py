@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import ADAPTER_PREFIX, REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.pool.request_gate import RequestGate
@@ -44,7 +44,7 @@ class WeightLoader:
         self._loaded: dict[Server, PublishedWeights] = {}
         """The weights that each server acknowledged last."""
         self._locks: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._broadcasts = BroadcastLoader(requests, requests.dialect, timeout_s=config.request_timeout_s)
+        self._broadcasts = BroadcastLoader(requests, requests.dialect, timeout_s=config.faults.request_timeout_s)
 
     def want(self, weights: PublishedWeights) -> Callable[[], None]:
         """Make ``weights`` the newest, and return a function that takes this back."""
@@ -101,7 +101,7 @@ class WeightLoader:
                     calls = dialect.load_folder(wanted)
                 async with self._paused(server):
                     for call in calls:
-                        await self._requests.control(server, call, timeout_s=self._config.request_timeout_s)
+                        await self._requests.control(server, call, timeout_s=self._config.faults.request_timeout_s)
             self._loaded[server], server.version, server.adapter = wanted, wanted.version, name
             if name is not None:
                 await self._unload_all_but({name, *server.adapters_in_use}, server)

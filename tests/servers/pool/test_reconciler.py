@@ -106,7 +106,7 @@ class Setup:
 
 
 def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog: pytest.LogCaptureFixture) -> None:
-    setup = Setup(2, outage_patience_s=30.0)
+    setup = Setup(2, faults={"outage_patience_s": 30.0})
 
     def look(now: float) -> bool:
         return setup.it._outage.look(now, updating=setup.loader.updating)

@@ -230,7 +230,7 @@ def test_patience_ends_the_run_with_the_cause_and_says_so_before(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(outage_watch, "OUTAGE_LINE_S", 0.1)
-    engine = start_engine(start_stub(fault=lambda n: "503"), outage_patience_s=0.5, consumer_batch_size=4)
+    engine = start_engine(start_stub(fault=lambda n: "503"), faults={"outage_patience_s": 0.5}, consumer_batch_size=4)
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"no inference server is healthy since 0.5 s: .*HTTP 503"):
         engine.prepare_batch([{}] * 4, OneTurn)
