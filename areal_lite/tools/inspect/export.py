@@ -20,10 +20,11 @@ import orjson
 
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.tools.inspect.conversation_text import ConversationReader, Message
-from areal_lite.tools.inspect.dumps import Dumps, Row
+from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import printable
 from areal_lite.tools.inspect.filters import Both, Expr, Not, parse
 from areal_lite.tools.inspect.last_answer import last_answer, run_tokenizer
+from areal_lite.tools.inspect.run_dumps import Row
 
 Form = Literal["sft", "dpo", "openai", "parquet"]
 _PARQUET_ROWS = 1000

@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import re
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -161,8 +160,6 @@ class _Parser:
             raise _error(text, f"more than {_TOKENS} terms and parentheses")
 
     def either(self, depth: int) -> Expr:
-        if depth > _DEPTH:
-            raise self.error(f"more than {_DEPTH} parentheses or 'not' inside each other")
         parts = [self.both(depth)]
         while self.take("or"):
             parts.append(self.both(depth))
@@ -274,8 +271,7 @@ def needs_text(expr: Expr) -> bool:
 def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
     """Return an SQL condition, where NULL counts as false, and its parameters.
 
-    It calls the functions ``matches``, ``any_is``, ``any_matches``, ``text_matches`` and ``run_name``, which
-    :mod:`.dump_index` defines.
+    It calls the functions ``matches``, ``text_matches`` and ``run_name``, which :mod:`.dump_index` defines.
     """
     if isinstance(expr, Not):
         condition, values = to_sql(expr.part)
@@ -285,7 +281,7 @@ def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
             return to_sql(Not(Term(expr.key, expr.op[1:], expr.value)))
         if expr.value is None:
             return f"+{_column(expr.key)} IS NULL", []
-        return _SQL[expr.key.kind](expr.key, expr.op, expr.value)
+        return _term_sql(expr.key, expr.op, expr.value)
     if not expr.parts:
         return "1", []
     # CASE is the only form whose order SQLite keeps: what reads the dumps comes last.
@@ -306,13 +302,6 @@ def _column(key: Key) -> str:
     return {Kind.RUN: "run_name()", Kind.FILE: "e.file"}.get(key.kind, f'e."{key.name}"')
 
 
-_Sql = Callable[[Key, str, "float | str"], tuple[str, "list[float | str]"]]
-
-
-def _number_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    return f"+{_column(key)} {op} ?", [value]
-
-
 def _match_sql(column: str, op: str, value: str) -> tuple[str, list[float | str]]:
     """Compare a text column; a regular expression without special characters needs no call into Python."""
     if op == "=":
@@ -325,48 +314,28 @@ def is_literal(pattern: str) -> bool:
     return not set(pattern) & set(".^$*+?{}[]\\|()")
 
 
-def _id_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    """Return the condition of ``=``, ``~`` or a comparison of numbers."""
     column, text = _column(key), str(value)
-    if op == "=" and re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII):
-        return f"(+{column} = ? OR +{column} = ?)", [text, int(text)]
-    return _match_sql(f"CAST({column} AS TEXT)", op, text)
-
-
-def _name_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    column, text = _column(key), str(value)
-    condition, values = _match_sql("text", op, text)
-    texts = f"SELECT id FROM texts WHERE field = '{key.name}' AND"
-    if op == "=":
-        return f"+{column} = ({texts} hash = {text_hash(text)} AND {condition})", values
-    return f"+{column} IN ({texts} {condition})", values
-
-
-def _names_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    function = "any_is" if op == "=" else "any_matches"
-    condition = f"field = '{key.name}' AND {function}(text, ?)"
-    return f"+{_column(key)} IN (SELECT id FROM texts WHERE {condition})", [value]
-
-
-def _file_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    condition, values = _match_sql("folders.path || '/' || files.name", op, str(value))
-    files = "SELECT files.id FROM files JOIN folders ON folders.id = files.folder WHERE"
-    return f"+e.file IN ({files} {condition})", values
-
-
-def _run_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    return _match_sql("run_name()", op, str(value))
-
-
-def _text_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    return "text_matches(e.file, e.offset, e.length, ?)", [value]
-
-
-_SQL: dict[Kind, _Sql] = {
-    Kind.NUMBER: _number_sql,
-    Kind.ID: _id_sql,
-    Kind.NAME: _name_sql,
-    Kind.NAMES: _names_sql,
-    Kind.FILE: _file_sql,
-    Kind.RUN: _run_sql,
-    Kind.TEXT: _text_sql,
-}
+    match key.kind:
+        case Kind.NUMBER:
+            return f"+{column} {op} ?", [value]
+        case Kind.TEXT:
+            return "text_matches(e.file, e.offset, e.length, ?)", [text]
+        case Kind.RUN:
+            return _match_sql(column, op, text)
+        case Kind.ID:
+            if op == "=" and re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII):
+                return f"(+{column} = ? OR +{column} = ?)", [text, int(text)]
+            return _match_sql(f"CAST({column} AS TEXT)", op, text)
+        case Kind.FILE:
+            found = "SELECT id FROM files WHERE"
+            condition, values = _match_sql("path", op, text)
+        case Kind.NAMES:
+            found = f"SELECT texts.id FROM texts, json_each(text) AS each WHERE field = '{key.name}' AND"
+            condition, values = _match_sql("each.value", op, text)
+        case Kind.NAME:
+            of_hash = f"hash = {text_hash(text)} AND " if op == "=" else ""
+            found = f"SELECT id FROM texts WHERE field = '{key.name}' AND {of_hash}"
+            condition, values = _match_sql("text", op, text)
+    return f"+{column} IN ({found} {condition})", values

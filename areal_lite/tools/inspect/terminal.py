@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lite.errors import ConfigError
-from areal_lite.tools.inspect.dumps import Dumps, Row
+from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import episode_text, json_line, printable
+from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import (
     Difference,
     Token,

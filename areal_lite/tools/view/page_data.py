@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
-from areal_lite.tools.inspect.dumps import Dumps, Row
+from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS
 from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel
+from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import decoder
 from areal_lite.tools.inspect.training_facts import with_facts
 
@@ -126,7 +127,7 @@ class Answers:
         return {
             "facts": {**facts, "processes": processes, **_texts(facts, "task_id", "group_id")},
             **{"turns": turns, "sequences": sequences, "quantities": _quantities(turns.values())},
-            "file": str(self.dumps.path_of(chosen)),
+            "file": str(root / chosen["id"].rpartition(":")[0] if root.is_dir() else root),
         }
 
     def texts(self, run: str, id: str) -> Json:
