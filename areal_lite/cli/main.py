@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from areal_lite.config.run_config import ExperimentConfig, RunConfig
     from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
     from areal_lite.runs.monitoring.run_metrics import OnStep
-    from areal_lite.tools.inspect.export import Form
+    from areal_lite.tools.export.export import Form
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +131,11 @@ def _rescore(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from areal_lite.tools.inspect.export import export
+    from areal_lite.tools.export.export import Options, export
 
     form, file = next((form, file) for form in _EXPORTS if (file := getattr(options, form)) is not None)
-    filter, choose = " ".join(options.filter), options.choose
-    cut_off, tokenizer = options.keep_cut_off, options.tokenizer
-    export(options.path, form, file, filter=filter, choose=choose, keep_cut_off=cut_off, tokenizer=tokenizer)
+    chosen = {name: getattr(options, name) for name in ("choose", "keep_cut_off", "tokenizer")}
+    export(options.path, file, Options(form=form, filter=" ".join(options.filter), **chosen))
 
 
 def _verify(options: argparse.Namespace) -> int:

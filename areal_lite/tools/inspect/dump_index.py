@@ -66,7 +66,7 @@ class DumpIndex:
     def __init__(self, root: Path, name: str, on_progress: Callable[[int], object] = lambda lines: None) -> None:
         self.root, self.name = root, name
         self.notes: list[str] = []
-        """What a reader should know about the index itself."""
+        """Sentences about the index itself, for users."""
         self._is_run = is_run(root)
         self._on_progress = on_progress
         self._idle: list[tuple[sqlite3.Connection, _TextReader]] = []
@@ -81,10 +81,13 @@ class DumpIndex:
         """Return the index's path, made if it does not exist; in the cache or a temporary folder if it must be."""
         key = hashlib.sha256(str(self.root.resolve()).encode(errors="surrogateescape")).hexdigest()[:20]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-lite"
-        places = [cache / f"{key}.sqlite", Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}" / f"{key}.sqlite"]
+        candidates = [
+            cache / f"{key}.sqlite",
+            Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}" / f"{key}.sqlite",
+        ]
         if self._is_run:
-            places.insert(0, self.root / INDEX_NAME)
-        for path in places:
+            candidates.insert(0, self.root / INDEX_NAME)
+        for path in candidates:
             try:
                 self._create_at(path)
                 return path
@@ -212,7 +215,7 @@ def _create_tables(connection: sqlite3.Connection) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether ``folder`` is a run's: it has dumps, or the lock of a run that has none yet."""
+    """Return True if ``folder`` is a run's: it has dumps, or the lock of a run that has none yet."""
     return any((folder / scope).is_dir() for scope in SCOPES) or (folder / ".lock").is_file()
 
 
@@ -225,7 +228,7 @@ class _TextReader:
         self._file: BinaryIO | None = None
 
     def matches(self, file: int, offset: int, length: int, pattern: str) -> bool:
-        """Return whether a turn's text has ``pattern``; a line that cannot be read does not."""
+        """Search a turn's text; False for a line that cannot be read."""
         try:
             line = self._line(file, offset, length)
             # orjson writes text as it is; other writers may escape it.

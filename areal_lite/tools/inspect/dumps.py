@@ -52,7 +52,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
     def __init__(self, paths: Sequence[Path], on_progress: Callable[[int], object]) -> None:
         self._paths, self._on_progress = paths, on_progress
         self._runs: dict[tuple[Path, str, bool], RunDumps] = {}
-        """By folder or file, part that the user named, and whether it is a run's folder."""
+        """Keyed by folder or file, the named part of it, and True for a run's folder."""
 
     @classmethod
     def open(
@@ -65,7 +65,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
 
         Args:
             paths: Folders of runs, folders above runs, folders of dumps below a run or anywhere, or files.
-            may_be_empty: Whether dumps may come later, from a run that has just begun.
+            may_be_empty: Accept a run that has just begun and has no dumps yet.
             on_progress: Called with the number of lines that were read, every some thousand lines of an update.
 
         Raises:

@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a filter can ask for."""
+    """A key of the filter language."""
 
     name: str
     kind: Kind
@@ -132,7 +132,7 @@ def parse(text: str) -> Expr:
     """Return the filter ``text``; one without terms matches everything.
 
     Raises:
-        ConfigError: With the place, the rule and the fix.
+        ConfigError: With the position, the rule and the fix.
     """
     parser = _Parser(text)
     expr = parser.either(0)
@@ -147,14 +147,14 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
         self.tokens: list[tuple[str, re.Match[str] | None]] = []
-        place = 0
-        while text[place:].strip():
-            match = _TOKEN.match(text, place)
+        begin = 0
+        while text[begin:].strip():
+            match = _TOKEN.match(text, begin)
             if match is None:
-                raise self._unreadable(place)
+                raise self._unreadable(begin)
             kind = match["paren"] or match["word"] or "term"
             self.tokens.append((kind, match))
-            place = match.end()
+            begin = match.end()
         self.tokens.append(("end", None))
         if len(self.tokens) > _TOKENS:
             raise _error(text, f"more than {_TOKENS} terms and parentheses")
@@ -200,11 +200,11 @@ class _Parser:
 
     def error(self, rule: str) -> ConfigError:
         match = self.tokens[self.at][1]
-        place = len(self.text) if match is None else match.end()
-        return _error(self.text[:place], f"{rule}. {_EXAMPLE}")
+        begin = len(self.text) if match is None else match.end()
+        return _error(self.text[:begin], f"{rule}. {_EXAMPLE}")
 
-    def _unreadable(self, place: int) -> ConfigError:
-        rest = self.text[place:].strip()
+    def _unreadable(self, begin: int) -> ConfigError:
+        rest = self.text[begin:].strip()
         if name := re.match(r"[\w.]+", rest):
             rule = (
                 f"{name[0]!r} needs an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
@@ -262,7 +262,7 @@ def text_hash(text: str) -> int:
 
 
 def needs_text(expr: Expr) -> bool:
-    """Return whether ``expr`` has to read the dumps."""
+    """Return True if ``expr`` must read the dumps."""
     if isinstance(expr, Term):
         return expr.key.kind is Kind.TEXT
     return any(map(needs_text, (expr.part,) if isinstance(expr, Not) else expr.parts))
@@ -310,7 +310,7 @@ def _match_sql(column: str, op: str, value: str) -> tuple[str, list[float | str]
 
 
 def is_literal(pattern: str) -> bool:
-    """Return whether a regular expression finds exactly its own text."""
+    """Return True if a regular expression matches only its own text."""
     return not set(pattern) & set(".^$*+?{}[]\\|()")
 
 
