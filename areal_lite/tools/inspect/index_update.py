@@ -63,6 +63,7 @@ class IndexUpdate:
         self._connection, self._root, self._is_run = connection, root, is_run
         self._note, self._on_progress = note, on_progress
         self._texts: dict[tuple[str, str], int] = {}
+        self._is_file = not root.is_dir()
         self._uncommitted = 0
         self.lines = 0
         """Lines that this update has read."""
@@ -98,7 +99,7 @@ class IndexUpdate:
     # -- folders
 
     def _find_new(self, *, is_first: bool) -> None:
-        if not self._root.is_dir():
+        if self._is_file:
             if is_first:
                 self._read_file(self._root.name)
             return
@@ -171,7 +172,7 @@ class IndexUpdate:
         select = "SELECT id, size, mtime, inode, indexed, lines, guard FROM files WHERE path = ?"
         found = self._connection.execute(select, (path,)).fetchone()
         id, size, mtime, inode, indexed, lines, guard = found or _NEW
-        full = self._root / path if self._root.is_dir() else self._root
+        full = self._root if self._is_file else self._root / path
         try:
             status = os.stat(full)  # noqa: PTH116 -- Path.stat costs twice as much
             if (status.st_size, status.st_mtime_ns) == (size, mtime):
@@ -179,7 +180,8 @@ class IndexUpdate:
             with full.open("rb") as file:
                 grown = indexed > 0 and size < status.st_size and inode == status.st_ino
                 if not grown or zlib.crc32(_before(file, indexed)) != guard:
-                    self._forget_file(path)
+                    if id is not None:
+                        self._forget_file(path)
                     id, indexed, lines = None, 0, 0
                 chunk = _Chunk(file, indexed, lines, *_scope_and_version(_folder(path)), is_loose=not self._is_run)
         except FileNotFoundError:
@@ -206,7 +208,8 @@ class IndexUpdate:
         return id
 
     def _add(self, file: int, begin: int, rows: list[tuple[Any, ...]], problems: list[Problem]) -> None:
-        self._connection.execute("DELETE FROM problems WHERE file = ? AND offset >= ?", (file, begin))
+        if begin or problems:
+            self._connection.execute("DELETE FROM problems WHERE file = ? AND offset >= ?", (file, begin))
         complete = []
         for row in rows:
             values = list(row)
