@@ -40,7 +40,7 @@ COMMANDS = {
     "rescore": Command(
         f"{_TOOLS}.inspect.commands.rescore", "compare the rewards of dumped episodes with a new function's"
     ),
-    "export": Command(f"{_TOOLS}.inspect.commands.export", "write dumped episodes as rows to train on, or as Parquet"),
+    "export": Command(f"{_TOOLS}.export.command", "write dumped episodes as rows to train on, or as Parquet"),
     "verify": Command(f"{_TOOLS}.verify.command", "prove from a run's folder that it trained what it says"),
     "replay": Command(f"{_TOOLS}.replay.replay_command", "train again from the dumps of a run, without servers"),
     "continue": Command(f"{_TOOLS}.replay.continue_command", "run a dumped episode again from one of its turns"),

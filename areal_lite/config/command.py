@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pydoc
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -46,7 +47,7 @@ class _ConfigHelp(argparse.Action):
             hint = f"{parser.prog} --help SECTION shows the keys of a section:"
             _page(f"{parser.format_help()}\n{hint}\n\n{section_list(root)}")
         else:
-            _page(help_text(root, values))
+            _page(help_text(root, values, min(120, shutil.get_terminal_size((120, 50)).columns)))
         parser.exit()
 
 

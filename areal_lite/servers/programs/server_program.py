@@ -227,13 +227,6 @@ def server_ports(config: ServerConfig) -> list[int]:
     return free_ports(config.host, config.replicas)
 
 
-def check_embedded(config: ServerConfig) -> None:
-    """Check that nothing is set that the embedded server does not have."""
-    for name in ("args", "python"):
-        if getattr(config, name):
-            raise ConfigError(f"server.{name} is for sglang and vllm, and server.backend is embedded: remove it")
-
-
 def _flags(backend: Backend, config: ServerConfig, model: ServedModel, port: int) -> dict[str, Any]:
     shared = {"host": config.host, "port": port, "dtype": config.dtype}
     if backend == "sglang":

@@ -29,7 +29,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """What a check found."""
+    """The finding of a check."""
 
     level: Level
     text: str

@@ -30,11 +30,11 @@ class Project:
     name: str
     template: str
     model: str | None
-    """Its ``model_path``; None if there is a placeholder in its place."""
+    """Its ``model_path``; None for the template's placeholder."""
 
     @property
     def next_steps(self) -> str:
-        """What to do with it, for the terminal."""
+        """The next commands, for the terminal."""
         command = "sft" if self.template == "sft" else "train"
         model = f" for the model {self.model}" if self.model else f"; set model_path in {self.name}/config.yaml"
         return (

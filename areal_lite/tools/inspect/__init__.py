@@ -1,1 +1,1 @@
-"""Dumped episodes found, shown, exported, plotted and scored again. Read dumps, then dump_index and filters."""
+"""Find, show, plot and rescore dumped episodes. Read dumps and run_dumps, then filters, dump_index and index_update."""

@@ -47,11 +47,11 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
     trained, calls = 0, 0
     stops: dict[str, None] = {}
     agents: dict[str, None] = {}
-    for place, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         try:
             trained += _check_turn(turn)
         except ShapeError as error:
-            raise ShapeError(f"turn {place}: {error}") from None
+            raise ShapeError(f"turn {index}: {error}") from None
         calls += turn.get("role") == "assistant"
         for values, name in ((stops, "stop_reason"), (agents, "agent")):
             if (value := turn.get(name)) is not None:
@@ -163,7 +163,7 @@ def _type(value: Any) -> str:
 
 
 def text_found(record: Mapping[str, Any], pattern: re.Pattern[str]) -> bool:
-    """Return whether the text of a turn has ``pattern``."""
+    """Return True if the text of any turn matches ``pattern``."""
     return any(turn["text"] is not None and pattern.search(turn["text"]) for turn in record["turns"] if "text" in turn)
 
 

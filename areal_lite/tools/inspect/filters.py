@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import re
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -40,7 +39,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a filter can ask for."""
+    """A key of the filter language."""
 
     name: str
     kind: Kind
@@ -133,7 +132,7 @@ def parse(text: str) -> Expr:
     """Return the filter ``text``; one without terms matches everything.
 
     Raises:
-        ConfigError: With the place, the rule and the fix.
+        ConfigError: With the position, the rule and the fix.
     """
     parser = _Parser(text)
     expr = parser.either(0)
@@ -148,21 +147,19 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
         self.tokens: list[tuple[str, re.Match[str] | None]] = []
-        place = 0
-        while text[place:].strip():
-            match = _TOKEN.match(text, place)
+        begin = 0
+        while text[begin:].strip():
+            match = _TOKEN.match(text, begin)
             if match is None:
-                raise self._unreadable(place)
+                raise self._unreadable(begin)
             kind = match["paren"] or match["word"] or "term"
             self.tokens.append((kind, match))
-            place = match.end()
+            begin = match.end()
         self.tokens.append(("end", None))
         if len(self.tokens) > _TOKENS:
             raise _error(text, f"more than {_TOKENS} terms and parentheses")
 
     def either(self, depth: int) -> Expr:
-        if depth > _DEPTH:
-            raise self.error(f"more than {_DEPTH} parentheses or 'not' inside each other")
         parts = [self.both(depth)]
         while self.take("or"):
             parts.append(self.both(depth))
@@ -203,11 +200,11 @@ class _Parser:
 
     def error(self, rule: str) -> ConfigError:
         match = self.tokens[self.at][1]
-        place = len(self.text) if match is None else match.end()
-        return _error(self.text[:place], f"{rule}. {_EXAMPLE}")
+        begin = len(self.text) if match is None else match.end()
+        return _error(self.text[:begin], f"{rule}. {_EXAMPLE}")
 
-    def _unreadable(self, place: int) -> ConfigError:
-        rest = self.text[place:].strip()
+    def _unreadable(self, begin: int) -> ConfigError:
+        rest = self.text[begin:].strip()
         if name := re.match(r"[\w.]+", rest):
             rule = (
                 f"{name[0]!r} needs an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
@@ -265,7 +262,7 @@ def text_hash(text: str) -> int:
 
 
 def needs_text(expr: Expr) -> bool:
-    """Return whether ``expr`` has to read the dumps."""
+    """Return True if ``expr`` must read the dumps."""
     if isinstance(expr, Term):
         return expr.key.kind is Kind.TEXT
     return any(map(needs_text, (expr.part,) if isinstance(expr, Not) else expr.parts))
@@ -274,8 +271,7 @@ def needs_text(expr: Expr) -> bool:
 def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
     """Return an SQL condition, where NULL counts as false, and its parameters.
 
-    It calls the functions ``matches``, ``any_is``, ``any_matches``, ``text_matches`` and ``run_name``, which
-    :mod:`.dump_index` defines.
+    It calls the functions ``matches``, ``text_matches`` and ``run_name``, which :mod:`.dump_index` defines.
     """
     if isinstance(expr, Not):
         condition, values = to_sql(expr.part)
@@ -285,7 +281,7 @@ def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
             return to_sql(Not(Term(expr.key, expr.op[1:], expr.value)))
         if expr.value is None:
             return f"+{_column(expr.key)} IS NULL", []
-        return _SQL[expr.key.kind](expr.key, expr.op, expr.value)
+        return _term_sql(expr.key, expr.op, expr.value)
     if not expr.parts:
         return "1", []
     # CASE is the only form whose order SQLite keeps: what reads the dumps comes last.
@@ -306,13 +302,6 @@ def _column(key: Key) -> str:
     return {Kind.RUN: "run_name()", Kind.FILE: "e.file"}.get(key.kind, f'e."{key.name}"')
 
 
-_Sql = Callable[[Key, str, "float | str"], tuple[str, "list[float | str]"]]
-
-
-def _number_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    return f"+{_column(key)} {op} ?", [value]
-
-
 def _match_sql(column: str, op: str, value: str) -> tuple[str, list[float | str]]:
     """Compare a text column; a regular expression without special characters needs no call into Python."""
     if op == "=":
@@ -321,52 +310,32 @@ def _match_sql(column: str, op: str, value: str) -> tuple[str, list[float | str]
 
 
 def is_literal(pattern: str) -> bool:
-    """Return whether a regular expression finds exactly its own text."""
+    """Return True if a regular expression matches only its own text."""
     return not set(pattern) & set(".^$*+?{}[]\\|()")
 
 
-def _id_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    """Return the condition of ``=``, ``~`` or a comparison of numbers."""
     column, text = _column(key), str(value)
-    if op == "=" and re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII):
-        return f"(+{column} = ? OR +{column} = ?)", [text, int(text)]
-    return _match_sql(f"CAST({column} AS TEXT)", op, text)
-
-
-def _name_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    column, text = _column(key), str(value)
-    condition, values = _match_sql("text", op, text)
-    texts = f"SELECT id FROM texts WHERE field = '{key.name}' AND"
-    if op == "=":
-        return f"+{column} = ({texts} hash = {text_hash(text)} AND {condition})", values
-    return f"+{column} IN ({texts} {condition})", values
-
-
-def _names_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    function = "any_is" if op == "=" else "any_matches"
-    condition = f"field = '{key.name}' AND {function}(text, ?)"
-    return f"+{_column(key)} IN (SELECT id FROM texts WHERE {condition})", [value]
-
-
-def _file_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    condition, values = _match_sql("folders.path || '/' || files.name", op, str(value))
-    files = "SELECT files.id FROM files JOIN folders ON folders.id = files.folder WHERE"
-    return f"+e.file IN ({files} {condition})", values
-
-
-def _run_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    return _match_sql("run_name()", op, str(value))
-
-
-def _text_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    return "text_matches(e.file, e.offset, e.length, ?)", [value]
-
-
-_SQL: dict[Kind, _Sql] = {
-    Kind.NUMBER: _number_sql,
-    Kind.ID: _id_sql,
-    Kind.NAME: _name_sql,
-    Kind.NAMES: _names_sql,
-    Kind.FILE: _file_sql,
-    Kind.RUN: _run_sql,
-    Kind.TEXT: _text_sql,
-}
+    match key.kind:
+        case Kind.NUMBER:
+            return f"+{column} {op} ?", [value]
+        case Kind.TEXT:
+            return "text_matches(e.file, e.offset, e.length, ?)", [text]
+        case Kind.RUN:
+            return _match_sql(column, op, text)
+        case Kind.ID:
+            if op == "=" and re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII):
+                return f"(+{column} = ? OR +{column} = ?)", [text, int(text)]
+            return _match_sql(f"CAST({column} AS TEXT)", op, text)
+        case Kind.FILE:
+            found = "SELECT id FROM files WHERE"
+            condition, values = _match_sql("path", op, text)
+        case Kind.NAMES:
+            found = f"SELECT texts.id FROM texts, json_each(text) AS each WHERE field = '{key.name}' AND"
+            condition, values = _match_sql("each.value", op, text)
+        case Kind.NAME:
+            of_hash = f"hash = {text_hash(text)} AND " if op == "=" else ""
+            found = f"SELECT id FROM texts WHERE field = '{key.name}' AND {of_hash}"
+            condition, values = _match_sql("text", op, text)
+    return f"+{column} IN ({found} {condition})", values

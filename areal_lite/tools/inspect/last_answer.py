@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
@@ -29,13 +31,13 @@ class Answer:
     prompt_ids: list[int]
     completion_ids: list[int]
     cut_off: bool
-    """Whether it ended at a limit of tokens or was stopped."""
+    """True if it ended at a token limit or was aborted."""
 
 
 def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | None:
     """Return the last answer of a dumped line; None without an answer, or without its text."""
     turns = record["turns"]
-    last = max((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), default=None)
+    last = max((index for index, turn in enumerate(turns) if turn["role"] == "assistant"), default=None)
     if last is None or not turns[last]["ids"]:
         return None
     texts = [turn.get("text") for turn in turns[: last + 1]]
@@ -74,6 +76,8 @@ def run_tokenizer(run: Path, named: str | None = None) -> Any:
 
 
 def _tokenizer_folders(run: Path) -> Iterator[Path]:
-    if (config := run_config(run)) is not None:
-        yield Path(config.rollout.tokenizer_path or config.model_path)
+    # Read as YAML: a config that this version refuses still names its tokenizer.
+    with contextlib.suppress(OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):
+        config = yaml.safe_load((run / CONFIG).read_text())
+        yield Path((config.get("rollout") or {}).get("tokenizer_path") or config["model_path"])
     yield run / "model"

@@ -159,8 +159,8 @@ def _figure(count: int, names: Iterable[str]) -> Any:
     columns = min(2, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")
-    for place in range(count):
-        axes = figure.add_subplot(rows, columns, place + 1, xlabel="training step")
+    for index in range(count):
+        axes = figure.add_subplot(rows, columns, index + 1, xlabel="training step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     figure.suptitle(", ".join(names))

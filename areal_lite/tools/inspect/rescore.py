@@ -35,7 +35,7 @@ from areal_lite.tools.inspect.last_answer import CONFIG, Answer, last_answer, ru
 
 Record = Mapping[str, Any]
 ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")
-"""What a reward function gets by position; the columns of the row follow by name, without these."""
+"""Positional arguments of a reward function; the row's other columns are passed by name."""
 MAX_VALUES = 10
 """Most distinct rewards of a confusion table."""
 _AT_ONCE = 256
@@ -130,8 +130,8 @@ def _keep(result: Rescored, record: Record, new: float | Exception, *, json: boo
     else:
         result.pairs.append((old, new))
     if json:
-        place = {name: record.get(name) for name in ("run", "id", "task_id", "group_id", "member_idx", "status")}
-        print(json_line(place | {"old": old, "new": None if error else new, "error": error}))
+        origin = {name: record.get(name) for name in ("run", "id", "task_id", "group_id", "member_idx", "status")}
+        print(json_line(origin | {"old": old, "new": None if error else new, "error": error}))
 
 
 def _takes_row(function: Any) -> bool:

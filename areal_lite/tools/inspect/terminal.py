@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lite.errors import ConfigError
-from areal_lite.tools.inspect.dumps import Dumps, Row
+from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import episode_text, json_line, printable
+from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import (
     Difference,
     Token,
@@ -32,7 +33,6 @@ from areal_lite.tools.inspect.token_table import (
 )
 from areal_lite.tools.inspect.training_facts import with_facts
 
-LEVELS = ("runs", "versions", "groups", "episodes", "turns", "problems")
 _WIDTH = 200
 """Columns of output that is not a terminal."""
 _STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
@@ -43,7 +43,7 @@ _CONTEXT = 60
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command was asked for."""
+    """The command's options."""
 
     filter: str = ""
     by: str | None = None
@@ -302,10 +302,10 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, con
     if text is None:
         console.print("the texts are equal")
     else:
-        place, *texts = text
-        console.print(Text(f"character {place} is the first that differs:", "bold"))
+        index, *texts = text
+        console.print(Text(f"character {index} is the first that differs:", "bold"))
         for record, whole in zip((first, second), texts, strict=True):
-            before, after = repr(whole[max(0, place - _CONTEXT) : place]), repr(whole[place : place + _CONTEXT])
+            before, after = repr(whole[max(0, index - _CONTEXT) : index]), repr(whole[index : index + _CONTEXT])
             line = Text.assemble(printable(f"  {record['id']}: {before} "), (printable(after), "bold cyan"))
             console.print(line, soft_wrap=True)
     return 1

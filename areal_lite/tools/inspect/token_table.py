@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from areal_lite.errors import ConfigError
+from areal_lite.tools.inspect.last_answer import run_tokenizer
 
 Record = Mapping[str, Any]
 FACTS = (
@@ -26,9 +23,9 @@ class Token:
     """One token of a record; None where the dump does not say."""
 
     index: int
-    """Place in the sequence."""
+    """Index in the sequence."""
     turn: int
-    """Place of its turn in ``turns``."""
+    """Index of its turn in ``turns``."""
     role: str | None
     id: int | None
     text: str | None
@@ -43,35 +40,25 @@ class Token:
 def tokens(record: Record, decode: Callable[[int], str] | None = None) -> Iterator[Token]:
     """Yield the tokens of a record; ``decode`` gives the text of an id."""
     index = 0
-    for place, turn in enumerate(record["turns"]):
+    for turn_index, turn in enumerate(record["turns"]):
         columns = [turn.get(name) or () for name in ("ids", "loss_mask", "logprobs", "versions")]
         known = [name for name in FACTS if turn.get(name)]
         for id, mask, logprob, version, *values in zip_longest(*columns, *(turn[name] for name in known)):
             text = None if decode is None or id is None else decode(id)
             facts = dict(zip(known, values, strict=True))
-            yield Token(index, place, turn.get("role"), id, text, mask, logprob, version, facts)
+            yield Token(index, turn_index, turn.get("role"), id, text, mask, logprob, version, facts)
             index += 1
 
 
 def decoder(root: Path) -> Callable[[int], str] | None:
     """Return the function from an id to its text, by the tokenizer of the run in ``root``; None without one."""
-    candidates = [root / "model"]
-    with contextlib.suppress(OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):
-        config = yaml.safe_load((root / "config.yaml").read_text())
-        candidates.insert(0, Path(config["rollout"]["tokenizer_path"]))
-    for path in candidates:
-        if (path / "tokenizer_config.json").is_file():  # never a download
-            from areal_lite.data.chat.tokenizer import load_tokenizer
-
-            with contextlib.suppress(ConfigError):
-                tokenizer = load_tokenizer(str(path))
-                return lambda id: str(tokenizer.decode([id], skip_special_tokens=False))
-    return None
+    tokenizer = run_tokenizer(root)
+    return None if tokenizer is None else lambda id: str(tokenizer.decode([id], skip_special_tokens=False))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two sequences begin to differ; None where one has ended."""
+    """The first difference of two sequences; a side is None if its sequence has ended."""
 
     index: int
     first: Token | None
@@ -79,7 +66,7 @@ class Difference:
 
 
 def first_token_difference(first: Record, second: Record) -> Difference | None:
-    """Return the first place with different token ids; None if all ids are equal."""
+    """Return the first index with different token ids; None if all ids are equal."""
     pairs = zip_longest(tokens(first), tokens(second))
     for index, (a, b) in enumerate(pairs):
         if a is None or b is None or a.id != b.id:
@@ -88,7 +75,7 @@ def first_token_difference(first: Record, second: Record) -> Difference | None:
 
 
 def first_text_difference(first: Record, second: Record) -> tuple[int, str, str] | None:
-    """Return the first place where the texts of two records differ, and both texts; None if they are equal."""
+    """Return the first index where the texts of two records differ, and both texts; None if they are equal."""
     a, b = (whole_text(record) for record in (first, second))
     if a == b:
         return None

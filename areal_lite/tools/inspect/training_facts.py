@@ -31,13 +31,13 @@ def with_facts(root: Path, record: dict[str, Any]) -> dict[str, Any]:
     if (found := _find(root, record)) is None:
         return record
     step, row = found
-    places = {index: place for place, index in enumerate(row["token_idx"])}
+    positions = {index: position for position, index in enumerate(row["token_idx"])}
     lists = {name: values for name, values in row.items() if isinstance(values, list) and name not in _NOT_SHOWN}
     turns, start = [], 0
     for turn in record["turns"]:
         end = start + len(turn.get("ids") or ())
         if turn.get("role") == "assistant":
-            at = [places.get(index) for index in range(start, end)]
+            at = [positions.get(index) for index in range(start, end)]
             own = {name: [None if each is None else values[each] for each in at] for name, values in lists.items()}
             turn = {**turn, **own}
         turns.append(turn)
@@ -53,26 +53,26 @@ def _find(root: Path, record: Record) -> tuple[int, dict[str, Any]] | None:
     for step, path in fact_files(root).items():
         if tail is None or tail < step <= tail + _SEARCHED:
             with contextlib.suppress(OSError, ValueError):  # pyarrow's errors are among them
-                if (place := _places(path, path.stat().st_mtime_ns).get(key)) is not None:
-                    return step, _row(path, place)
+                if (index := _row_indices(path, path.stat().st_mtime_ns).get(key)) is not None:
+                    return step, _row(path, index)
     return None
 
 
 @lru_cache(maxsize=4 * _SEARCHED)
-def _places(path: Path, state: int) -> dict[tuple[str, int | None], int]:
-    """Return the row of each dumped line; ``state`` tells versions of the file apart."""
+def _row_indices(path: Path, state: int) -> dict[tuple[str, int | None], int]:
+    """Return the row index of each dumped line; ``state`` tells versions of the file apart."""
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     keys = parquet.read_table(path, columns=["task_id", "sample_idx"]).to_pydict()
     return {key: row for row, key in enumerate(zip(keys["task_id"], keys["sample_idx"], strict=True))}
 
 
-def _row(path: Path, place: int) -> dict[str, Any]:
+def _row(path: Path, index: int) -> dict[str, Any]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
         group = 0
-        while place >= (size := file.metadata.row_group(group).num_rows):
-            place, group = place - size, group + 1
-        row: dict[str, Any] = file.read_row_group(group).slice(place, 1).to_pylist()[0]
+        while index >= (size := file.metadata.row_group(group).num_rows):
+            index, group = index - size, group + 1
+        row: dict[str, Any] = file.read_row_group(group).slice(index, 1).to_pylist()[0]
         return row

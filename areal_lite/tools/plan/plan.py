@@ -52,7 +52,7 @@ class Plan:
     memory_bytes: dict[str, float]
     """Peaks: ``trainer`` is this process, ``servers`` are its child processes together, ``gpus`` are all GPUs."""
     disk_bytes: dict[str, float]
-    """What the run leaves in its folder, in all and by kind."""
+    """Bytes in the run's folder at its end, in all and by kind."""
     staleness: dict[str, float]
     """Mean in policy versions; shares of the sampled tokens that grew too old, and of the groups drawn again."""
     unknown: list[str]

@@ -40,7 +40,7 @@ _GROUP_ENDS = ("accepted", "rejected", "failed", "cancelled")
 
 @dataclass(kw_only=True)
 class Measurements:
-    """What a run took. Lists by step hold totals since the start of the run."""
+    """Measurements of a run. Lists by step hold totals since the start of the run."""
 
     warm_up_steps: int = 0
     """First steps, which cost more."""
@@ -55,7 +55,7 @@ class Measurements:
     step_s: list[float] = field(default_factory=list)
     """Seconds of each step, without evaluations and checkpoints."""
     totals: list[dict[str, float]] = field(default_factory=list)
-    """Of each step: tokens, groups, and bytes of the files that grow."""
+    """Tokens, groups and bytes of growing files, per step."""
     staleness: list[float] = field(default_factory=list)
     """Mean staleness of each batch, in policy versions."""
     evaluation_s: list[float] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Measurements:
 
     @property
     def is_enough(self) -> bool:
-        """Whether the run may end."""
+        """True when the run may end."""
         steady = self.step_s[self.warm_up_steps :]
         if self.max_steps is None:
             return False

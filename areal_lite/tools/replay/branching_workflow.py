@@ -47,12 +47,12 @@ class DumpedCall:
 
     def turn_at(self, token: int) -> int:
         """Return the turn that holds a token of the prompt; the last one before the answer beyond it."""
-        return [place for place, start in zip(self.path[:-1], self.starts, strict=False) if start <= token][-1]
+        return [turn for turn, start in zip(self.path[:-1], self.starts, strict=False) if start <= token][-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Where an episode is continued."""
+    """The point at which an episode is continued."""
 
     turn: int
     kept: list[DumpedCall]
@@ -60,7 +60,7 @@ class Fork:
     first: DumpedCall
     """The first call that is sampled anew."""
     later: list[DumpedCall]
-    """The others."""
+    """Calls after it."""
     num_fixed: int
     """Tokens of the first call's prompt that come before the turn."""
 
@@ -80,27 +80,27 @@ class Fork:
             raise ConfigError("the dump has schema 1, which does not number turns: only schema 2 can be continued")
         if turn not in turns:
             raise ConfigError(f"--turn {turn}: the episode has the turns {', '.join(map(str, sorted(turns)))}")
-        calls = [_call(place, turns) for place, each in sorted(turns.items()) if each["role"] == "assistant"]
+        calls = [_call(index, turns) for index, each in sorted(turns.items()) if each["role"] == "assistant"]
         if all(call.turn.get("started") is not None for call in calls):
             calls.sort(key=lambda call: call.turn["started"])
-        place = next((number for number, call in enumerate(calls) if turn in call.path), None)
-        if place is None:
+        first_new = next((number for number, call in enumerate(calls) if turn in call.path), None)
+        if first_new is None:
             raise ConfigError(
                 f"--turn {turn}: no model call follows it, so nothing would be sampled: name an earlier turn"
             )
-        first = calls[place]
-        return cls(turn, calls[:place], first, calls[place + 1 :], first.starts[first.path.index(turn)])
+        first = calls[first_new]
+        return cls(turn, calls[:first_new], first, calls[first_new + 1 :], first.starts[first.path.index(turn)])
 
 
-def _call(place: int, turns: Mapping[int, Mapping[str, Any]]) -> DumpedCall:
-    path = [place]
+def _call(index: int, turns: Mapping[int, Mapping[str, Any]]) -> DumpedCall:
+    path = [index]
     while (parent := turns[path[0]]["parent_idx"]) is not None:
         path.insert(0, parent)
     return DumpedCall(
         path=tuple(path),
         starts=tuple(turns[each]["start"] for each in path),
         prompt=tuple(token for each in path[:-1] for token in turns[each]["ids"]),
-        turn=turns[place],
+        turn=turns[index],
     )
 
 
@@ -124,7 +124,7 @@ class Continuation(RolloutWorkflow):
                 "--say out"
             )
         self.difference: str | None = None
-        """What the workflow did not repeat; None if it repeated everything."""
+        """First difference between the rerun and the dump; None without one."""
         self.fork = fork
         self.say = say
         self._workflow = workflow
@@ -173,7 +173,7 @@ class _Rerun:
         self.pending = list(continuation.fork.kept)
         """Kept calls that were not made yet."""
         self.sampled = False
-        """Whether there is a new answer; everything after it may differ."""
+        """True once there is a new answer; everything after it may differ."""
         self._continuation = continuation
         self._engine = engine
 
@@ -227,13 +227,13 @@ class _SayingRenderer(ChatRenderer):
         rerun = _rerun.get()
         if rerun is None or rerun.pending or rerun.sampled:
             return messages
-        place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-        if place is None:
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if last is None:
             raise ConfigError(
                 "--say replaces the last user message, and none comes between the last kept answer and --turn: leave "
                 "--say out, or name a turn after a user message"
             )
-        return [*messages[:place], {**messages[place], "content": self._say}, *messages[place + 1 :]]
+        return [*messages[:last], {**messages[last], "content": self._say}, *messages[last + 1 :]]
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:

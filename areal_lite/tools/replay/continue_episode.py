@@ -44,7 +44,7 @@ _BESIDE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command was asked for."""
+    """The command's options."""
 
     path: Path
     task: str
@@ -167,7 +167,7 @@ def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, c
         max(each, key=lambda line: shared_length(_ids(line["turns"]), fork.first.prompt))
         for _, each in itertools.groupby(lines, lambda line: line["member_idx"])
     ]
-    shown = [next(line for line in original if fork.first.path[-1] in _places(line)), *branches[:_BESIDE]]
+    shown = [next(line for line in original if fork.first.path[-1] in _turn_indices(line)), *branches[:_BESIDE]]
     turns = zip(*(line["turns"] for line in shown), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda each: all(t["ids"] == each[0]["ids"] for t in each), turns))
     same = min(same, fork.first.path.index(fork.turn))
@@ -184,5 +184,5 @@ def _ids(turns: Sequence[Record]) -> list[int]:
     return [token for turn in turns for token in turn["ids"]]
 
 
-def _places(line: Record) -> list[int]:
+def _turn_indices(line: Record) -> list[int]:
     return [turn["turn_idx"] for turn in line["turns"]]

@@ -50,7 +50,7 @@ class Replay:
     config: RunConfig
     total_steps: int
     is_same: bool
-    """Whether it trains all steps of the run with the run's own config."""
+    """True if it trains all steps of the run with the run's own config."""
 
 
 def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
@@ -181,7 +181,7 @@ def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Eval
 
 
 def same_weights(run: Path, other: Path) -> bool | None:
-    """Return whether two runs saved the same model, to the bit; None if one of them saved none."""
+    """Compare the saved models of two runs bit for bit; None if one of them saved none."""
     saved = []
     for folder in (run, other):
         manifest = folder / "model" / "manifest.json"

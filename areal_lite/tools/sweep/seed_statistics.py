@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Verdict(StrEnum):
-    """What a comparison shows at its level."""
+    """Result of a comparison at its level."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -37,7 +37,7 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Return the mean of ``values`` with its interval; that of a single value is infinite."""
+    """Return the mean of ``values`` with its interval; for a single value it is infinite."""
     mean, count = float(np.mean(values)), len(values)
     if count < 2:
         return Interval(mean, -math.inf, math.inf)
@@ -48,7 +48,7 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 def compare_pairs(
     first: Sequence[float], second: Sequence[float], *, level: float = 0.95, lower_is_better: bool = False
 ) -> tuple[Verdict, Interval]:
-    """Return whether ``second`` is better than ``first``, and the interval of second - first over the pairs.
+    """Return the verdict on ``second`` against ``first``, and the interval of second - first over the pairs.
 
     The verdict is inconclusive if the interval holds 0.
     """

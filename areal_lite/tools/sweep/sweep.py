@@ -14,23 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.table import Column, Table
 
 from areal_lite.config.loader import dump_config, load_config
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.files.whole_files import write_whole
+from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.sweep.seed_statistics import Interval, Verdict, compare_pairs, mean_interval
 
 FINISHED = "finished.yaml"
 """The config that a run of a sweep finished with."""
 _DEFAULT_METRICS = ("eval/reward", "train/reward_mean", "eval/loss", "train/loss")
 _LOWER_IS_BETTER = ("loss", "_s", "seconds")
-
-
 _LAST_PART = re.compile(r"^[^=]*\.(?=[^.=]*=)")
-"""What an override has before the last part of its key."""
+"""Matches all of an override before the last part of its key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What the runs of a variant reached."""
+    """Scores of a variant's runs."""
 
     variant: Variant
     scores: list[float]
@@ -132,12 +130,12 @@ def results_of(
 
     Args:
         metric: A name of metrics.jsonl. None: the held-out reward, else the training reward, or the loss.
-        level: Of all intervals.
+        level: Confidence level of all intervals.
 
     Raises:
         ConfigError: If a run lacks the metric.
     """
-    records = [[list(_records(folder)) for folder in variant.run_dirs] for variant in variants]
+    records = [[list(read_records(folder / "metrics.jsonl")) for folder in variant.run_dirs] for variant in variants]
     if metric is None:
         every = [run for of_variant in records for run in of_variant]
         metric = next((m for m in _DEFAULT_METRICS if all(_values(run, m) for run in every)), _DEFAULT_METRICS[0])
@@ -167,10 +165,6 @@ def _is_finished(config: ExperimentConfig) -> bool:
             "the folder"
         )
     return True
-
-
-def _records(run_dir: Path) -> Iterator[dict[str, Any]]:
-    yield from map(orjson.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines())
 
 
 def _values(records: Sequence[Mapping[str, Any]], metric: str) -> list[float]:

@@ -32,7 +32,7 @@ class Report:
     findings: list[tuple[str, str]] = field(default_factory=list)
     """Name of the check, and what it found."""
     unproved: list[str] = field(default_factory=list)
-    """What the folder cannot prove."""
+    """Claims that the folder cannot prove."""
     lines: int = 0
     groups: int = 0
     steps: int = 0

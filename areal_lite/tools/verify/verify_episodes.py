@@ -15,14 +15,14 @@ GroupCheck = Callable[[DumpedGroup, Run], Iterator[str]]
 def columns_fit(record: Record) -> Iterator[str]:
     """Every column has an entry per token, and turns follow each other."""
     at, first_answer = 0, None
-    for place, turn in enumerate(record["turns"]):
+    for index, turn in enumerate(record["turns"]):
         length = len(turn["ids"])
         names = ("loss_mask", "logprobs", "versions") if turn["role"] == "assistant" else ("loss_mask",)
         for name in (*names, *(["rewards"] if "rewards" in turn else [])):
             if len(turn.get(name) or ()) != length:
-                yield f"turn {place} has {length} ids and {len(turn.get(name) or ())} {name}"
+                yield f"turn {index} has {length} ids and {len(turn.get(name) or ())} {name}"
         if turn["start"] != at:
-            yield f"turn {place} starts at {turn['start']}, but {at} tokens come before it"
+            yield f"turn {index} starts at {turn['start']}, but {at} tokens come before it"
         if turn["role"] == "assistant" and first_answer is None:
             first_answer = at
         at += length
@@ -37,27 +37,27 @@ def columns_fit(record: Record) -> Iterator[str]:
 
 def only_sampled_tokens_train(record: Record) -> Iterator[str]:
     """The mask is 1 only in answers, and a partly trained answer is masked where its tokens are too old."""
-    for place, turn in enumerate(record["turns"]):
+    for index, turn in enumerate(record["turns"]):
         mask, trained = turn["loss_mask"], sum(turn["loss_mask"])
         if trained and turn["role"] != "assistant":
-            yield f"turn {place} ({turn['role']}) trains {trained} tokens that the model did not sample"
+            yield f"turn {index} ({turn['role']}) trains {trained} tokens that the model did not sample"
         elif 0 < trained < len(mask):
             versions = turn.get("versions") or [-1] * len(mask)
             kept = [version for version, on in zip(versions, mask, strict=False) if on]
             masked = [version for version, on in zip(versions, mask, strict=False) if not on]
             if max(masked, default=-1) >= min(kept, default=-1):
-                yield f"turn {place} trains {trained} of {len(mask)} sampled tokens, and the others are not older"
+                yield f"turn {index} trains {trained} of {len(mask)} sampled tokens, and the others are not older"
     if record["turns"] and (record["turns"][0]["loss_mask"] or [0])[0]:
         yield "the first token trains, which nothing predicts"
 
 
 def logprobs_are_numbers(record: Record) -> Iterator[str]:
     """Recorded log-probs of trained tokens are finite and at most 0."""
-    for place, turn in enumerate(record["turns"]):
+    for index, turn in enumerate(record["turns"]):
         pairs = zip(turn.get("logprobs") or (), turn["loss_mask"], strict=False)
         recorded = (logprob for logprob, on in pairs if on and logprob is not None)
         if wrong := [logprob for logprob in recorded if not -math.inf < logprob <= 1e-3]:
-            yield f"turn {place} trains tokens with the log-probs {some(wrong)}"
+            yield f"turn {index} trains tokens with the log-probs {some(wrong)}"
 
 
 def versions_fit(record: Record) -> Iterator[str]:
@@ -147,9 +147,9 @@ _SHARED = ("role", "parent_idx", "start", "ids", "logprobs", "versions")
 
 def _path_faults(record: Record) -> Iterator[str]:
     parent = None
-    for place, turn in enumerate(record["turns"]):
+    for index, turn in enumerate(record["turns"]):
         if turn["parent_idx"] != parent:
-            yield f"line {record['sample_idx']}: turn {place} follows turn_idx {turn['parent_idx']}, not {parent}"
+            yield f"line {record['sample_idx']}: turn {index} follows turn_idx {turn['parent_idx']}, not {parent}"
         parent = turn["turn_idx"]
 
 

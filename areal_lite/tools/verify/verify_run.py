@@ -1,4 +1,4 @@
-"""What a run left on disk, as the checks of ``areal-lite verify`` read it."""
+"""A run's folder, as the checks of ``areal-lite verify`` read it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class DumpedGroup:
     trained: int
     """Trained tokens of accepted lines."""
     rewards: list[float]
-    """Of each accepted episode, the mean over its lines."""
+    """Mean reward over its lines, per accepted episode."""
     calls: list[str]
-    """What identifies the model calls of accepted lines."""
+    """Keys that identify the model calls of accepted lines."""
 
     @property
     def file(self) -> str:
@@ -101,7 +101,7 @@ class Run:
     """Lines of it that are not records."""
     groups: list[DumpedGroup] = field(default_factory=list)
     unproved: list[str] = field(default_factory=list)
-    """What the folder cannot prove, one line each."""
+    """Claims that the folder cannot prove, one line each."""
 
     @classmethod
     def open(cls, root: Path) -> Run:
@@ -142,7 +142,7 @@ class Run:
 
     @property
     def restarted(self) -> bool:
-        """Whether a process resumed the run: its count of accepted groups lacks those before."""
+        """True if a process resumed the run: its count of accepted groups lacks earlier ones."""
         size = self.rl.evaluation.group_size if self.rl is not None else 1
         least = 0.0
         for record in self.metrics:
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run made all its steps in one process, and its metrics have everything since its start."""
+        """True if the run made all its steps in one process, and its metrics begin at its start."""
         config = self.rl
         if config is None or not self.steps or self.restarted:
             return False
@@ -185,7 +185,7 @@ def began(record: Record) -> float:
 
 
 def differs(one: float | None, other: float | None, *, relative: float = 1e-4) -> bool:
-    """Return whether two figures differ by more than rounding."""
+    """Return True if two figures differ by more than rounding."""
     if one is None or other is None:
         return one is not other
     return not math.isclose(one, other, rel_tol=relative, abs_tol=1e-5)

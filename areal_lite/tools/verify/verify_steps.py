@@ -131,7 +131,7 @@ def steps_match_dumps(run: Run) -> Iterator[str]:
 
 
 def comparable(run: Run) -> bool:
-    """Return whether dumps and metrics describe the same sequences."""
+    """Return True if dumps and metrics describe the same sequences."""
     return bool(
         run.rl is not None
         and run.rl.rollout.dump_to_file
@@ -291,12 +291,17 @@ def _recomputed(record: Record, groups: Sequence[Group], algorithm: Any, config:
     skipped: tuple[str, ...] = ()
     if algorithm is not None:
         algorithm.shape_rewards(step.scores, step.tokens)
-        turns = step.turns() if "turns" in algorithm.needs else None
-        algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
+        fill_advantages(step, algorithm)
     else:
         skipped = ("advantage", "reward") if config.reward_model is not None else ("advantage",)
     found = step_metrics(step, record, config)
     return {name: value for name, value in found.items() if not name.startswith(skipped)}
+
+
+def fill_advantages(step: Any, algorithm: Any) -> None:
+    """Compute the advantages of a step's tokens as the trainer does."""
+    turns = step.turns() if "turns" in algorithm.needs else None
+    algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
 
 
 def step_metrics(step: Any, record: Record, config: RunConfig) -> dict[str, float]:

@@ -20,7 +20,7 @@ from areal_lite.errors import ArealLiteError
 from areal_lite.rollout.dumps.dump_reader import read_group
 from areal_lite.tools.inspect.training_facts import fact_files
 from areal_lite.tools.verify.verify_run import DumpedGroup, Record, Run, differs, some
-from areal_lite.tools.verify.verify_steps import comparable, step_metrics
+from areal_lite.tools.verify.verify_steps import comparable, fill_advantages, step_metrics
 
 Finding = tuple[str, str]
 """Name of the check, and what it found."""
@@ -49,7 +49,7 @@ class _Rows:
     rewards: list[float]
     baselines: list[float] | None
     ends: NDArray[Any]
-    """Where the tokens of each row end in the columns."""
+    """End offset of each row's tokens in the columns."""
     columns: Mapping[str, NDArray[Any]]
     """The lists of all rows, joined: ``[T]``, NaN for null."""
 
@@ -147,8 +147,9 @@ def _check_step(
 
 def _row_faults(sequences: Sequence[TokenSequence], rows: _Rows, *, with_rewards: bool) -> Iterator[str]:
     """Yield what differs between dumped sequences and their rows: trained tokens, the engine's log-probs, rewards."""
-    places, behaviour = (np.split(rows.columns[name], rows.ends[:-1]) for name in ("token_idx", "behaviour_logprobs"))
-    for sequence, key, reward, at, seen in zip(sequences, rows.keys, rows.rewards, places, behaviour, strict=True):
+    names = ("token_idx", "behaviour_logprobs")
+    trained, behaviour = (np.split(rows.columns[name], rows.ends[:-1]) for name in names)
+    for sequence, key, reward, at, seen in zip(sequences, rows.keys, rows.rewards, trained, behaviour, strict=True):
         where = f"line {key[1]} of task {key[0]}"
         dumped = np.flatnonzero(sequence.loss_mask)
         if not np.array_equal(dumped, at):
@@ -189,8 +190,7 @@ def _recomputed(step: Any, algorithm: Any, rows: _Rows, record: Record) -> Itera
     rounding = _HALF_RELATIVE if algorithm.needs_proximal_early and algorithm.config.dtype != "float32" else _RELATIVE
     source = "trainer.correction of its log-probs"
     yield from _compared("importance weights", weights, expected, rounding, rows, source)
-    turns = step.turns() if "turns" in algorithm.needs else None
-    algorithm.advantages(tokens, step.scores, step.baselines, step.group_ids, turns)
+    fill_advantages(step, algorithm)
     expected = tokens.advantages.numpy()
     yield from _compared("advantages", rows.columns["advantages"], expected, rounding, rows, "the rewards of the dump")
 
@@ -205,7 +205,7 @@ def _compared(
 
 
 def _lines(rows: _Rows, tokens: NDArray[Any]) -> str:
-    """Return which lines the tokens are of."""
+    """Name the lines that the tokens belong to."""
     keys = [rows.keys[row] for row in np.unique(np.searchsorted(rows.ends, tokens, side="right"))]
     return f"line {some((f'{sample} of task {task}' for task, sample in keys), 3)}"
 

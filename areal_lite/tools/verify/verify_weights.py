@@ -128,14 +128,14 @@ def _hashes(folder: Path) -> dict[str, Any]:
 
 
 def _could_change(record: Record) -> bool:
-    """Return whether a step could change the weights, as its metrics say."""
+    """Return True if a step could change the weights, by its metrics."""
     return bool(record.get("train/learning_rate") and record.get("train/grad_norm") != 0) and not (
         record.get("train/skipped_updates") or 0
     )
 
 
 def _updates_of(file: Path) -> float | None:
-    """Return how many updates the state of an optimizer has seen; None if unknown."""
+    """Return the number of updates that an optimizer's state counts; None if unknown."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -154,18 +154,18 @@ def _first_difference(trained: Path, copy: Path) -> str | None:
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as stack:
-        places: list[dict[str, Any]] = []
+        opened: list[dict[str, Any]] = []
         try:
             for folder in (trained, copy):
                 files = [
                     stack.enter_context(safe_open(f, framework="pt")) for f in sorted(folder.glob("model*.safetensors"))
                 ]
-                places.append({name: file for file in files for name in file.keys()})  # noqa: SIM118
+                opened.append({name: file for file in files for name in file.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             return f"a file ({error})"
-        shared = sorted(places[0].keys() & places[1].keys())
+        shared = sorted(opened[0].keys() & opened[1].keys())
         for name in shared:
-            one, other = (place[name].get_tensor(name) for place in places)
+            one, other = (files[name].get_tensor(name) for files in opened)
             if one.shape != other.shape or not torch.equal(one.to(other.dtype), other):
                 return name
         return None if shared else ""

@@ -1,4 +1,4 @@
-"""What the page asks for, as values that JSON can hold. Knows no HTTP.
+"""Answers to the page's requests, as values that JSON can hold. Knows no HTTP.
 
 Ids and task numbers are text, because JavaScript rounds large integers.
 """
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
-from areal_lite.tools.inspect.dumps import Dumps, Row
+from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS
 from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel
+from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import decoder
 from areal_lite.tools.inspect.training_facts import with_facts
 
@@ -109,12 +110,12 @@ class Answers:
         sequences = []
         for record in records:
             path, parent = [], None
-            for place, turn in enumerate(record["turns"]):
+            for index, turn in enumerate(record["turns"]):
                 known = turn.get("turn_idx") is not None
-                key = str(turn["turn_idx"]) if known else f"{record['id']}/{place}"
+                key = str(turn["turn_idx"]) if known else f"{record['id']}/{index}"
                 columns = _columns(turn)
                 parent = (None if turn.get("parent_idx") is None else str(turn["parent_idx"])) if known else parent
-                shared = turns.setdefault(key, {**_turn(turn, key, parent, place), "columns": columns})["columns"]
+                shared = turns.setdefault(key, {**_turn(turn, key, parent, index), "columns": columns})["columns"]
                 own = {name: values for name, values in columns.items() if values != shared.get(name)}
                 path.append({"turn": key, "columns": own})
                 parent = key
@@ -126,7 +127,7 @@ class Answers:
         return {
             "facts": {**facts, "processes": processes, **_texts(facts, "task_id", "group_id")},
             **{"turns": turns, "sequences": sequences, "quantities": _quantities(turns.values())},
-            "file": str(self.dumps.path_of(chosen)),
+            "file": str(root / chosen["id"].rpartition(":")[0] if root.is_dir() else root),
         }
 
     def texts(self, run: str, id: str) -> Json:
@@ -240,13 +241,13 @@ class Answers:
         prompts: dict[tuple[str, Any], tuple[Any, Any]] = {}
         found: dict[tuple[Any, Any], Json] = {}
         for row in rows[:MAX_COMPARED]:
-            place = (row["file"], row["group"])
-            if place not in prompts:
+            key = (row["file"], row["group"])
+            if key not in prompts:
                 record = next(iter(self.dumps.records([row])), None)
                 turns = record["turns"][:1] if record else []
                 prompt = (tuple(turns[0].get("ids") or ()), turns[0].get("text")) if turns else ((), None)
-                prompts[place] = prompt
-            ids, text = prompts[place]
+                prompts[key] = prompt
+            ids, text = prompts[key]
             if not ids and not text:
                 continue
             each = found.setdefault(

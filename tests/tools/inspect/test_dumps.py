@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.errors import ConfigError
-from areal_lite.tools.inspect import dump_index
+from areal_lite.tools.inspect import dump_index, index_update
 from areal_lite.tools.inspect.dumps import Dumps
 from tests.tools.inspect.dump_lines import failed, line, schema_1, turn, write
 
@@ -89,7 +89,7 @@ def test_rows_sort_by_a_key_with_missing_values_last(dumps: Dumps) -> None:
 
 
 def test_a_sorted_text_search_looks_at_the_rows_in_growing_parts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_lite.tools.inspect.dumps._FIRST_SORTED", 2)
+    monkeypatch.setattr("areal_lite.tools.inspect.run_dumps._FIRST_SORTED", 2)
     write(run / "rollout/5/90.jsonl", *(line(90, place, reward=place % 7) for place in range(60)))
     with Dumps.open(run) as dumps:
         every = ids(dumps, "task=90", sort="-reward")
@@ -421,7 +421,7 @@ def test_text_is_found_however_it_is_escaped(run: Path) -> None:
 
 
 def test_a_large_file_is_read_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dump_index, "_CHUNK_LINES", 10)
+    monkeypatch.setattr(index_update, "_CHUNK_LINES", 10)
     write(run / "rollout/3/80.jsonl", *(line(80, place) for place in range(95)))
     with Dumps.open(run) as dumps:
         assert [row["sample"] for row in dumps.rows("task=80")] == list(range(95))
@@ -432,7 +432,7 @@ def test_a_large_file_is_read_in_chunks(run: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_update_that_is_killed_is_continued(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dump_index, "_CHUNK_LINES", 1)
+    monkeypatch.setattr(index_update, "_CHUNK_LINES", 1)
     for scope in ("rollout", "rollout/3", "rollout/10", "eval-rollout", "eval-rollout/3"):
         os.utime(run / scope, (1, 1))
 

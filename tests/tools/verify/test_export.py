@@ -15,7 +15,7 @@ from areal_lite.config.loader import load_config
 from areal_lite.config.supervised_config import KINDS
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.runs.supervised_run import run_supervised
-from areal_lite.tools.inspect.conversation_text import ConversationReader
+from areal_lite.tools.export.conversation_text import ConversationReader
 from tests.tools.inspect.dump_lines import line, turn, write
 
 

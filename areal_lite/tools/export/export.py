@@ -19,11 +19,12 @@ from typing import Any, Literal
 import orjson
 
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.tools.inspect.conversation_text import ConversationReader, Message
-from areal_lite.tools.inspect.dumps import Dumps, Row
+from areal_lite.tools.export.conversation_text import ConversationReader, Message
+from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import printable
 from areal_lite.tools.inspect.filters import Both, Expr, Not, parse
 from areal_lite.tools.inspect.last_answer import last_answer, run_tokenizer
+from areal_lite.tools.inspect.run_dumps import Row
 
 Form = Literal["sft", "dpo", "openai", "parquet"]
 _PARQUET_ROWS = 1000
@@ -36,24 +37,35 @@ _NEXT = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    form: Form
+    filter: str = ""
+    choose: str = "best"
+    """For SFT and OpenAI: the ``best`` line of each group, or every ``accepted`` one."""
+    keep_cut_off: bool = False
+    """Also export answers that ended at a limit of tokens."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; None takes the run's."""
+
+
 @dataclass(slots=True)
 class _Export:
-    """What an export is made from, and what it leaves out."""
+    """An export under way, and its counts of skipped lines."""
 
     dumps: Dumps
-    form: Form
-    choose: str
-    keep_cut_off: bool
-    named_tokenizer: str | None
+    options: Options
     left_out: Counter[str] = field(default_factory=Counter)
     readers: dict[str, tuple[Any, ConversationReader | None]] = field(default_factory=dict)
     as_text: bool = False
-    """Whether rows have texts instead of messages, because the run has no chat template here."""
+    """True if rows have texts instead of messages, because the run has no chat template here."""
 
     def reader(self, run: str) -> tuple[Any, ConversationReader | None]:
         """Return the tokenizer of a run and the reader of its conversations, where they are known."""
         if run not in self.readers:
-            tokenizer = run_tokenizer(self.dumps.runs[run], self.named_tokenizer)
+            tokenizer = run_tokenizer(self.dumps.runs[run], self.options.tokenizer)
             templated = tokenizer is not None and getattr(tokenizer, "chat_template", None)
             self.readers[run] = tokenizer, ConversationReader(tokenizer) if templated else None
         return self.readers[run]
@@ -64,14 +76,14 @@ class _Export:
         answer = last_answer(record, tokenizer)
         if answer is None:
             self.left_out["without an answer"] += 1
-        elif answer.cut_off and not self.keep_cut_off:
+        elif answer.cut_off and not self.options.keep_cut_off:
             self.left_out["cut off, so training would add an end that the model never wrote (--keep-cut-off)"] += 1
         elif reader is not None:
             text = tokenizer.decode(answer.prompt_ids + answer.completion_ids)
             if (messages := reader.messages(text)) is not None and messages[-1]["role"] == "assistant":
                 return messages
             self.left_out["that the chat template does not render to the same text from messages"] += 1
-        elif self.form != "sft":
+        elif self.options.form != "sft":
             raise ConfigError(
                 f"{record['run']}: without the tokenizer of the run and its chat template there are no messages: name "
                 "its folder with --tokenizer"
@@ -81,31 +93,31 @@ class _Export:
             return [{"role": "user", "content": answer.prompt}, {"role": "assistant", "content": answer.completion}]
         return None
 
-    def groups(self, filter: str) -> Iterator[list[Mapping[str, Any]]]:
+    def groups(self) -> Iterator[list[Mapping[str, Any]]]:
         """Yield the lines of each group that may train, in the order of the dumps."""
 
         def key(row: Row) -> tuple[Any, ...]:
             return tuple(row[name] for name in ("run", "scope", "version", "group", "task"))
 
-        for _, rows in itertools.groupby(self.dumps.rows(_of_training(filter)), key):
+        for _, rows in itertools.groupby(self.dumps.rows(_of_training(self.options.filter)), key):
             yield [record for record in self.dumps.records(rows) if record.get("reward") is not None]
 
-    def sft(self, filter: str) -> Iterator[Mapping[str, Any]]:
+    def sft(self) -> Iterator[Mapping[str, Any]]:
         """Yield a row per chosen line."""
-        for group in self.groups(filter):
+        for group in self.groups():
             ranked = sorted(group, key=lambda record: -record["reward"])
             usable = ((record, messages) for record in ranked if (messages := self.messages(record)) is not None)
-            for record, messages in itertools.islice(usable, 1 if self.choose == "best" else None):
-                if self.form == "openai":
+            for record, messages in itertools.islice(usable, 1 if self.options.choose == "best" else None):
+                if self.options.form == "openai":
                     yield {"messages": messages}
                 elif self.as_text:
-                    yield {"prompt": messages[0]["content"], "response": messages[1]["content"]} | _place(record)
+                    yield {"prompt": messages[0]["content"], "response": messages[1]["content"]} | _source(record)
                 else:
-                    yield {"messages": messages} | _place(record)
+                    yield {"messages": messages} | _source(record)
 
-    def dpo(self, filter: str) -> Iterator[Mapping[str, Any]]:
+    def dpo(self) -> Iterator[Mapping[str, Any]]:
         """Yield the best against the worst answer of each group whose rewards differ."""
-        for group in self.groups(filter):
+        for group in self.groups():
             usable = [(record, messages) for record in group if (messages := self.messages(record)) is not None]
             if len({record["reward"] for record, _ in usable}) < 2:
                 self.left_out["groups without two rewards"] += 1
@@ -119,25 +131,11 @@ class _Export:
             else:
                 rewards = {"chosen_reward": best["reward"], "rejected_reward": worst["reward"]}
                 answers = {"chosen": chosen[-1:], "rejected": rejected[-1:]}
-                yield {"prompt": chosen[:-1], **answers, **rewards} | _place(best, "id")
+                yield {"prompt": chosen[:-1], **answers, **rewards} | _source(best, "id")
 
 
-def export(
-    path: Path,
-    form: Form,
-    file: Path,
-    *,
-    filter: str = "",
-    choose: str = "best",
-    keep_cut_off: bool = False,
-    tokenizer: str | None = None,
-) -> int:
-    """Write the file and return its number of rows.
-
-    Args:
-        choose: For SFT and OpenAI: the ``best`` line of each group, or every ``accepted`` one.
-        keep_cut_off: Also take answers that ended at a limit of tokens.
-        tokenizer: Folder of the tokenizer; None takes the run's.
+def export(path: Path, file: Path, options: Options) -> int:
+    """Write the episodes of ``path`` to ``file`` and return the number of rows.
 
     Raises:
         ConfigError: For a path without dumps, a wrong filter, or nothing to export.
@@ -145,12 +143,12 @@ def export(
     """
     unfinished = file.with_name(f".unfinished-{os.getpid()}-{file.name}")
     with Dumps.open(path) as dumps:
-        each = _Export(dumps, form, choose, keep_cut_off, tokenizer)
+        each = _Export(dumps, options)
         try:
-            if form == "parquet":
-                count = _write_parquet(unfinished, dumps.records(dumps.rows(filter)))
+            if options.form == "parquet":
+                count = _write_parquet(unfinished, dumps.records(dumps.rows(options.filter)))
             else:
-                count = _write_lines(unfinished, each.dpo(filter) if form == "dpo" else each.sft(filter))
+                count = _write_lines(unfinished, each.dpo() if options.form == "dpo" else each.sft())
             if not count:
                 reasons = ", ".join(f"{number} {reason}" for reason, number in each.left_out.items())
                 raise ConfigError(f"nothing to export: {reasons or 'no accepted episode of the run matches'}")
@@ -169,7 +167,7 @@ def export(
         notes.append(f"left out: {number} {reason}")
     for note in notes:
         print(f"note: {printable(note)}", file=sys.stderr)
-    print(f"{count} rows written to {file}; {_NEXT[form].format(file=file)}")
+    print(f"{count} rows written to {file}; {_NEXT[options.form].format(file=file)}")
     return count
 
 
@@ -191,8 +189,8 @@ def _names(expr: Expr) -> Iterator[str]:
         yield expr.key.name
 
 
-def _place(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return where a row comes from."""
+def _source(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the source of a row."""
     return {name: record.get(name) for name in names or ("id", "reward")} | {"run": record["run"]}
 
 

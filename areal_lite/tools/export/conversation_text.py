@@ -1,4 +1,4 @@
-"""From the text of a conversation back to its messages, for any chat template that allows it.
+"""Recover the messages of a conversation from its text, for any chat template that allows it.
 
 Guarantees that the template renders the messages to exactly the text that was given, and that no message has a special
 token in it; otherwise there are none.
@@ -40,12 +40,12 @@ class ConversationReader:
             text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
             if text is None or any(text.count(mark) != 1 for mark in marks):
                 continue
-            places = [text.index(mark) for mark in marks]
-            ends = [place + len(mark) for place, mark in zip(places, marks, strict=True)]
-            self._opening.setdefault(roles[0], text[: places[0]])
+            begins = [text.index(mark) for mark in marks]
+            ends = [begin + len(mark) for begin, mark in zip(begins, marks, strict=True)]
+            self._opening.setdefault(roles[0], text[: begins[0]])
             self._closing.setdefault(roles[-1], text[ends[-1] :])
-            for pair, end, place in zip(itertools.pairwise(roles), ends, places[1:], strict=False):
-                self._between.setdefault(pair, text[end:place])
+            for pair, end, begin in zip(itertools.pairwise(roles), ends, begins[1:], strict=False):
+                self._between.setdefault(pair, text[end:begin])
 
     def messages(self, text: str) -> list[Message] | None:
         """Return the messages of ``text``, which may end before the last message's end mark; None if unsure."""
@@ -62,9 +62,9 @@ class ConversationReader:
             known = [mark for mark in marks if mark[0] >= 0 and mark[1]]
             if not known:
                 break
-            place, length, after = min(known)
-            messages.append({"role": role, "content": text[at:place]})
-            role, at = after, place - length
+            begin, length, after = min(known)
+            messages.append({"role": role, "content": text[at:begin]})
+            role, at = after, begin - length
         closing = self._closing.get(role, "")
         ending = next((n for n in range(len(closing), 0, -1) if text.endswith(closing[:n], at)), 0)
         messages.append({"role": role, "content": text[at : len(text) - ending]})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from areal_lite.tools.inspect.commands.inspect import add_selection
 
 if TYPE_CHECKING:
-    from areal_lite.tools.inspect.export import Form
+    from areal_lite.tools.export.export import Form
 
 _FORMS: dict[Form, str] = {
     "sft": "rows of areal-lite sft: messages",
@@ -32,10 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from areal_lite.tools.inspect.export import export
+    from areal_lite.tools.export.export import Options, export
 
     form, file = next((form, file) for form in _FORMS if (file := getattr(options, form)) is not None)
-    filter, choose = " ".join(options.filter), options.choose
-    cut_off, tokenizer = options.keep_cut_off, options.tokenizer
-    export(options.path, form, file, filter=filter, choose=choose, keep_cut_off=cut_off, tokenizer=tokenizer)
+    chosen = Options(
+        form=form,
+        filter=" ".join(options.filter),
+        choose=options.choose,
+        keep_cut_off=options.keep_cut_off,
+        tokenizer=options.tokenizer,
+    )
+    export(options.path, file, chosen)
     return 0

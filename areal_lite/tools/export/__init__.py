@@ -1,0 +1,1 @@
+"""``areal-lite export``: training rows and tables from dumped episodes. Read export, then conversation_text."""

@@ -1,0 +1,314 @@
+"""Bring the index of dumps up to date with the files.
+
+The invariant: in every committed state, the rows of a file are exactly those of its first ``indexed`` bytes, and a
+folder has an ``mtime`` only after all dumps that it held at that time were indexed. A process that is killed loses one
+open transaction, and the next update continues from the committed state.
+
+Two processes may update one index. The state of a file is read, and its next chunk added, under SQLite's write lock,
+so both never add the same line. The lock is given up after each chunk: a reader that only wants the first page waits
+for one chunk of the other process, not for a million lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, TEXTS, ShapeError, row_of
+from areal_lite.tools.inspect.filters import text_hash
+
+_CHUNK_LINES = 4000
+_CHUNK_BYTES = 32 << 20
+"""Memory of an update is bounded by one chunk and one line."""
+_SETTLED_NS = 2_000_000_000
+"""A folder that changed less than this before it was listed may have changed again unseen."""
+_GUARD = 256
+"""Bytes before the indexed end of a file that must be unchanged for the file to count as grown."""
+_INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 4)})"
+_TEXT_COLUMNS = tuple((COLUMNS.index(name), name) for name in TEXTS)
+_NEW = (None, -1, 0, 0, 0, 0, 0)
+"""State of a file that the index does not know: id, size, mtime, inode, indexed, lines, guard."""
+
+Problem = tuple[int, int, str, str]
+"""Line, offset, kind and message."""
+
+
+class IndexUpdate:
+    """One update of the index of the dumps below ``root``; :meth:`run` must be called once.
+
+    Args:
+        connection: In autocommit mode, and used by nobody else meanwhile.
+        is_run: True for a run's folder, of which only the folders of dumps are read.
+        note: Called with a sentence about names or folders that cannot be read.
+        on_progress: Called after every commit with the number of lines read so far.
+    """
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        root: Path,
+        *,
+        is_run: bool,
+        note: Callable[[str], None],
+        on_progress: Callable[[int], object],
+    ) -> None:
+        self._connection, self._root, self._is_run = connection, root, is_run
+        self._note, self._on_progress = note, on_progress
+        self._texts: dict[tuple[str, str], int] = {}
+        self._is_file = not root.is_dir()
+        self._uncommitted = 0
+        self.lines = 0
+        """Lines that this update has read."""
+
+    def run(self, recheck_from: int, budget_s: float) -> int:
+        """Index new dumps, then look for ``budget_s`` seconds at known files with an id of at most ``recheck_from``.
+
+        Returns the id at which the next update continues to look; 0 after the oldest file, which means the newest.
+        """
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            newest = self._connection.execute("SELECT coalesce(max(id), 0) FROM files").fetchone()[0]
+            self._find_new(is_first=not newest)
+            recheck_from = recheck_from or newest
+            deadline = time.monotonic() + budget_s
+            while recheck_from and time.monotonic() < deadline:
+                recheck_from = self._recheck(recheck_from)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        return recheck_from
+
+    def _commit_if_due(self) -> None:
+        if self._uncommitted >= _CHUNK_LINES:
+            self._connection.execute("COMMIT")
+            self._uncommitted = 0
+            self._texts.clear()
+            self._on_progress(self.lines)
+            self._connection.execute("BEGIN IMMEDIATE")
+
+    # -- folders
+
+    def _find_new(self, *, is_first: bool) -> None:
+        if self._is_file:
+            if is_first:
+                self._read_file(self._root.name)
+            return
+        known = dict(self._connection.execute("SELECT path, mtime FROM folders").fetchall())
+        below: dict[str, list[str]] = {}
+        for path in known:
+            if path:
+                below.setdefault(_folder(path), []).append(path)
+        seen = set()
+        queue = list(SCOPES) if self._is_run else [""]
+        while queue:
+            path = queue.pop()
+            try:
+                queue += self._list_if_changed(path, known.get(path), below.get(path, []))
+                seen.add(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._note(f"{self._root / path}: {error.strerror}")
+                seen.add(path)
+                queue += below.get(path, [])
+        for path in known.keys() - seen:
+            for (file,) in self._connection.execute("SELECT path FROM files WHERE folder = ?", (path,)).fetchall():
+                self._forget_file(file)
+            self._connection.execute("DELETE FROM folders WHERE path = ?", (path,))
+
+    def _list_if_changed(self, path: str, mtime: int | None, subfolders: list[str]) -> list[str]:
+        """Index the new dumps of a folder, drop those that are gone, and return the paths of its subfolders."""
+        full = self._root / path
+        found = full.stat().st_mtime_ns
+        if found == mtime:
+            return subfolders
+        listed_at = time.time_ns()
+        subfolders, dumps, unfinished = _list_folder(full, path)
+        if odd := [each for each in (*subfolders, *dumps) if not is_utf8(each)]:
+            self._note(f"{full}: {len(odd)} names are not UTF-8; rename these files to read them")
+            subfolders, dumps = ([each for each in paths if is_utf8(each)] for paths in (subfolders, dumps))
+        old = {file for (file,) in self._connection.execute("SELECT path FROM files WHERE folder = ?", (path,))}
+        for file in old.difference(dumps):
+            self._forget_file(file)
+        for file in sorted(set(dumps) - old):
+            self._read_file(file)
+        settled = found if listed_at - found > _SETTLED_NS else None
+        self._connection.execute("INSERT OR REPLACE INTO folders VALUES (?, ?, ?)", (path, settled, unfinished))
+        # A folder that is known to be listed must have its subfolders known, or a killed update would lose them.
+        new = "INSERT OR IGNORE INTO folders VALUES (?, NULL, 0)"
+        self._connection.executemany(new, [(subfolder,) for subfolder in subfolders])
+        return subfolders
+
+    def _recheck(self, newest: int) -> int:
+        """Read what changed in the 200 files up to the id ``newest``; return the next id to look at."""
+        select = "SELECT id, path FROM files WHERE id <= ? ORDER BY id DESC LIMIT 200"
+        known = self._connection.execute(select, (newest,)).fetchall()
+        for _, path in known:
+            self._read_file(path)
+        return int(known[-1][0]) - 1 if known else 0
+
+    # -- files
+
+    def _read_file(self, path: str) -> None:
+        """Index what the file has beyond its known state."""
+        while self._read_chunk(path):
+            # Another process may add the next chunk while this one has no lock, so the state is read again.
+            self._commit_if_due()
+        self._uncommitted += 1
+        self._commit_if_due()
+
+    def _read_chunk(self, path: str) -> bool:
+        """Index the next chunk of a file; return True if the file may have more."""
+        select = "SELECT id, size, mtime, inode, indexed, lines, guard FROM files WHERE path = ?"
+        found = self._connection.execute(select, (path,)).fetchone()
+        id, size, mtime, inode, indexed, lines, guard = found or _NEW
+        full = self._root if self._is_file else self._root / path
+        try:
+            status = os.stat(full)  # noqa: PTH116 -- Path.stat costs twice as much
+            if (status.st_size, status.st_mtime_ns) == (size, mtime):
+                return False
+            with full.open("rb") as file:
+                grown = indexed > 0 and size < status.st_size and inode == status.st_ino
+                if not grown or zlib.crc32(_before(file, indexed)) != guard:
+                    if id is not None:
+                        self._forget_file(path)
+                    id, indexed, lines = None, 0, 0
+                chunk = _Chunk(file, indexed, lines, *_scope_and_version(_folder(path)), is_loose=not self._is_run)
+        except FileNotFoundError:
+            self._forget_file(path)
+            return False
+        except OSError as error:
+            id = self._save_state(id, path, (-1, 0, 0, indexed, lines, guard))
+            self._add(id, indexed, [], [(lines + 1, indexed, "unreadable", error.strerror or str(error))])
+            return False
+        # A smaller size than the file's makes the next call continue here.
+        size = chunk.offset if chunk.is_cut else status.st_size
+        state = (size, status.st_mtime_ns, status.st_ino, chunk.offset, chunk.line, zlib.crc32(chunk.tail))
+        self._add(self._save_state(id, path, state), indexed, chunk.rows, chunk.problems)
+        self.lines += chunk.line - lines
+        self._uncommitted += len(chunk.rows) + len(chunk.problems)
+        return chunk.is_cut
+
+    def _save_state(self, id: int | None, path: str, state: tuple[int, ...]) -> int:
+        if id is None:
+            insert = "INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)"
+            return self._connection.execute(insert, (path, _folder(path), *state)).lastrowid or 0
+        update = "UPDATE files SET size = ?, mtime = ?, inode = ?, indexed = ?, lines = ?, guard = ? WHERE id = ?"
+        self._connection.execute(update, (*state, id))
+        return id
+
+    def _add(self, file: int, begin: int, rows: list[tuple[Any, ...]], problems: list[Problem]) -> None:
+        if begin or problems:
+            self._connection.execute("DELETE FROM problems WHERE file = ? AND offset >= ?", (file, begin))
+        complete = []
+        for row in rows:
+            values = list(row)
+            for column, name in _TEXT_COLUMNS:
+                if (text := values[column]) is not None:
+                    values[column] = self._texts.get((name, text)) or self._text_id(name, text)
+            values[-3:-3] = (file,)
+            complete.append(values)
+        self._connection.executemany(_INSERT, complete)
+        self._connection.executemany(
+            "INSERT INTO problems VALUES (?, ?, ?, ?, ?)", [(file, *each) for each in problems]
+        )
+
+    def _text_id(self, name: str, text: str) -> int:
+        key = (name, text_hash(text), text)
+        select = "SELECT id FROM texts WHERE field = ? AND hash = ? AND text = ?"
+        found = self._connection.execute(select, key).fetchone()
+        id = found[0] if found else self._connection.execute("INSERT INTO texts VALUES (NULL, ?, ?, ?)", key).lastrowid
+        assert id is not None
+        self._texts[name, text] = id
+        return id
+
+    def _forget_file(self, path: str) -> None:
+        found = self._connection.execute("SELECT id FROM files WHERE path = ?", (path,)).fetchone()
+        if found is not None:
+            for statement in ("episodes WHERE file = ?", "problems WHERE file = ?", "files WHERE id = ?"):
+                self._connection.execute(f"DELETE FROM {statement}", found)
+
+
+class _Chunk:
+    """Rows and problems of the lines of ``file`` from ``offset`` on, at most about one chunk."""
+
+    def __init__(
+        self, file: BinaryIO, offset: int, line: int, scope: str | None, version: int | None, *, is_loose: bool
+    ) -> None:
+        self.rows: list[tuple[Any, ...]] = []
+        self.problems: list[Problem] = []
+        self.is_cut = False
+        """True if the chunk ends before the file may."""
+        self.tail = _before(file, offset)
+        self.offset, self.line = offset, line
+        for text in file:
+            if self.offset - offset >= _CHUNK_BYTES or len(self.rows) >= _CHUNK_LINES:
+                self.is_cut = True
+                return
+            if text.strip() and not self._read(text, scope, version, is_loose=is_loose):
+                return
+            self.offset, self.line = self.offset + len(text), self.line + 1
+            self.tail = (self.tail + text[-_GUARD:])[-_GUARD:]
+
+    def _read(self, text: bytes, scope: str | None, version: int | None, *, is_loose: bool) -> bool:
+        """Add the row of a line; return False for an unfinished line."""
+        try:
+            record = orjson.loads(text)
+            if not is_loose or not isinstance(record, dict) or "turns" in record:
+                self.rows.append((*row_of(record, scope, version), self.line + 1, self.offset, len(text)))
+        except orjson.JSONDecodeError as error:
+            kind = "not JSON" if text.endswith(b"\n") else "unfinished line"
+            self.problems.append((self.line + 1, self.offset, kind, str(error)))
+            return kind == "not JSON"
+        except ShapeError as error:
+            self.problems.append((self.line + 1, self.offset, "wrong shape", str(error)))
+        return True
+
+
+def _before(file: BinaryIO, offset: int) -> bytes:
+    """Return the last bytes before ``offset``, and leave ``file`` there."""
+    start = max(0, offset - _GUARD)
+    file.seek(start)
+    return file.read(offset - start)
+
+
+def _list_folder(folder: Path, path: str) -> tuple[list[str], list[str], int]:
+    """Return the paths of subfolders and dumps, below that of the folder, and the number of unfinished files."""
+    subfolders, dumps, unfinished = [], [], 0
+    prefix = f"{path}/" if path else ""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".jsonl"):
+                dumps.append(prefix + entry.name)
+            elif entry.name.startswith(".unfinished-"):
+                unfinished += 1
+            elif not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                subfolders.append(prefix + entry.name)
+    return subfolders, dumps, unfinished
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _scope_and_version(path: str) -> tuple[str | None, int | None]:
+    """Return scope and version of a folder of a run."""
+    scope, _, version = path.partition("/")
+    if scope not in SCOPES:
+        return None, None
+    return scope, int(version) if version.isdecimal() and len(version) <= 15 else None
+
+
+def is_utf8(text: str) -> bool:
+    """Return True if ``text`` has no lone surrogates, which SQLite refuses."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)

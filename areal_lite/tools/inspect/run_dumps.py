@@ -1,0 +1,299 @@
+"""The dumps of one run: rows that match a filter, groups, figures and single episodes, read through its index."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import orjson
+
+from areal_lite.errors import ConfigError
+from areal_lite.tools.inspect.dump_index import DumpIndex
+from areal_lite.tools.inspect.episode_row import COLUMNS, TEXTS, cause, row_of
+from areal_lite.tools.inspect.filters import Expr, needs_text, to_sql
+from areal_lite.tools.inspect.index_update import is_utf8
+
+Row = dict[str, Any]
+"""A dumped line without its turns, under the names of the filter keys (``docs/trajectories.md``), with ``run``, ``id``
+(``FILE:LINE`` below the run's folder), ``file``, ``line``, ``offset``, ``length``, ``stop`` and ``agent`` as lists, and
+``cause`` instead of the error: the line of it that says most."""
+ORDER = "e.version, e.task, e.sample, e.id"
+"""SQL of the default order, for which the index has an SQLite index."""
+_FIRST_SORTED = 2000
+"""Rows that a text search sorts before it looks at the first."""
+_GROUP = {
+    **{"version": "e.version", "group": 'e."group"', "task": "min(e.task)", "lines": "count(*)"},
+    **{"episodes": "count(DISTINCT e.member)", "reward": "avg(e.reward)", "reward_min": "min(e.reward)"},
+    **{"reward_max": "max(e.reward)", "finished": "max(e.finished)"},
+}
+"""SQL of the figures of a group."""
+_FILE_ID = "(SELECT id FROM files WHERE path = ?)"
+_COLUMNS = ("id", *COLUMNS, "file", "line", "offset", "length")
+_SELECT = ", ".join(f'e."{name}"' for name in _COLUMNS)
+_TEXT_NAMES = tuple(name for name in TEXTS if name not in ("stop", "agent", "error"))
+_MAX_TEXTS = 10_000
+
+
+class RunDumps:
+    """The dumps of a run, or of the part of it that the user named. Thread-safe, as its index is.
+
+    Args:
+        index: Closed by the caller.
+        name: Name of the run in rows and errors.
+        part: Path of a folder or file below the run's folder; empty for all dumps.
+    """
+
+    def __init__(self, index: DumpIndex, name: str, part: str) -> None:
+        self.index, self.name = index, name
+        self._condition, self._parameters = _part_condition(part)
+        self._summary: tuple[Any, dict[str, Any]] = (None, {})
+
+    def count(self, expr: Expr, budget_s: float | None = None) -> int | None:
+        """Return how many rows match; None if that takes longer than ``budget_s`` seconds."""
+        sql, parameters = self._where(expr)
+        with self.index.connection() as connection:
+            if budget_s is not None:
+                deadline = time.monotonic() + budget_s
+                connection.set_progress_handler(lambda: time.monotonic() > deadline, 20_000)
+            try:
+                return int(connection.execute(f"SELECT count(*) FROM episodes AS e {sql}", parameters).fetchone()[0])
+            except sqlite3.OperationalError as error:
+                if "interrupted" not in str(error):
+                    raise
+                return None
+            finally:
+                connection.set_progress_handler(None, 0)
+
+    def select(
+        self, expr: Expr, order: str = ORDER, limit: int | None = None, *, offset: int = 0
+    ) -> Generator[Row, None, None]:
+        """Yield the rows that match; with ``text`` in the filter, ``offset`` needs the default order."""
+        sql, parameters = self._where(expr)
+        left = -1 if limit is None else limit
+        with self.index.connection() as connection:
+            if order == ORDER or not needs_text(expr):
+                tail = f"{sql} ORDER BY {order} LIMIT ? OFFSET ?"
+                yield from self._fetch(connection, tail, [*parameters, left, offset])
+                return
+            # Sorted before they are searched, in growing parts, so that the first match comes at once.
+            (total,) = connection.execute("SELECT count(*) FROM episodes").fetchone()
+            begin, size = 0, _FIRST_SORTED
+            while begin < total and left:
+                sorted_part = f"(SELECT e.id AS sorted FROM episodes AS e ORDER BY {order} LIMIT {size} OFFSET {begin})"
+                tail = f"ON e.id = sorted {sql} LIMIT ?"
+                for row in self._fetch(connection, tail, [*parameters, left], f"{sorted_part} CROSS JOIN episodes"):
+                    yield row
+                    left -= left > 0
+                begin, size = begin + size, size * 10
+
+    def at(self, expr: Expr, indices: list[int]) -> Iterator[Row]:
+        """Yield the matching rows with these ascending indices in the default order."""
+        sql, parameters = self._where(expr)
+        with self.index.connection() as connection:
+            ids = connection.execute(f"SELECT e.id FROM episodes AS e {sql} ORDER BY {ORDER}", parameters)
+            chosen: list[tuple[int]] = []
+            seen = 0
+            for index in indices:
+                chosen += itertools.islice(ids, index - seen, index - seen + 1)
+                seen = index + 1
+            ids.close()
+            for id in chosen:
+                yield from self._fetch(connection, "WHERE e.id = ?", list(id))
+
+    def find(self, id: str) -> Row:
+        """Return the row with an id.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        path, _, line = id.rpartition(":")
+        if not (path and is_utf8(path) and line.isdecimal() and len(line) < 16):
+            raise ConfigError(f"{id!r} is not an episode's id: ids are FILE:LINE, such as rollout/4/134.jsonl:1")
+        with self.index.connection() as connection:
+            tail = f"WHERE e.file = {_FILE_ID} AND e.line = ?"
+            rows = list(self._fetch(connection, tail, [path, int(line)]))
+        if not rows:
+            raise ConfigError(f"run {self.name} has no episode {id!r}; areal-lite inspect lists the ids")
+        return rows[0]
+
+    def episode(self, row: Row) -> list[Row]:
+        """Return the rows of all sequences of the episode of ``row``."""
+        with self.index.connection() as connection:
+            tail = f"WHERE e.file = {_FILE_ID} AND e.member IS ? ORDER BY e.line"
+            return list(self._fetch(connection, tail, [row["file"], row["member"]]))
+
+    def record(self, row: Row) -> dict[str, Any]:
+        """Return the dumped line of a row as it was written, with its ``run``, ``id``, ``scope`` and ``version``.
+
+        Raises:
+            ConfigError: If the file is gone or has another line there.
+        """
+        try:
+            record = orjson.loads(self.index.read_line(row["file"], row["offset"], row["length"]))
+            row_of(record, row["scope"], row["version"])
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{row['id']} of run {row['run']} has changed since it was indexed: {error}") from None
+        return {**record, **{name: row[name] for name in ("run", "id", "scope", "version")}}
+
+    def groups(self, expr: Expr, limit: int, *, descending: bool) -> list[dict[str, Any]]:
+        """Return the first groups with a row that matches; :meth:`.Dumps.groups` has the keys."""
+        sql, parameters = self._where(expr)
+        way = "DESC" if descending else "ASC"
+        columns = "".join(f", {column}" for column in _GROUP.values())
+        select = (
+            f"SELECT e.scope, group_concat(e.status) {columns} FROM episodes AS e {sql} "
+            f'GROUP BY e.version, e.task, e."group", e.scope ORDER BY e.version {way}, e.task {way} LIMIT ?'
+        )
+        found = []
+        with self.index.connection() as connection:
+            texts = _Texts(connection)
+            for scope, statuses, *values in connection.execute(select, [*parameters, limit]).fetchall():
+                status = Counter(texts[int(each)] for each in (statuses or "").split(",") if each)
+                facts = dict(zip(_GROUP, values, strict=True))
+                found.append({"run": self.name, "scope": texts[scope], **facts, "status": dict(status)})
+        return found
+
+    def problems(self, limit: int) -> list[dict[str, Any]]:
+        """Return the lines and files that could not be read."""
+        keys = ("run", "file", "line", "offset", "kind", "message")
+        with self.index.connection() as connection:
+            rows = connection.execute(
+                f"SELECT e.file, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "
+                "ORDER BY e.file, e.line LIMIT ?",
+                (*self._parameters, limit),
+            ).fetchall()
+            return [
+                dict(zip(keys, (self.name, self.index.file_path(connection, file), *rest), strict=True))
+                for file, *rest in rows
+            ]
+
+    def problem_counts(self) -> tuple[dict[str, int], int]:
+        """Return the problems by kind, and the number of unfinished files."""
+        sql = f"SELECT kind, count(*) FROM problems AS e WHERE {self._condition} GROUP BY 1"
+        with self.index.connection() as connection:
+            counts = dict(connection.execute(sql, self._parameters).fetchall())
+            return counts, int(connection.execute("SELECT coalesce(sum(unfinished), 0) FROM folders").fetchone()[0])
+
+    def summary(self, filter: str, expr: Expr) -> dict[str, Any]:
+        """Return the run's figures; :meth:`.Dumps.summary` has the keys."""
+        with self.index.connection() as connection:
+            state = (filter, connection.execute("SELECT count(*), max(id) FROM episodes").fetchone())
+            known, figures = self._summary
+            if known != state:
+                where = self._where(expr)
+                versions, failures = self._versions(connection, *where), self._failures(connection, *where)
+                figures = {**_total(versions), "versions": versions, "failures": failures}
+                self._summary = state, figures
+        problems, unfinished = self.problem_counts()
+        return {
+            **{"run": self.name, "path": str(self.index.root), "index": str(self.index.path)},
+            **figures,
+            **{"problems": problems, "unfinished": unfinished, "notes": list(self.index.notes)},
+        }
+
+    def _versions(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
+        texts = _Texts(connection)
+        versions: dict[tuple[Any, Any], dict[str, Any]] = {}
+        columns = "count(*), total(e.reward), count(e.reward), total(e.tokens), count(e.tokens)"
+        select = f"SELECT e.version, e.scope, e.status, {columns} FROM episodes AS e NOT INDEXED {sql} GROUP BY 1, 2, 3"
+        for version, scope, status, *sums in connection.execute(select, parameters).fetchall():
+            each = versions.setdefault((version, scope), {"sums": [0.0] * 5, "groups": 0, "status": {}})
+            each["sums"] = [total + part for total, part in zip(each["sums"], sums, strict=True)]
+            each["status"][texts[status] or "none"] = sums[0]
+        for scope in {scope for _, scope in versions}:  # for one scope the SQLite index suffices
+            select = f"SELECT e.version, count(DISTINCT e.task) FROM episodes AS e {sql} AND e.scope IS ? GROUP BY 1"
+            for version, groups in connection.execute(select, [*parameters, scope]).fetchall():
+                if (version, scope) in versions:
+                    versions[version, scope]["groups"] = groups
+        listed = []
+        for (version, scope), each in sorted(versions.items(), key=lambda item: tuple(map(rank, item[0]))):
+            lines, reward, rewards, tokens, tokened = each.pop("sums")
+            means = {"reward": reward / rewards if rewards else None, "tokens": tokens / tokened if tokened else None}
+            counts = {"lines": int(lines), "rewards": int(rewards)}
+            listed.append({"scope": texts[scope], "version": version, **each, **counts, **means})
+        return listed
+
+    def _failures(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
+        texts, failures = _Texts(connection), []
+        select = (
+            f"SELECT e.error_kind, e.error_type, count(*), min(e.id) FROM episodes AS e {sql} "
+            "AND (e.error IS NOT NULL OR e.error_kind IS NOT NULL) GROUP BY 1, 2 ORDER BY 3 DESC"
+        )
+        for kind, type_, count, first in connection.execute(select, parameters).fetchall():
+            row = next(self._fetch(connection, "WHERE e.id = ?", [first]), None)
+            select = "SELECT text FROM episodes JOIN texts ON texts.id = error WHERE episodes.id = ?"
+            error = connection.execute(select, (first,)).fetchone()
+            example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
+            facts = {"error_kind": texts[kind], "error_type": texts[type_], "count": count}
+            failures.append({**facts, **example, "error": error and error[0]})
+        return failures
+
+    def _where(self, expr: Expr) -> tuple[str, list[Any]]:
+        condition, parameters = to_sql(expr)
+        return f"WHERE {self._condition} AND {condition}", [*self._parameters, *parameters]
+
+    def _fetch(
+        self, connection: sqlite3.Connection, tail: str, parameters: list[Any], table: str = "episodes"
+    ) -> Iterator[Row]:
+        """Yield the selected rows as dicts."""
+        texts, file, path = _Texts(connection), None, None
+        cursor = connection.execute(f"SELECT {_SELECT} FROM {table} AS e {tail}", parameters)
+        try:
+            for values in cursor:
+                row: Row = {"run": self.name, **dict(zip(_COLUMNS, values, strict=True))}
+                if row["file"] != file:
+                    file, path = row["file"], self.index.file_path(connection, row["file"])
+                if path is None:  # forgotten meanwhile
+                    continue
+                row["id"], row["file"] = f"{path}:{row['line']}", path
+                for key in _TEXT_NAMES:
+                    row[key] = texts[row[key]]
+                for key in ("stop", "agent"):
+                    row[key] = orjson.loads(texts[row[key]] or "[]")
+                row["cause"] = cause(texts[row.pop("error")], row["error_type"])
+                yield row
+        finally:
+            cursor.close()
+
+
+class _Texts:
+    """Texts by their number in the table ``texts``; keeps the last ones."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._known: dict[int | None, str | None] = {None: None}
+
+    def __getitem__(self, id: int | None) -> str | None:
+        if id not in self._known:
+            if len(self._known) > _MAX_TEXTS:
+                self._known = {None: None}
+            found = self._connection.execute("SELECT text FROM texts WHERE id = ?", (id,)).fetchone()
+            self._known[id] = found and found[0]
+        return self._known[id]
+
+
+def _total(versions: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of all versions together."""
+    statuses: Counter[str] = Counter()
+    for each in versions:
+        statuses.update(each["status"])
+    rewards = sum(each["rewards"] for each in versions)
+    total = sum(each["reward"] * each["rewards"] for each in versions if each["rewards"])
+    counts = {key: sum(each[key] for each in versions) for key in ("lines", "groups")}
+    return {**counts, "reward": total / rewards if rewards else None, "status": dict(statuses)}
+
+
+def rank(value: Any, descending: bool = False) -> tuple[bool, bool, Any]:
+    """Return a sort key that orders as SQLite does, missing values last."""
+    return ((value is None) != descending, isinstance(value, str), value if value is not None else 0)
+
+
+def _part_condition(part: str) -> tuple[str, tuple[int | str, ...]]:
+    """Return the SQL that holds for the dumps of a part of a run, which is a folder or a file."""
+    if not part:
+        return "1", ()
+    return "e.file IN (SELECT id FROM files WHERE substr(path || '/', 1, ?) = ?)", (len(part) + 1, f"{part}/")
