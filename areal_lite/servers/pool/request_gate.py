@@ -113,6 +113,8 @@ class RequestGate:
 
     def wake_for(self, server: Server) -> None:
         """Wake as many requests as the server has room for."""
+        if not self._waiting:  # the usual end of a request
+            return
         for _ in range(int(min(len(self._waiting), max(0, server.capacity - server.outstanding)))):
             self.wake_one()
 
