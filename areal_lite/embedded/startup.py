@@ -24,8 +24,8 @@ from areal_lite.servers.programs.embedded_settings import check_model_path, chec
 from areal_lite.servers.programs.ports import check_port
 
 if TYPE_CHECKING:
-    from areal_lite.embedded.generation_routes import GenerationRoutes
-    from areal_lite.embedded.http_server import ModelServer
+    from areal_lite.embedded.routes.generation_routes import GenerationRoutes
+    from areal_lite.embedded.routes.http_server import ModelServer
 
 AddRoutes: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
 """Adds routes to the server's application; they generate with ``events``."""
@@ -100,14 +100,14 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     import torch
     from transformers import AutoTokenizer
 
-    from areal_lite.embedded.control_routes import ControlRoutes
-    from areal_lite.embedded.generation_routes import GenerationRoutes
     from areal_lite.embedded.grammar import GrammarCompiler
-    from areal_lite.embedded.http_server import ModelServer
     from areal_lite.embedded.model_runner import ModelRunner, load_model, longest_context
     from areal_lite.embedded.model_thread import ModelThread
+    from areal_lite.embedded.routes.control_routes import ControlRoutes
+    from areal_lite.embedded.routes.generation_routes import GenerationRoutes
+    from areal_lite.embedded.routes.http_server import ModelServer
+    from areal_lite.embedded.routes.weight_routes import WeightRoutes
     from areal_lite.embedded.scheduler import BatchLimits, Scheduler
-    from areal_lite.embedded.weight_routes import WeightRoutes
 
     device = config.device
     if device == "cuda" and not torch.cuda.is_available():

@@ -25,7 +25,7 @@ from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.__main__ import main
-from areal_lite.embedded.generation_routes import GenerationRoutes
+from areal_lite.embedded.routes.generation_routes import GenerationRoutes
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.dialects.sglang import SGLang

@@ -11,11 +11,11 @@ from typing import Any
 
 from aiohttp import web
 
-from areal_lite.embedded.control_routes import ControlRoutes
-from areal_lite.embedded.generation_routes import GenerationRoutes
-from areal_lite.embedded.http_bodies import reply_json
 from areal_lite.embedded.model_thread import ModelThread
-from areal_lite.embedded.weight_routes import WeightRoutes
+from areal_lite.embedded.routes.control_routes import ControlRoutes
+from areal_lite.embedded.routes.generation_routes import GenerationRoutes
+from areal_lite.embedded.routes.http_bodies import reply_json
+from areal_lite.embedded.routes.weight_routes import WeightRoutes
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
 from areal_lite.servers.dialects.sglang_errors import BadRequest
 

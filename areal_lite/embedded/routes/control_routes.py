@@ -9,10 +9,10 @@ from aiohttp import web
 
 from areal_lite import __version__
 from areal_lite.embedded.generation_request import GenerationRequest
-from areal_lite.embedded.http_bodies import fields_of, reply_json
 from areal_lite.embedded.model_thread import ModelThread
+from areal_lite.embedded.routes.http_bodies import fields_of, reply_json
+from areal_lite.embedded.routes.weight_routes import WeightRoutes
 from areal_lite.embedded.sampling_params import SamplingParams
-from areal_lite.embedded.weight_routes import WeightRoutes
 from areal_lite.servers.dialects.sglang_errors import wrong_type
 
 _FLUSHED = (
