@@ -54,6 +54,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
     return _load(path, overrides, root).config
 
 
+def load_recorded(run: Path, overrides: Sequence[str] = (), *, root: type[C]) -> C:
+    """Return the config that a run left in its folder, as :func:`load_config` does.
+
+    Keys that have moved since the run are read at their old place: the folder of a run stays readable.
+    """
+    config: Any = _load(run / "config.yaml", overrides, root, recorded=True).config
+    return config  # type: ignore[no-any-return]
+
+
 def describe_value(path: str | Path, overrides: Sequence[str], key: str, *, root: type[Any]) -> str:
     """Return the value of a dotted key after loading, and where it comes from, as one line; empty if it has no value.
 
@@ -82,12 +91,16 @@ class _Loaded(NamedTuple):
     """Where a value comes from, by dotted key, if not simply from the file."""
 
 
-def _load(path: str | Path, overrides: Sequence[str], root: type[Any]) -> _Loaded:
+def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, recorded: bool = False) -> _Loaded:
     values = parse_yaml(read_text(Path(path)), where=str(path))
     if values is None:
         raise ConfigError(f"{path}: the file is empty: write a mapping with at least {_required(root)}")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the file holds a {type(values).__name__}: write a mapping, 'key: value'")
+    if recorded and isinstance(rollout := values.get("rollout"), dict):
+        for name in _MOVED.keys() & rollout.keys():
+            _, section, key = _MOVED[name].split(".")
+            rollout.setdefault(section, {})[key] = rollout.pop(name)
     root = _config_class(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}
     for override in overrides:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from areal_lite.config.loader import load_config
+from areal_lite.config.loader import load_recorded
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
 
@@ -56,7 +56,7 @@ def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | No
 def run_config(run: Path) -> RunConfig | None:
     """Return the config in a run's folder; None without a readable one of a run with rollouts."""
     with contextlib.suppress(ConfigError):
-        return load_config(run / CONFIG)
+        return load_recorded(run, root=RunConfig)
     return None
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from areal_lite.config.loader import load_config
+from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
@@ -69,7 +69,7 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
                 f"{override}: a replay trains the episodes as they are, so only these keys may change: "
                 f"{', '.join(_MAY_CHANGE)}. To generate anew, use areal-lite train"
             )
-    before = load_config(run / "config.yaml")
+    before = load_recorded(run, root=RunConfig)
     config = load_copy(run, overrides, trial_name=f"{before.trial_name}-replay")
     for key in ("data_packer", "rollout_cache"):
         if (value := getattr(config, key)) is not None:
@@ -107,7 +107,7 @@ def load_copy(run: Path, overrides: Sequence[str], *, trial_name: str) -> RunCon
     given = [f"trial_name={trial_name}", *overrides]
     # The saved config has the run's identity in its rollout section, too.
     given += [f"rollout.{override}" for override in given if _is_identity(override)]
-    config = load_config(run / "config.yaml", given)
+    config = load_recorded(run, given, root=RunConfig)
     if config.run_dir.resolve() == run.resolve():
         raise ConfigError(f"{run} is the run itself, which is only read: choose another trial_name")
     return replace(config, rollout=replace(config.rollout, dump_to_file=False))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.loader import load_config
+from areal_lite.config.loader import load_recorded
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dumps import Dumps
@@ -115,7 +115,7 @@ class Run:
         metrics, broken = _read_metrics(root / "metrics.jsonl")
         run = cls(root, None, metrics, broken)
         with contextlib.suppress(ConfigError):
-            run.config = load_config(root / CONFIG, root=ExperimentConfig)
+            run.config = load_recorded(root, root=ExperimentConfig)
         if run.config is None:
             run.unproved.append("config.yaml cannot be read, so group sizes, staleness and advantages are not checked")
         return run
