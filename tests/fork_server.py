@@ -74,7 +74,7 @@ class _Client:
         if len(command) < 2 or command[0] != sys.executable:
             return False
         if command[1] == "-m":
-            ours = len(command) > 2 and command[2].startswith(("areal_lite", "torch.distributed.run"))
+            ours = len(command) > 2 and command[2].partition(".")[0] == "areal_lite"
         else:
             script = Path(command[1])
             ours = script.suffix == ".py" and script.resolve().is_relative_to(ROOT)
