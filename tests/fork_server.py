@@ -35,6 +35,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "HF_", "TRANSFORMERS_", "TORCH_", "CUDA_", "MALLOC_", "LD_", "CXX", "PYTHON")
@@ -143,6 +145,12 @@ def install(server: socket.socket | None = None) -> None:
     global _client
     _client = _Client(server)
     subprocess.Popen = _Popen  # type: ignore[misc]
+
+
+def children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
+    """Return the processes that a program started, without the server of its forks."""
+    started = psutil.Process(pid).children(recursive=recursive)
+    return [one for one in started if __file__ not in one.cmdline()]
 
 
 # -- in the server -------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import yaml
 
 from areal_lite.cli import main as cli
 from tests.e2e.test_stopping import start, until_step
+from tests.fork_server import children as children_of
 
 FAKES = Path(__file__).parents[1] / "servers/programs/fake_packages"
 
@@ -26,7 +27,7 @@ FAKES = Path(__file__).parents[1] / "servers/programs/fake_packages"
 def test_a_run_goes_on_when_its_server_is_killed(run_yaml: Path, tmp_path: Path) -> None:
     process = start(run_yaml, "trainer.total_steps=5", "eval_dataset=null", "rollout.request_retries=3")
     until_step(process, 2)
-    (server,) = [one for one in psutil.Process(process.pid).children() if "areal_lite.embedded" in one.cmdline()]
+    (server,) = [one for one in children_of(process.pid) if "areal_lite.embedded" in one.cmdline()]
     server.kill()
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
@@ -88,7 +89,7 @@ def test_serve_starts_servers_without_a_run(tiny_model: Path, tmp_path: Path, ba
     assert bool(options) == ("rollout.router" in settings)
     if options:
         assert urllib.request.urlopen(f"http://{settings['rollout.router']}/workers").status == 200
-    children = psutil.Process(process.pid).children()
+    children = children_of(process.pid)
     assert len(children) == (3 if options else 1)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
@@ -102,7 +103,7 @@ def test_ctrl_c_ends_servers_that_are_not_ready(tiny_model: Path, tmp_path: Path
     process = serve(tiny_model, tmp_path / "logs", "--backend=sglang", "--args={fault: never ready}")
     log = tmp_path / "logs/sglang-0.log"
     until(lambda: log.exists() and log.stat().st_size > 0)
-    (server,) = psutil.Process(process.pid).children()
+    (server,) = children_of(process.pid)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=12)
     assert process.returncode == 130

@@ -21,6 +21,7 @@ from aiohttp import web
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from tests.fork_server import children as children_of
 from tests.stub_server import StubThread
 
 _JSON = {"Content-Type": "application/json"}
@@ -60,7 +61,7 @@ def test_a_signal_stops_the_run_in_time_without_partial_files(
 ) -> None:
     process = start(run_yaml)
     until_step(process, 2)
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = children_of(process.pid, recursive=True)
     assert children
     sent = time.monotonic()
     process.send_signal(number)
@@ -90,7 +91,7 @@ def test_ranks_stop_after_the_same_step_whichever_gets_the_signal(run_yaml: Path
     saved = ["checkpoint.every_steps=100000", "eval_dataset=null", "save_model=false"]
     process = start(run_yaml, *saved, launcher=TWO_RANKS)
     until_step(process, 2)
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = children_of(process.pid, recursive=True)
     assert len(children) == 4  # two ranks, a server, the writer of dumps
     ranks = [rank_process(process, rank) for rank in ("0", "1")]
     for one in [*ranks, process] if asked == "everyone" else ranks[1:]:
@@ -112,7 +113,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_server(run_yaml: Path) -> None
     """F69."""
     process = start(run_yaml, launcher=TWO_RANKS)
     until_step(process, 1)
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = children_of(process.pid, recursive=True)
     rank_process(process, "0").kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode
