@@ -70,6 +70,7 @@ class _Client:
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._lock = threading.Lock()
         self._connection = connection
+        self._process: Any = None
 
     def can_run(self, command: list[str], environment: dict[str, str]) -> bool:
         """Return whether a fork does what the command would do."""
@@ -97,13 +98,12 @@ class _Client:
                 prctl(_SUBREAPER, 0, 0, 0, 0)
         return int(pid)
 
-    @staticmethod
-    def _start_server() -> socket.socket:
+    def _start_server(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         path = {"PYTHONPATH": str(ROOT)}
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), " " * _LONGEST_COMMAND]
-            _RealPopen(command, pass_fds=(theirs.fileno(),), env=os.environ | _ENVIRONMENT | path)
+            self._process = _RealPopen(command, pass_fds=(theirs.fileno(),), env=os.environ | _ENVIRONMENT | path)
         return ours
 
 
@@ -168,14 +168,14 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
         pid_reads, pid_writes = os.pipe()
         end_reads, end_writes = os.pipe()
         if (between := os.fork()) == 0:
-            if (pid := os.fork()) > 0:
-                os.write(pid_writes, _LENGTH.pack(pid))
+            if os.fork() > 0:
                 os._exit(0)
+            if request["session"]:
+                os.setsid()  # before the starter has the process id, by which it may signal the group
+            os.write(pid_writes, _LENGTH.pack(os.getpid()))
             os.close(end_writes)
             os.read(end_reads, 1)  # ends when the process between has ended: the parent is the process of tests then
             connection.close()
-            if request["session"]:
-                os.setsid()
             above = max(*request["targets"], 255) + 1
             kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
             os.closerange(3, above)
