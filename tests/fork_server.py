@@ -35,8 +35,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "HF_", "TRANSFORMERS_", "TORCH_", "CUDA_", "MALLOC_", "LD_", "CXX", "PYTHON")
@@ -147,8 +145,10 @@ def install(server: socket.socket | None = None) -> None:
     subprocess.Popen = _Popen  # type: ignore[misc]
 
 
-def children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
+def children(pid: int, *, recursive: bool = False) -> list[Any]:
     """Return the processes that a program started, without the server of its forks."""
+    import psutil  # not installed with the SDKs of agents
+
     started = psutil.Process(pid).children(recursive=recursive)
     return [one for one in started if __file__ not in one.cmdline()]
 

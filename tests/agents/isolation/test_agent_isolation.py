@@ -122,7 +122,7 @@ def test_an_exception_comes_back_with_its_class_text_and_traceback(start: Start,
 
 
 def test_a_process_that_dies_fails_its_episode_alone(start: Start) -> None:
-    groups = start("process", agents={"processes": 1}).rollout_batch([{"do": "exit"}, {}], PlainAgent)
+    groups = start("process", processes=1).rollout_batch([{"do": "exit"}, {}], PlainAgent)
     assert "agent PlainAgent: its worker process died (exit code" in end_of(groups[0])
     assert end_of(groups[1]) == "accepted"
 

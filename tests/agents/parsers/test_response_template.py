@@ -81,7 +81,7 @@ def test_a_tokenizers_template_is_used_unless_a_parser_is_named() -> None:
     without_content = {**QWEN, "fields": {"reasoning_content": THINK}}
     for spec in (None, without_content):
         assert isinstance(ChatRenderer(templated(spec)).answer_parser, AnswerParser)
-    with pytest.raises(ConfigError, match=r"response_template is invalid: .*colour.*rollout\.tool_parser"):
+    with pytest.raises(ConfigError, match=r"response_template is invalid: .*colour.*rollout\.agents\.tool_parser"):
         ChatRenderer(templated({**QWEN, "colour": 1}))
 
 

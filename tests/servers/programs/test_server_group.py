@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,8 @@ def test_deaths_far_apart_are_forgiven(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_restarts_that_fail_count_however_long_they_take(tmp_path: Path) -> None:
     with servers(tmp_path) as group, attached_engine(group) as engine:
-        group._servers[0].model_path = "broken"
+        server: Any = group._servers[0]
+        server._model = replace(server._model, model_path="broken")
         kill(group)
         with pytest.raises(ServerError, match="sglang-0 ended with code 1 before it was ready(.|\n)*It ended 4 times"):
             generate(engine)
