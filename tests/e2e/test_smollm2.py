@@ -29,8 +29,8 @@ def test_a_real_model_trains_one_step_and_writes_words(
         [
             f"model_path={model}",
             f"fileroot={tmp_path}",
-            "rollout.consumer_batch_size=4",
-            "rollout.group_size=6",
+            "rollout.consumer_batch_size=2",
+            "rollout.group_size=4",
             "trainer.total_steps=1",
             "eval_dataset.max_samples=2",
             "save_model=false",
@@ -42,7 +42,7 @@ def test_a_real_model_trains_one_step_and_writes_words(
     assert step["train/engine_mismatch/log_prob_diff_mean"] < 0.1
     lines = [line for file in (summary.run_dir / "rollout" / "0").glob("*.jsonl") for line in json_lines(file)]
     accepted = [line for line in lines if line["status"] == "accepted"]
-    assert len(accepted) == 24
+    assert len(accepted) == 8
     rewards = defaultdict(set)
     for line in accepted:
         rewards[line["task_id"]].add(line["reward"])

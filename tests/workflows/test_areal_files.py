@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -346,9 +347,9 @@ def test_the_reward_of_gsm8k_compares_values() -> None:
 
 def test_without_math_verify_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.delitem(importlib.sys.modules, "areal_lite.reward", raising=False)  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "areal_lite.areal.math_reward", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'areal-lite\[math\]'"):
-        importlib.import_module("areal_lite.reward")
+        from areal_lite.reward import MathVerifyWorker  # noqa: F401
 
 
 @pytest.mark.parametrize(
