@@ -34,7 +34,7 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.channel import MessageSplitter, encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject
-from areal_lite.rollout import garbage_collection as collector_pace
+from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow
 from areal_lite.rollout.loop_thread import LoopThread
@@ -110,7 +110,7 @@ class WorkerProcess(InferenceEngine):
         for name, level in settings.log_levels.items():
             logging.getLogger(name).setLevel(level)
         self._watchdog = LoopWatchdog(self._loop, self._shared, self._deadline_of)
-        collector_pace.relax()
+        garbage_collection.relax()
         self._loop.call(self._connect(connection))
 
     async def _connect(self, connection: socket.socket) -> None:
