@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -73,9 +74,13 @@ def started_with(log: Path) -> dict[str, Any]:
 
 
 def kill(group: ServerGroup, number: int = 0) -> None:
+    """End a server at once; return when it has ended, so that its listener takes no more connections."""
     pid = group._servers[number].pid
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    ended = os.pidfd_open(pid)
+    signal.pidfd_send_signal(ended, signal.SIGKILL)
+    select.select([ended], [], [])
+    os.close(ended)
 
 
 def until_up(group: ServerGroup, deaths: int) -> None:
