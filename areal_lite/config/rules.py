@@ -160,10 +160,11 @@ def _check_log_probs(config: RunConfig) -> None:
             "update for the servers; set server.dtype: float32",
             config.server.dtype,
         )
-    if config.trainer.dtype == "bfloat16" and config.server.dtype == "float32":
+    if config.trainer.dtype != "float32" and config.server.dtype == "float32":
         logger.warning(
-            "trainer.dtype is bfloat16 and server.dtype float32: the trainer rounds small updates away, which the "
-            "servers see, so that log-probs soon differ by several nats; set trainer.dtype: float32"
+            "trainer.dtype is %s and server.dtype float32: a trainer in bfloat16 rounds small updates away, which the "
+            "servers see, so that log-probs soon differ by several nats; set trainer.dtype: float32",
+            config.trainer.dtype,
         )
     names = ("min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
     changed = [

@@ -65,8 +65,9 @@ class LearnerConfig(OptimizerConfig):
     max_tokens_per_microbatch: Positive = 4096
     """Maximum tokens, padding included, per forward pass and rank. Halved once when out of memory."""
 
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Autocast dtype; weights and optimizer state are float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Autocast dtype; weights and optimizer state are float32. auto is bfloat16, or float32 on a CPU without
+    instructions for bfloat16."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses a GPU if there is one."""

@@ -197,16 +197,13 @@ class ModelRunner:
         self._adapted = adapter.attach(self.model) if adapter is not None else []
 
 
-def load_model(model_path: Path, *, dtype: str, device: str) -> Any:
+def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
     """Load a causal language model for inference.
 
     Args:
         model_path: Directory with config.json and weights.
-        dtype: ``bfloat16``, ``float32``, ``float16`` or ``auto``.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(model_path), dtype=getattr(torch, dtype) if dtype != "auto" else "auto"
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype)
     return model.to(device).eval().requires_grad_(False)
 
 

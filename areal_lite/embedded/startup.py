@@ -108,6 +108,7 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     from areal_lite.embedded.routes.http_server import ModelServer
     from areal_lite.embedded.routes.weight_routes import WeightRoutes
     from areal_lite.embedded.scheduler import BatchLimits, Scheduler
+    from areal_lite.models.policy_model import resolve_dtype
 
     device = config.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -118,7 +119,7 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     if served.deterministic and device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    model = load_model(directory, dtype=config.dtype, device=device)
+    model = load_model(directory, dtype=resolve_dtype(config.dtype, torch.device(device)), device=device)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     longest = longest_context(model.config)
     context_length = config.context_length or longest

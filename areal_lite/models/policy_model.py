@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +14,17 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import ConfigError
 from areal_lite.files.hub_name import check_hub_name, is_hub_name
 from areal_lite.models.lora import add_adapters
+
+logger = logging.getLogger(__name__)
+
+CPU_INFO = Path("/proc/cpuinfo")
+"""Lists the instructions of each CPU core, on Linux."""
 
 _NOT_SCORABLE = {
     "falcon with alibi": "which takes no mask for several sequences",
@@ -120,24 +128,24 @@ def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing progress bars on stderr at each published version."""
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if enabled:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
     """Silence transformers' report: missing weights are checked here, unused ones do not matter."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
 
 
 def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
@@ -145,6 +153,26 @@ def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"{key} is 'cuda' but torch sees no GPU: use 'auto', or install torch for CUDA")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the torch dtype of ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+
+    auto is bfloat16, or float32 on a CPU without instructions for bfloat16, where bfloat16 is several times slower.
+    """
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type != "cpu" or has_bfloat16() else "float32"
+    resolved: torch.dtype = getattr(torch, dtype)
+    return resolved
+
+
+@functools.cache
+def has_bfloat16() -> bool:
+    """Return whether this CPU has instructions for products in bfloat16, as far as Linux tells."""
+    found = CPU_INFO.exists() and bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", CPU_INFO.read_text()))
+    if not found:
+        logger.info("this CPU has no instructions for bfloat16, so dtype auto is float32")
+    return found
 
 
 def _switch_off_dropout(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from areal_lite.config.rules import reports_truncated
@@ -24,7 +23,7 @@ from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.models.truncation import Truncation
-from areal_lite.runs.engine_stack import generating_engine, thread_budget
+from areal_lite.runs.engine_stack import generating_engine, served_dtype, thread_budget
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import Start, find_start
 from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler
@@ -255,12 +254,6 @@ def num_devices(config: RunConfig) -> int:
     """Return the devices of a run: one for each rank of the trainer, and the GPUs of servers that it starts."""
     started = [] if config.rollout.addresses else gpu_groups(config.server)
     return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
-
-
-def served_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype in which models are published and saved."""
-    dtype: torch.dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
-    return dtype
 
 
 def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> PolicyTrainer:

@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from areal_lite.config.supervised_config import (
     ConversationsConfig,
     DPOConfig,
@@ -25,7 +23,7 @@ from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item
 from areal_lite.models.parallel.ranks import join_ranks
-from areal_lite.models.policy_model import check_scorable, resolve_device
+from areal_lite.models.policy_model import check_scorable, resolve_device, resolve_dtype
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.stopping import interruptible, stop_together
@@ -133,7 +131,7 @@ def run_supervised(
             trainer=trainer,
             total_steps=total_steps,
             tokenizer_path=config.model_path,
-            dtype=getattr(torch, config.trainer.dtype),
+            dtype=resolve_dtype(config.trainer.dtype, resolve_device(config.trainer.device)),
             started=started,
             loader=loader,
             held_out=held_out,

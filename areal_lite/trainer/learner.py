@@ -23,6 +23,7 @@ from areal_lite.config.trainer_config import LearnerConfig, OptimizerConfig
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import shard
+from areal_lite.models.policy_model import resolve_dtype
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_UPDATES = 3
@@ -105,6 +106,7 @@ class Learner:
         self._rates = optimizer
         self._total_steps = total_steps
         self._device = next(module.parameters()).device
+        self._dtype = resolve_dtype(config.dtype, self._device)
         if self._device.type == "cpu":
             _keep_freed_memory()
         total, trained = (sum(p.numel() for p in ps) for ps in (module.parameters(), self._trained()))
@@ -118,7 +120,7 @@ class Learner:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of forward passes."""
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16)
 
     def within_memory(self, compute: Callable[[int], T], *, inference: bool = False) -> T:
         """Return ``compute(max_tokens)``; retry with half the tokens, once per run, if memory runs out.

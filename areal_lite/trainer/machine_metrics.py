@@ -37,9 +37,9 @@ class FlopsMeter:
     The peak is measured once: the best of several large matrix products in the dtype of the forward passes.
     """
 
-    def __init__(self, device: torch.device, dtype: str) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
-        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._dtype = dtype
         self._counted = 0.0
 
     def count(self, flops: float) -> None:

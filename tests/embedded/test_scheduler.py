@@ -24,7 +24,9 @@ FLOAT32, PADS, COMPILED = ("float32", False), ("bfloat16", False), ("bfloat16", 
 def scheduler_of(tiny: Path, kind: tuple[str, bool], **settings: Any) -> tuple[Scheduler, list[list[int]]]:
     """Return a scheduler without a thread, and how many tokens each slot of each pass had."""
     dtype, compiled = kind
-    runner = ModelRunner(load_model(tiny, dtype=dtype, device="cpu"), slots=12, context_length=96, compiled=compiled)
+    runner = ModelRunner(
+        load_model(tiny, dtype=getattr(torch, dtype), device="cpu"), slots=12, context_length=96, compiled=compiled
+    )
     passes: list[list[int]] = []
     forward = runner.forward
 

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from areal_lite.errors import ConfigError
-from areal_lite.models.policy_model import load_policy, resolve_device
+from areal_lite.models import policy_model
+from areal_lite.models.policy_model import has_bfloat16, load_policy, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
 
@@ -32,6 +33,30 @@ def test_the_device_is_the_named_one_or_the_best(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert resolve_device(device).type == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "flags", "expected"),
+    [
+        ("auto", "cpu", "avx2 avx512_bf16 fma", torch.bfloat16),
+        ("auto", "cpu", "amx_bf16", torch.bfloat16),
+        ("auto", "cpu", "fp asimd bf16", torch.bfloat16),
+        ("auto", "cpu", "avx2 avx512f fma", torch.float32),
+        ("auto", "cpu", None, torch.float32),
+        ("auto", "cuda", "avx2", torch.bfloat16),
+        ("bfloat16", "cpu", "avx2", torch.bfloat16),
+        ("float32", "cuda", "bf16", torch.float32),
+    ],
+)
+def test_auto_is_bfloat16_where_the_device_has_instructions_for_it(
+    dtype: str, device: str, flags: str | None, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_model, "CPU_INFO", tmp_path / "cpuinfo")
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor: 0\nflags: {flags}\nmodel: 1\n")
+    has_bfloat16.cache_clear()
+    assert resolve_dtype(dtype, torch.device(device)) == expected
+    has_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": False}, {"gradient_checkpointing": True}])

@@ -63,7 +63,7 @@ def test_the_peak_is_that_of_the_fastest_round(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_mfu_is_the_share_of_the_peak_since_the_call_before() -> None:
-    meter = FlopsMeter(CPU, "float32")
+    meter = FlopsMeter(CPU, torch.float32)
     assert meter.take_mfu(1.0) == 0
     peak = peak_flops(CPU, torch.float32)
     for flops in (peak, 2 * peak):

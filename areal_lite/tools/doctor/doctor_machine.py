@@ -91,6 +91,7 @@ def devices() -> Findings:
     import torch
 
     from areal_lite.models.kernels.compiler import find_compiler
+    from areal_lite.models.policy_model import has_bfloat16
 
     yield ok(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} CPU cores")
     if torch.cuda.is_available():
@@ -105,6 +106,9 @@ def devices() -> Findings:
         )
     else:
         yield ok("no GPU: server and trainer run on the CPU")
+        if not has_bfloat16():
+            yield ok("the CPU has no instructions for bfloat16: dtype auto is float32")
+            return
         if find_compiler() is None:
             yield warning(
                 "there is no C++ compiler: in bfloat16 the embedded server takes up to twice as long, and a training "

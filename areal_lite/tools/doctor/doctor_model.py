@@ -29,7 +29,6 @@ _TRAINED = 4 + 4 + 8
 """Bytes per trained parameter: weight, gradient, and two moments of AdamW."""
 _SAVED = 4 + 8
 """Bytes per trained parameter in a checkpoint."""
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}
 _LITTLE_REASONING = 256
 """New tokens that reasoning alone often takes."""
 _SMALL_NORM = 0.2
@@ -130,6 +129,7 @@ def room(config: Config) -> Findings:
 def _needs(config: Config, parameters: int) -> Mapping[str, float]:
     """Return the bytes that weights and optimizer need by device; activations and KV caches come on top."""
     from areal_lite.models.policy_model import resolve_device
+    from areal_lite.runs.engine_stack import served_dtype
 
     device = resolve_device(config.trainer.device).type
     lora = config.trainer.lora is not None
@@ -141,7 +141,7 @@ def _needs(config: Config, parameters: int) -> Mapping[str, float]:
             needs[device] += parameters * 4
         if not config.rollout.addresses:
             served = resolve_device(config.server.device, key="server.device").type
-            needs[served] += parameters * _BYTES[config.server.dtype] * config.server.replicas
+            needs[served] += parameters * served_dtype(config).itemsize * config.server.replicas
     return needs
 
 

@@ -19,12 +19,13 @@ from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
+from areal_lite.runs.engine_stack import served_dtype
 from areal_lite.runs.entry_points import check_learnable
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.folder.trained_batches import TrainedBatches
 from areal_lite.runs.monitoring.run_metrics import OnStep
-from areal_lite.runs.rl_run import open_trainer, served_dtype
+from areal_lite.runs.rl_run import open_trainer
 from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
 from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
@@ -29,8 +30,14 @@ def _k1(policy: Tensor, reference: Tensor) -> Tensor:
     return policy - reference
 
 
+ROUNDING = 2e-5
+"""Nats. Smaller differences of float32 log-probs have the sign of their rounding errors."""
+
+
 def _abs(policy: Tensor, reference: Tensor) -> Tensor:
-    return (policy - reference).abs()
+    """Return the estimate, without a gradient where rounding decides its sign, as while policy equals reference."""
+    difference = policy - reference
+    return torch.where(difference.abs() > ROUNDING, difference, difference.detach()).abs()
 
 
 def _k2(policy: Tensor, reference: Tensor) -> Tensor:
@@ -55,8 +62,8 @@ def kl_penalty(policy: Tensor, reference: Tensor, estimator: str, *, behaviour: 
     Args:
         policy: ``[T]`` log-probs (nats); may carry gradient.
         reference: ``[T]`` log-probs (nats).
-        estimator: ``k1`` (or ``kl``), ``abs``, ``k2`` (``mse``), ``k3`` (``low_var_kl``). With a ``+`` appended it
-            keeps its value but has the gradient of k2.
+        estimator: ``k1`` (or ``kl``), ``abs`` (no gradient within ``ROUNDING``), ``k2`` (``mse``), ``k3``
+            (``low_var_kl``). With a ``+`` appended it keeps its value but has the gradient of k2.
         behaviour: ``[T]`` log-probs the tokens were sampled with. If given, each token is weighted by
             ``policy / behaviour``, gradient included, which makes value and gradient unbiased for tokens
             that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556).

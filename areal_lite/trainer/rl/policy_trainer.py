@@ -25,7 +25,7 @@ from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.models.lora import adapters_off
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import shard
-from areal_lite.models.policy_model import load_policy, resolve_device
+from areal_lite.models.policy_model import load_policy, resolve_device, resolve_dtype
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_critic
@@ -94,14 +94,15 @@ class PolicyTrainer:
             model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
         )
         self._policy = TokenScorer(self.model, temperature=sampling.temperature, truncation=sampling.truncation)
-        if config.deterministic and config.dtype == "float32":
+        dtype = resolve_dtype(config.dtype, self.device)
+        if config.deterministic and dtype == torch.float32:
             self._policy.read_exactly()
         self._reference: TokenScorer | None = None
         if config.kl is not None:
             # Under adapters the reference is the model without them.
             self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
         self.learner = Learner(self._policy, config, config, total_steps=config.steps)
-        self._meter = FlopsMeter(self.device, config.dtype)
+        self._meter = FlopsMeter(self.device, dtype)
         passes_of = partial(LearnerPasses, config=config, algorithm=self.algorithm, meter=self._meter, on_skip=on_skip)
         self._passes = passes_of(self.learner, "policy")
         self._policy_update = PolicyUpdate(self._passes, self._policy, config, self.algorithm)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
-from areal_lite.models.policy_model import load_policy, resolve_device
+from areal_lite.models.policy_model import load_policy, resolve_device, resolve_dtype
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
@@ -89,7 +89,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.device: torch.device = self.model.device
         self.total_tokens = 0
         """Tokens of all updates so far, prompts included."""
-        self._meter = FlopsMeter(self.device, config.dtype)
+        self._meter = FlopsMeter(self.device, resolve_dtype(config.dtype, self.device))
         self.learner = Learner(
             self.scorer,
             config,

@@ -510,6 +510,21 @@ def test_owed_groups_are_handed_out_in_the_order_of_their_numbers():
     assert [group[0].row for group in again] == [group[0].row for group in (first, second, third)]
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), count=st.integers(3, 7))
+def test_a_resumed_source_hands_out_owed_groups_by_number_then_returned_ones_as_they_came(data, count):
+    source = make(9)
+    taken = source.get_samples(count)
+    given_back = data.draw(st.permutations(taken))[: data.draw(st.integers(0, count))]
+    for group in given_back:
+        source.give_back([group])
+    owed = [group for group in taken if group not in given_back]
+    resumed = make(9)
+    resumed.load_state_dict(source.state_dict())
+    again = resumed.get_samples(count)
+    assert [group[0].group_index for group in again] == [group[0].group_index for group in (*owed, *given_back)]
+
+
 def test_rows_that_are_not_json_are_saved_by_position(tmp_path):
     source = RolloutDataSource([{"image": object(), (1, 2): 3}], SourceSettings(seed=1))
     source.get_samples(1)

@@ -33,7 +33,9 @@ def decoded_logprobs(runner: ModelRunner, ids: list[int], prompt: int) -> list[f
 def test_token_by_token_gives_the_bits_of_the_whole_sequence(tiny: Path, length: int) -> None:
     scorer = TokenScorer(load_policy(str(tiny), device=torch.device("cpu")), temperature=0.7)
     assert scorer.read_exactly()
-    runner = ModelRunner(load_model(tiny, dtype="float32", device="cpu"), slots=2, context_length=CONTEXT, exact=True)
+    runner = ModelRunner(
+        load_model(tiny, dtype=torch.float32, device="cpu"), slots=2, context_length=CONTEXT, exact=True
+    )
     runner.check_against_plain_forward()
     ids = np.random.default_rng(length).integers(3, VOCABULARY, length).tolist()
     one = sequence(ids, range(5, length))
@@ -63,6 +65,6 @@ def test_exact_attention_has_the_gradients_of_plain_attention() -> None:
 
 
 def test_a_model_in_half_precision_keeps_its_attention(tiny: Path) -> None:
-    model = load_model(tiny, dtype="bfloat16", device="cpu")
+    model = load_model(tiny, dtype=torch.bfloat16, device="cpu")
     assert not read_exactly(model)
     assert model.config._attn_implementation == "sdpa"

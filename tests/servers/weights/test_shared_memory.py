@@ -43,14 +43,14 @@ def test_every_version_equals_the_published_files(
 def test_the_version_before_stays_as_it_was(tiny: Path, tmp_path: Path) -> None:
     model = load_policy(str(tiny), device=CPU)
     shared = SharedWeights(tmp_path, dtype=torch.float32)
-    shared.publish(model, 0)
-    newest = shared.publish(model, 1)
-    before = load_file(newest / "model.safetensors")
-    with torch.no_grad():
-        next(model.parameters()).add_(1)
-    shared.publish(model, 2)
-    after = load_file(newest / "model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    newest = shared.publish(model, 0)
+    for version in range(1, 6):
+        before = {name: one.clone() for name, one in load_file(newest / "model.safetensors").items()}
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+        read_late, newest = newest, shared.publish(model, version)
+        after = load_file(read_late / "model.safetensors")
+        assert all(torch.equal(before[name], after[name]) for name in before)
     shared.close()
 
 

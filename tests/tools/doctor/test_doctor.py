@@ -125,6 +125,7 @@ def test_a_full_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decodes without it")
 def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("areal_lite.models.policy_model.has_bfloat16", lambda: True)
     code, lines = examine(None)
     assert code == 0
     the_line(
@@ -134,6 +135,14 @@ def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.setenv("CXX", "true")
     assert not any("compiler" in line for line in examine(None)[1])
+
+
+def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("areal_lite.models.policy_model.has_bfloat16", lambda: False)
+    lines = examine(None)[1]
+    the_line(lines, "ok", "the CPU has no instructions for bfloat16: dtype auto is float32")
+    assert not any("compiler" in line for line in lines)
 
 
 # -- config, workflow, rows, folder ------------------------------------------------------------------

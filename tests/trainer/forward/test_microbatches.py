@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,28 @@ def test_blocks_hold_each_sequence_once_and_never_mix_groups(seed: int, cap: int
             {tuple(read_ids(one)[:end]) for one in members for end in range(1, len(read_ids(one)) + 1)}
         )
         assert block.length <= cap or len(members) == 1
+
+
+@given(
+    members=st.lists(
+        st.tuples(st.lists(st.integers(1, 2), min_size=2, max_size=8), st.integers(0, 3)), min_size=1, max_size=8
+    ),
+    cap=st.integers(4, 60),
+    balance=st.integers(1, 300),
+)
+def test_each_sequence_shares_exactly_its_common_prefix_with_the_one_before_it(
+    members: list[tuple[list[int], int]], cap: int, balance: int
+) -> None:
+    """Units whose sequences lie between each other's in the tree make blocks that leave sequences out."""
+    group = [sequence([*ids, 9], [len(ids)]) for ids, _ in members]
+    units = [unit for _, unit in members]
+    bundles = plan_blocks(group, range(len(group)), max_tokens=cap, balance_length=balance, units=units)
+    for block in itertools.chain.from_iterable(bundles):
+        read = [read_ids(group[index]).tolist() for index in block.sequences]
+        common = [len(os.path.commonprefix([one, other])) for one, other in itertools.pairwise(read)]
+        assert block.shared == (0, *common)
+        assert block.length == sum(map(len, read)) - sum(common)
+        assert block.is_chain == all(shared == len(before) for shared, before in zip(common, read, strict=False))
 
 
 def test_a_group_computes_its_prompt_once() -> None:

@@ -73,3 +73,13 @@ def test_k3_is_bounded_and_never_negative() -> None:
 def test_an_unknown_estimator_is_an_error() -> None:
     with pytest.raises(ConfigError, match="KL estimator 'k4' does not exist: use one of k1, kl, abs"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_abs_has_no_gradient_where_rounding_decides_the_sign() -> None:
+    differences = torch.tensor([0.0, 1e-6, -1e-6, 1e-4, -1e-4])
+    policy = differences.clone().requires_grad_()
+    kl = kl_penalty(policy, torch.zeros(5), "abs")
+    kl.sum().backward()
+    torch.testing.assert_close(kl.detach(), differences.abs())
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [0, 0, 0, 1, -1]

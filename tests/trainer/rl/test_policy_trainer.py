@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,31 @@ def test_no_loss_depends_on_the_cut_of_its_minibatches(tiny: Path, changes: dict
     if changes.get("loss") in ("clip_cov", "m2po"):
         assert 0 < expected["clip_fraction"] < 1
     assert ("seconds_choice" in expected) == (changes.get("loss") in CHOICES)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
+def test_a_penalty_at_the_reference_does_not_depend_on_the_cut(tiny: Path, estimator: str) -> None:
+    """At first policy and reference are the same, and differences have the sign of their rounding."""
+    after = []
+    for cap in (4096, 16):
+        kl = KLConfig(coef=1.0, estimator=estimator)
+        caps = {"max_tokens_per_microbatch": cap, "minibatches_per_step": 2}
+        trainer = make_trainer(tiny, kl=kl, adam_eps=1e-3, **caps)
+        for version in range(2):
+            trainer.train_step(training_batch(drawn_batch(0)), version=version)
+        after.append(weights(trainer))
+    torch.testing.assert_close(*after, atol=1e-6, rtol=1e-5)
+
+
+def test_groups_share_updates_anew_in_each_step_and_alike_in_a_resumed_run(tiny: Path) -> None:
+    trainer, resumed = (make_trainer(tiny, minibatches_per_step=2) for _ in range(2))
+    batch = training_batch(drawn_batch(0, groups=6))
+    splits = []
+    for step in range(4):
+        trainer.learner.steps_done = resumed.learner.steps_done = step
+        splits.append(trainer.begin(batch, version=step).minibatches)
+        assert resumed.begin(batch, version=step).minibatches == splits[-1]
+    assert all(one != other for one, other in itertools.combinations(splits, 2))
 
 
 @pytest.mark.parametrize("proximal", ["trainer", "behaviour"])
