@@ -18,8 +18,6 @@ E = TypeVar("E", bound=RunningEngine)
 
 
 class Operation(NamedTuple, Generic[T]):
-    """Something to run on the engine's loop."""
-
     coroutine: Coroutine[Any, Any, T]
     unclaimed: Callable[[T], object] | None = None
     """Gets the result if its caller was cancelled before it arrived."""

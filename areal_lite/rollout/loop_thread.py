@@ -36,7 +36,6 @@ class LoopThread:
                 self._loop.run_forever()
 
     def is_current(self) -> bool:
-        """Return whether the caller runs on this loop."""
         return threading.get_ident() == self.thread.ident
 
     def current_task(self) -> asyncio.Task[Any] | None:
@@ -44,13 +43,8 @@ class LoopThread:
         return asyncio.current_task(self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
-        """Run ``coroutine`` on the loop and return its result; blocks the calling thread.
-
-        An interrupt of the waiting thread (Ctrl-C) cancels the coroutine. If it has already finished, its result
-        is passed to ``unclaimed``, on the loop.
-
-        Raises:
-            RuntimeError: If called on the loop itself, where it would deadlock.
+        """Run ``coroutine`` on the loop and return its result; blocks the calling thread. An interrupt of that thread
+        (Ctrl-C) cancels the coroutine; if it has already finished, its result is passed to ``unclaimed``, on the loop.
         """
         if self.is_current():
             coroutine.close()
@@ -164,7 +158,6 @@ class _PendingCall(Generic[T]):
         return result
 
     def leave(self) -> None:
-        """Record that the caller left without the result."""
         self._left = True
         if self._unclaimed is not None and self._results:
             self._unclaimed(self._results.pop())

@@ -44,17 +44,16 @@ class DeadlineError(BaseException):
     failure_kind = "deadline"
 
     def __str__(self) -> str:
-        """Say why."""
         return "the episode blocked the event loop beyond rollout.faults.episode_timeout_s"
 
 
 class LoopWatchdog:
-    """Watches one event loop from a thread of its own; counts ``blocked_s`` in ``shared``."""
+    """Watches one event loop from a thread of its own; counts ``blocked_s`` in ``shared``. ``deadline_of`` returns the
+    deadline of a running group on the monotonic clock."""
 
     def __init__(
         self, loop: LoopThread, shared: SharedResources, deadline_of: Callable[[TaskId], float | None]
     ) -> None:
-        """Start to watch; ``deadline_of`` returns the deadline of a running group on the monotonic clock."""
         self._loop = loop
         self._deadline_of = deadline_of
         self._raised_at = 0.0
@@ -66,7 +65,6 @@ class LoopWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopped.set()
         self._thread.join(timeout=5)
 

@@ -183,11 +183,7 @@ class RemoteInfEngine(RunningEngine):
         return Operation(set_version())
 
     def _update_weights(self, weights: PublishedWeights) -> Operation[None]:
-        """Have the servers load ``weights`` and make its version the policy version.
-
-        Raises:
-            ServerError: If no server loaded it; the policy version then stays.
-        """
+        """Have the servers load ``weights`` and make its version the policy version; if none loaded it, ServerError."""
 
         async def update() -> None:
             await self._client.update_weights(weights)
@@ -196,19 +192,11 @@ class RemoteInfEngine(RunningEngine):
         return Operation(update())
 
     def _update_weights_from_disk(self, path: str, version: int) -> Operation[None]:
-        """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version.
-
-        Raises:
-            ServerError: If no server loaded it; the policy version then stays.
-        """
+        """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version."""
         return self._update_weights(WeightFolder(path, version))
 
     def _probe(self, input_ids: list[int], num_tokens: int) -> Operation[list[tuple[str, list[int], list[float]]]]:
-        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
-
-        Raises:
-            ServerError: If none answers.
-        """
+        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
         return Operation(self._client.probe(input_ids, num_tokens))
 
     probe, aprobe = both_forms(_probe)

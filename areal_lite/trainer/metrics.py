@@ -30,15 +30,9 @@ UPLOAD_TIMEOUT_S = 60
 
 
 class MetricsWriter:
-    """Appends records to ``run_dir/NAME``; each line is one write, so readers see complete lines.
-
-    Args:
-        last_step: Records after this step are removed, because they will be written again.
-        tracking: Also receives each record; its owner closes it.
-
-    Raises:
-        StorageError: If the file cannot be opened, or a complete line up to ``last_step`` is not a record.
-    """
+    """Appends records to ``run_dir/NAME``; each line is one write, so readers see complete lines. Records after
+    ``last_step`` are removed, because they will be written again. ``tracking`` also receives each record; its owner
+    closes it."""
 
     def __init__(
         self,
@@ -57,11 +51,7 @@ class MetricsWriter:
             self._file = self._path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null.
-
-        Raises:
-            StorageError: If the disk is full or not writable.
-        """
+        """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null."""
         record: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         record |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         rest = memoryview(json.dumps(record).encode() + b"\n")
@@ -159,17 +149,8 @@ class Tracking:
 
 
 def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 0) -> Tracking:
-    """Start the trackers of ``config.tracking``, as run ``trial_name`` of project ``experiment_name``.
-
-    They record the config; values that look like a key or token are masked.
-
-    Args:
-        run_dir: Folder of the run, which also holds the trackers' files.
-        last_step: The step that the run resumes from; 0 starts a new run.
-
-    Raises:
-        ConfigError: If a package is not installed, or a tracker cannot start.
-    """
+    """Start the trackers of ``config.tracking``, as run ``trial_name`` of project ``experiment_name``. ``last_step`` is
+    the step that the run resumes from; 0 starts a new run."""
     trackers: dict[str, Tracker] = {}
     for name in dict.fromkeys(config.tracking):
         try:

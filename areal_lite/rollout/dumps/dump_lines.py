@@ -19,11 +19,7 @@ _RECORDED = ("logprobs", "versions")
 
 
 def dump_text(lines: Iterator[dict[str, Any]]) -> bytes:
-    """Return the text of :func:`dump_lines`.
-
-    Raises:
-        TypeError: If a value has no JSON form.
-    """
+    """Return the text of :func:`dump_lines`; a TypeError if a value has no JSON form."""
     return b"".join(orjson.dumps(line, option=_JSON) for line in lines)
 
 
@@ -38,14 +34,8 @@ def row_json(data: Mapping[str, Any]) -> bytes | None:
 def dump_lines(
     group: Group, tokenizer: Any = None, *, row: bytes | None = None, extra: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a group by ``member_idx``.
-
-    Args:
-        group: What to write.
-        tokenizer: Makes text of ids; None leaves the texts that turns have.
-        row: The dataset row as JSON, for the first line.
-        extra: ``extra`` of each line.
-    """
+    """Yield the lines of a group by ``member_idx``; ``tokenizer`` None leaves the texts that turns have, ``row`` is the
+    dataset row as JSON, for the first line, ``extra`` that of each line."""
     timings = {
         "queued_s": round(group.queued_s, 6),
         "run_s": round(group.run_s, 6),

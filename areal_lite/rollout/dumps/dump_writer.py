@@ -32,8 +32,6 @@ REPORT_S = 0.1
 
 
 class Report(NamedTuple):
-    """The end of the next files of a batch."""
-
     written: int
     """Files that were written."""
     no_text: str | None = None
@@ -73,7 +71,6 @@ def _tokenizer(path: str | None) -> Any:
 def _write_batch(
     batch: list[File], tokenizer: Any, extra: dict[str, Any] | None, report: Callable[[Report], object]
 ) -> None:
-    """Write the files, and report, until one cannot be written."""
     written, reported = 0, time.monotonic()
     for folder, name, packed in batch:
         try:

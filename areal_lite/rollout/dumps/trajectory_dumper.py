@@ -57,15 +57,8 @@ _MAX_DIGITS = 15
 
 class TrajectoryDumper:
     """A queue of packed groups, and a process that writes them as text (:mod:`areal_lite.rollout.dumps.dump_writer`).
-
-    Args:
-        config: Names the folder and the tokenizer.
-        on_change: Called by the thread when ``behind`` has ended or ``error`` is set.
-        extra: Written as ``extra`` on every line.
-
-    Raises:
-        ConfigError: If ``config.tokenizer_path`` is given and holds no tokenizer.
-    """
+    ``on_change`` is called by the thread when ``behind`` has ended or ``error`` is set; ``extra`` is written as
+    ``extra`` on every line."""
 
     def __init__(
         self,
@@ -137,11 +130,7 @@ class TrajectoryDumper:
             self._advanced.wait_for(lambda: self._left <= self._ended - ended or self.error is not None, FLUSH_S)
 
     def close(self) -> None:
-        """Write what is queued; end thread and process.
-
-        Raises:
-            StorageError: If groups were not written, because the disk failed or stalled.
-        """
+        """Write what is queued; end thread and process. A StorageError if the disk failed or stalled."""
         self._closing.set()
         self._hurry.set()
         self._wake.set()
@@ -220,7 +209,6 @@ class TrajectoryDumper:
             logger.error("group %s could not be dumped; further failures are only counted: %s", name, why)
 
     def _write(self, files: list[File]) -> None:
-        """Have the process write the files; set ``error`` if it cannot."""
         done = 0
         try:
             self._send(files)

@@ -43,7 +43,6 @@ class AdmissionGate:
         self.lookahead = Lookahead(batch_size=self.batch_size, max_staleness=self.max_staleness)
 
     def refuse_paused(self) -> None:
-        """Raise if no episode could start because the engine is paused."""
         if self.paused:
             raise ConfigError("the engine is paused, so no episode could start: call resume() first")
 
@@ -69,7 +68,6 @@ class AdmissionGate:
         return 0 if self.cut and self.max_staleness == 0 else self.extra
 
     def start(self, *, training: bool) -> None:
-        """Count a group that starts."""
         self.running += 1
         self.taken += training
 
@@ -86,11 +84,8 @@ class AdmissionGate:
         assert self.taken >= 0
 
     def set_version(self, version: int) -> None:
-        """Set the policy version.
-
-        Each version counts as a batch, even if none was drawn (a resumed run, a skipped step); otherwise the
-        gate would admit groups that are sure to grow stale.
-        """
+        """Set the policy version. Each counts as a batch, even if none was drawn (a resumed run, a skipped step);
+        otherwise the gate would admit groups that are sure to grow stale."""
         self.version, self.cut = version, False
         self.taken = max(self.taken, version * self.batch_size)
 

@@ -16,11 +16,7 @@ from areal_lite.rollout.episodes.rollout_statistics import RolloutStatistics
 
 
 class EndedGroups:
-    """Figures of the groups that have ended.
-
-    Args:
-        on_end: Called once with each final group; must not raise and must not block.
-    """
+    """Figures of the groups that have ended; ``on_end`` gets each final group once, and must not raise or block."""
 
     def __init__(self, on_end: Callable[[Group], None]) -> None:
         self.on_end = on_end

@@ -31,7 +31,6 @@ class FailureTally:
         self._examples: dict[_Cause, Failure] = {}
 
     def add(self, group: Group) -> None:
-        """Count the failed episodes of a group that ended."""
         failures = [t.failure for t in group.trajectories if t.status is EpisodeStatus.FAILED and t.failure is not None]
         if not failures and group.status is EpisodeStatus.FAILED and group.failure is not None:
             failures = [group.failure]

@@ -31,10 +31,8 @@ PATIENCE = (4, 64)
 
 @dataclass(slots=True)
 class Lookahead:
-    """Groups that may start before the batch that needs them, up to ``max_staleness`` batches.
-
-    It begins at half the staleness bound, and at least one batch.
-    """
+    """Groups that may start before the batch that needs them, up to ``max_staleness`` batches. It begins at half the
+    staleness bound, and at least one batch."""
 
     batch_size: int
     max_staleness: int
@@ -64,15 +62,9 @@ class Lookahead:
         return self.max_staleness * self.batch_size
 
     def batch_cut(self, *, step_s: float, waited_s: float, starved_s: float, spare: int) -> None:
-        """Record a batch.
-
-        Args:
-            step_s: Seconds since the batch before.
-            waited_s: Seconds of it that the trainer waited.
-            starved_s: Seconds of ``waited_s`` with too few finished groups for a batch. In the rest a full batch
-                waited for the oldest groups, which a larger lookahead would not speed up.
-            spare: Finished groups left over by the batch.
-        """
+        """Record a batch, ``step_s`` after the one before. The trainer waited ``waited_s`` of it, ``starved_s`` of that
+        with too few finished groups for a batch; in the rest a full batch waited for the oldest groups, which a larger
+        lookahead would not speed up. ``spare`` finished groups were left over."""
         self._batches += 1
         self._step_s += step_s
         self._waited_s += waited_s

@@ -19,8 +19,6 @@ MAX_REASON = 60
 
 
 class RolloutStatistics:
-    """Counts over all batches of an engine."""
-
     def __init__(self) -> None:
         self.discarded_tokens = 0
         """Sampled tokens that will not train because they grew too old."""
@@ -40,7 +38,6 @@ class RolloutStatistics:
             self._count_rejected(group.rejection or "")
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Count groups handed to the trainer."""
         self._trained.extend(group.run_s for group in groups)
         self.trained_tokens += sum(sequence.num_trained_tokens for g in groups for sequence in g.sequences)
 
@@ -67,15 +64,8 @@ class RolloutStatistics:
 
 
 def trained_shares(drawn_s: Sequence[float], trained_s: Sequence[float]) -> list[float]:
-    """Return the share of trained groups in each quartile of the drawn groups' durations.
-
-    Each is 0.25 if durations do not affect what trains. Empty if there are fewer than 4 drawn groups
-    or no trained ones.
-
-    Args:
-        drawn_s: Seconds that each group ran.
-        trained_s: The same for the trained groups.
-    """
+    """Return the share of trained groups in each quartile of the drawn groups' durations, from the seconds that each
+    ran: 0.25 if durations do not affect what trains. Empty if fewer than 4 groups were drawn, or none trained."""
     if len(drawn_s) < 4 or not trained_s:
         return []
     edges = np.quantile(np.array(drawn_s), [0.25, 0.5, 0.75])

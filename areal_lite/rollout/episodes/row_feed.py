@@ -71,7 +71,6 @@ class RowFeed:
             self.end(RuntimeError(f"the data source raised {error!r}"))
 
     def end(self, error: Exception) -> None:
-        """Stop drawing; whoever waits for a batch gets ``error``."""
         self.error = error
         self.finished.changed()
 
@@ -81,12 +80,8 @@ class RowFeed:
         return self.running + len(self.finished.groups)
 
     def wait_for_oldest(self, running: Mapping[TaskId, int], oldest_allowed: int | None) -> None:
-        """Make the next batch wait for running groups that would otherwise grow too old.
-
-        Args:
-            running: Version of the oldest token of each running group that has one.
-            oldest_allowed: Oldest version that the batch may train; None waits for no running group.
-        """
+        """Make the next batch wait for running groups that would otherwise grow too old. ``running`` has the version of
+        the oldest token of each group that has one; without ``oldest_allowed``, wait for none."""
         self._full_since = None
         self.oldest_groups = OldestGroups(oldest_allowed)
         for task_id, version in running.items():
@@ -114,7 +109,6 @@ class RowFeed:
         self.finished.put_back(batch)
 
     def mark_trained(self) -> None:
-        """Mark the last batch as trained."""
         self.source.mark_trained(self._handed_over)
         self._handed_over = []
 
@@ -162,7 +156,6 @@ class RowFeed:
         return condition
 
     def _complete(self, count: int) -> bool:
-        """Return whether there is a batch, and no running group that it has to wait for."""
         if len(self.finished.groups) < count:
             return False
         now = time.monotonic()
@@ -174,17 +167,11 @@ class RowFeed:
         return True
 
     def ended(self, group: Group) -> None:
-        """Record that a running group ended, with any status."""
         self.running -= 1
         self.oldest_groups.remove_running(group.task_id)
 
     def check(self, count: int) -> None:
-        """Raise what ended the wait of :meth:`ready`, unless a batch is complete.
-
-        Raises:
-            StarvationError: If too many groups in a row were not accepted.
-            ConfigError: If the source ended with less than a batch left.
-        """
+        """Raise what ended the wait of :meth:`ready`, unless a batch is complete."""
         if self.error is not None:
             raise self.error
         if len(self.finished.groups) >= count:

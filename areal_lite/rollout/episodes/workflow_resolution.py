@@ -45,11 +45,7 @@ def grouped_workflow(
 def pickled_workflow(
     workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
 ) -> PickledObject:
-    """Return the arguments of :func:`grouped_workflow` for a worker process.
-
-    Raises:
-        ConfigError: If they cannot be sent to one.
-    """
+    """Return the arguments of :func:`grouped_workflow` for a worker process."""
     name = workflow if isinstance(workflow, str) else getattr(workflow, "__qualname__", type(workflow).__qualname__)
     return pickled_object(
         (workflow, workflow_kwargs, group_size),
@@ -66,19 +62,9 @@ def resolve_workflow(
     wrap_agent: Callable[[Any], RolloutWorkflow],
     allow_sync: bool = False,
 ) -> RolloutWorkflow:
-    """Return the workflow that ``workflow`` names.
-
-    Args:
-        workflow: Instance, class, dotted path, or agent (see ``WorkflowLike``).
-        workflow_kwargs: Arguments of the class's constructor. A path in ``tokenizer`` is loaded, unless the
-            constructor annotates it as ``str``.
-        wrap_agent: Makes a workflow of an object with ``async run()``.
-        allow_sync: Let an agent's ``run`` be a plain function.
-
-    Raises:
-        ConfigError: If it is none of these, kwargs do not fit, ``run`` is not async, or the tokenizer cannot
-            be loaded.
-    """
+    """Return the workflow that ``workflow`` names: an instance, class, dotted path, or agent (see ``WorkflowLike``). A
+    path in the kwarg ``tokenizer`` is loaded, unless the constructor annotates it as ``str``. ``wrap_agent`` makes a
+    workflow of an object with ``async run()``, or any ``run()`` under ``allow_sync``."""
     target = check_workflow(workflow, workflow_kwargs, allow_sync=allow_sync)
     if inspect.isclass(target):
         target = target(**_with_tokenizer(target, workflow_kwargs or {}))
@@ -86,7 +72,6 @@ def resolve_workflow(
 
 
 def wrap_agent(agent: Any, config: InferenceEngineConfig) -> RolloutWorkflow:
-    """Return the workflow of ``config.agents.workflow`` around an agent."""
     wrapper = load_object(config.agents.workflow, where="rollout.agents.workflow")
     wrapped = wrapper(agent, config)
     assert isinstance(wrapped, RolloutWorkflow)
@@ -96,11 +81,7 @@ def wrap_agent(agent: Any, config: InferenceEngineConfig) -> RolloutWorkflow:
 def check_workflow(
     workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, *, allow_sync: bool = False
 ) -> Any:
-    """Return the class or instance that ``workflow`` names, without constructing it.
-
-    Raises:
-        ConfigError: As :func:`resolve_workflow`.
-    """
+    """Return the class or instance that ``workflow`` names, without constructing it."""
     name = repr(workflow) if isinstance(workflow, str) else getattr(workflow, "__name__", type(workflow).__name__)
     target: Any = load_object(workflow, where="workflow") if isinstance(workflow, str) else workflow
     if target is None:
@@ -120,7 +101,6 @@ def check_workflow(
 
 
 def _with_tokenizer(cls: type[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kwargs with the tokenizer itself instead of its path, unless the class wants the path."""
     path, parameter = kwargs.get("tokenizer"), _signature(cls).parameters.get("tokenizer")
     if not isinstance(path, str) or parameter is None:
         return dict(kwargs)

@@ -47,13 +47,10 @@ _GCONFIG = TypeAdapter(GenerationHyperparameters)
 
 
 def request(*message: Any) -> bytes:
-    """Return a message to a worker as it is sent."""
     return framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 class WorkerSettings(NamedTuple):
-    """Settings of a worker at its start."""
-
     config: InferenceEngineConfig
     log_levels: dict[str, int]
     """By logger; "" is the root."""
@@ -75,7 +72,6 @@ class CallRequest(NamedTuple):
     """The prompt's ids that its group has not sent before."""
 
     def packed(self) -> tuple[Plain, Columns]:
-        """Return the call as plain data and its ids as bytes."""
         gconfig = _GCONFIG.dump_json(self.gconfig).decode()
         return (self.rid, gconfig, *self[2:-1]), [array("i", self.ids).tobytes()]
 
@@ -91,7 +87,6 @@ class EpisodeReply(NamedTuple):
     """Keys of the calls of each sequence (``turn_tree.call_key``)."""
 
     def link(self, trajectory: Trajectory, calls: Sequence[ModelResponse]) -> None:
-        """Have the trajectory make its turns from ``calls``, which its episode made."""
         known = {call_key(call): call for call in calls}
         chains: list[list[ModelResponse]] = []
         if all(key in known for chain in self.chains for key in chain):  # otherwise calls are found by their tokens
@@ -110,18 +105,13 @@ class GroupEnd(NamedTuple):
 
 
 def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Plain, Columns]:
-    """Return the end of a group as plain data and bytes.
-
-    Raises:
-        TypeError: If a workflow returned something that no process can send.
-    """
+    """Return the end of a group as plain data and bytes; a TypeError for what no process can send."""
     columns: Columns = []
     replies = [_pack_episode(episode, columns) for episode in episodes]
     return (was_stopped, pack_failure(failure), replies), columns
 
 
 def read_end(plain: Plain, columns: ReadColumns) -> GroupEnd:
-    """Return the end of a group from :func:`pack_end`."""
     was_stopped, failure, replies = plain
     return GroupEnd(was_stopped, unpack_failure(failure), [_read_episode(reply, columns) for reply in replies])
 

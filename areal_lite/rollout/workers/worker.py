@@ -67,7 +67,6 @@ class WorkerGroup:
         return self._episodes[member_idx]
 
     def context(self, member_idx: int) -> EpisodeContext:
-        """Return the context of an episode's model calls."""
         return self._context._replace(member_idx=member_idx, episode=self.member(member_idx))
 
     def prompt(self, call: CallRequest) -> TokenPrefix | None:
@@ -161,7 +160,6 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes groups."""
         return self._ready.done() and self._ready.result() and not self._disconnected
 
     def send(self, *message: Any) -> None:
@@ -170,7 +168,6 @@ class Worker:
             self._transport.write(request(*message))
 
     def run(self, workflow: PickledObject, data: bytes, context: EpisodeContext, deadline: float) -> WorkerGroup:
-        """Start a group."""
         if workflow.key not in self._workflows:
             if len(self._workflows) == _MAX_WORKFLOWS:
                 self._workflows.clear()
@@ -187,7 +184,6 @@ class Worker:
     # -- messages of the process -------------------------------------------------------------------
 
     def on_report(self, kind: str, *arguments: Any) -> None:
-        """Handle a message of the process."""
         self._handlers[kind](*arguments)
 
     def _on_ready(self, ready: bool = True) -> None:
@@ -246,12 +242,10 @@ class Worker:
     # -- its end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Have the process end on its own."""
         self._closing = True
         self.send("close")
 
     def kill(self) -> None:
-        """Kill the process and its group."""
         if self._process is not None:
             self._process.kill()
 

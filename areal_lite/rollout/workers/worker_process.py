@@ -47,8 +47,6 @@ SEND_S = 600.0
 
 
 class _RunningGroup:
-    """A group of episodes in this process."""
-
     def __init__(self, key: int, size: int, deadline: float) -> None:
         self.key = key
         self.size = size
@@ -209,7 +207,6 @@ class WorkerProcess(InferenceEngine):
     # -- the engine of the episodes ----------------------------------------------------------------
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Return one complete answer to ``req``, from the run's process."""
         if not self._loop.is_current():
             return await self._loop.acall(self.agenerate(req))
         context = episode_context.current()
@@ -251,7 +248,6 @@ class WorkerProcess(InferenceEngine):
         return response
 
     def get_version(self) -> int:
-        """Return the policy version."""
         return self._version
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -265,8 +261,6 @@ class WorkerProcess(InferenceEngine):
 
 
 class _Reader(asyncio.Protocol):
-    """Passes each message of the run to the worker."""
-
     def __init__(self, on_message: Callable[..., object], on_close: Callable[[], object]) -> None:
         self._on_message = on_message
         self._on_close = on_close
@@ -288,7 +282,6 @@ class _LogSender(logging.handlers.QueueHandler):
         self._send = send
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Send a record."""
         self._send("log", vars(record))
 
 

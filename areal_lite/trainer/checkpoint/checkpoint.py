@@ -45,13 +45,8 @@ SPARE = 1.2
 
 
 def find_checkpoint(root: Path, resume: str) -> Path | None:
-    """Return the checkpoint that ``resume`` (auto, never or a path) selects; None for a fresh start.
-
-    Raises:
-        CheckpointError: If it is missing or damaged (the newest is never skipped), or ``root`` holds later ones,
-            which ``auto`` would resume from the next time.
-        ConfigError: If ``resume`` is never and ``root`` holds checkpoints.
-    """
+    """Return the checkpoint that ``resume`` (auto, never or a path) selects; None for a fresh start. The newest is
+    never skipped if it is damaged, and an older one is refused while later ones are there."""
     folders = checkpoints(root)
     if resume == "never":
         if folders:
@@ -84,14 +79,8 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> None:
 
 
 def check_config(folder: Path, config: str) -> None:
-    """Refuse to resume with a config that would train different weights.
-
-    The length of the run, its devices, what it saves and its servers may change; the model, the algorithm, the data
-    and the batch sizes may not.
-
-    Args:
-        folder: A checkpoint; one without a config is accepted.
-    """
+    """Refuse to resume with a config that would train different weights. The length of the run, its devices, what it
+    saves and its servers may change; the model, the algorithm, the data and the batch sizes may not."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return
@@ -116,11 +105,7 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """Return the number of training steps done when the checkpoint was written, also its policy version.
-
-    Raises:
-        CheckpointError: If the folder is not a checkpoint.
-    """
+    """Return the number of training steps done when the checkpoint was written, also its policy version."""
     try:
         return int(json.loads((folder / "trainer.json").read_bytes())["step"])
     except FileNotFoundError:
@@ -130,11 +115,7 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def refuse_later(root: Path, step: int) -> None:
-    """Refuse to write a second history into one folder.
-
-    Raises:
-        CheckpointError: If ``root`` holds checkpoints of steps after ``step``.
-    """
+    """Refuse to write a second history into one folder: ``root`` may hold no checkpoint of a step after ``step``."""
     later = [path.name for path in checkpoints(root) if _number(path) > step]
     if later:
         raise CheckpointError(
@@ -152,7 +133,6 @@ def _check(folder: Path, name: str, hint: str) -> None:
 
 
 def _fixed_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that may not change, by dotted name."""
     trainer, rollout = config.get("trainer", {}), config.get("rollout", {})
     dataset = config.get("train_dataset", {})
     return {
@@ -164,10 +144,7 @@ def _fixed_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    """Yield the differences of the fields that both have.
-
-    A field that one of them lacks was added or removed since; its default is the behaviour without it.
-    """
+    """Yield the differences of the fields that both have; the default of an added one is the behaviour without it."""
     for name in sorted(then.keys() & now.keys()):
         before, after, path = then[name], now[name], section + name
         if isinstance(before, dict) and isinstance(after, dict) and not name.endswith("kwargs"):
@@ -181,15 +158,7 @@ def _number(folder: Path) -> int:
 
 
 class CheckpointWriter:
-    """One write at a time, in a thread; only rank 0 writes.
-
-    Args:
-        root: Folder of the run's checkpoints; leftovers of a killed writer are removed.
-        keep: Number of newest checkpoints to keep.
-
-    Raises:
-        CheckpointError: If older ones are to be removed but the newest is damaged.
-    """
+    """One write at a time, in a thread; only rank 0 writes. Leftovers of a killed writer are removed."""
 
     def __init__(self, root: Path | str, *, keep: int) -> None:
         self._root = Path(root)
@@ -206,16 +175,8 @@ class CheckpointWriter:
                 self._remove_older()
 
     def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
-        """Start writing the checkpoint after ``step`` steps; wait for the previous write first.
-
-        Args:
-            snapshot: The trainer's state; its memory is freed after the write, unless the caller keeps it.
-            files: Further files of the same moment, by path inside the checkpoint.
-
-        Raises:
-            StorageError: If the disk has too little space, or the previous write failed; older checkpoints stay.
-            CheckpointError: If a checkpoint of this or a later step exists.
-        """
+        """Start writing the checkpoint after ``step`` steps; wait for the previous write first, and raise its error.
+        ``files`` are further ones of the same moment, by path inside the checkpoint."""
         self.wait()
         if not self._writes:
             return
@@ -227,21 +188,13 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the current write.
-
-        Raises:
-            StorageError: If the write failed.
-        """
+        """Wait for the current write, and raise its error."""
         if self._thread is not None:
             self._thread.join()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a failed write; does not wait.
-
-        Raises:
-            StorageError: If the write failed.
-        """
+        """Raise the error of a failed write; does not wait."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

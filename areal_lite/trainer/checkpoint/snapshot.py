@@ -106,13 +106,8 @@ def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
 
 
 def restore(trainer: Trainer, folder: Path) -> None:
-    """Restore ``trainer`` from ``folder``; every rank must call this.
-
-    Each rank gets its saved random state; ranks beyond the saved number keep their own.
-
-    Raises:
-        CheckpointError: If the trainer trains other models, or other parts of them.
-    """
+    """Restore ``trainer`` from ``folder``, bit for bit; every rank must call this. Ranks beyond the saved number keep
+    their own random state."""
     state = json.loads((folder / "trainer.json").read_bytes())
     saved, own = set(state["learners"]), set(trainer.learners)
     if saved != own:

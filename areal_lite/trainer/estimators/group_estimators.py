@@ -16,15 +16,9 @@ STD_FLOOR = 1e-6
 
 
 def grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
-    """Return rewards minus their group's mean, divided by the group's unbiased standard deviation.
-
-    Rewards ``[1, 0, 0, 1]`` of one group give ``[0.866, -0.866, -0.866, 0.866]``.
-
-    Args:
-        divide_by_std: False only subtracts the mean, as :func:`dr_grpo` does.
-
-    Source: DeepSeekMath (arXiv:2402.03300).
-    """
+    """Return rewards minus their group's mean, divided by the group's unbiased standard deviation if ``divide_by_std``.
+    Rewards ``[1, 0, 0, 1]`` of one group give ``[0.866, -0.866, -0.866, 0.866]``. Source: DeepSeekMath
+    (arXiv:2402.03300)."""
     groups = _groups(inputs)
     advantages = groups.centred(inputs.episode_rewards())
     if divide_by_std:
@@ -33,18 +27,13 @@ def grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
 
 
 def dr_grpo(inputs: EstimatorInputs) -> Estimate:
-    """Return rewards minus their group's mean.
-
-    Source: Dr. GRPO (arXiv:2503.20783).
-    """
+    """Return rewards minus their group's mean. Source: Dr. GRPO (arXiv:2503.20783)."""
     return grpo(inputs, divide_by_std=False)
 
 
 def grpo_passk(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
-    """Return, for the best episode of each group, its reward minus the second best; 0 for the others.
-
-    Source: arXiv:2503.19595.
-    """
+    """Return, for the best episode of each group, its reward minus the second best; 0 for the others. Source:
+    arXiv:2503.19595."""
     groups, rewards = _groups(inputs), inputs.episode_rewards()
     by_reward = rewards.argsort()
     ranked = by_reward[groups.group[by_reward].argsort(stable=True)]  # group by group, rewards rising
@@ -59,44 +48,29 @@ def grpo_passk(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estima
 
 
 def rloo(inputs: EstimatorInputs) -> Estimate:
-    """Return rewards minus the mean of the group's other episodes (leave-one-out).
-
-    Source: arXiv:2402.14740.
-    """
+    """Return rewards minus the mean of the group's other episodes (leave-one-out). Source: arXiv:2402.14740."""
     groups = _groups(inputs)
     factor = groups.size.double() / (groups.size - 1).clamp(min=1)
     return Estimate(inputs.per_token(groups.centred(inputs.episode_rewards()) * groups.spread(factor)))
 
 
 def opo(inputs: EstimatorInputs) -> Estimate:
-    """Return rewards minus the group's mean weighted by length, the on-policy baseline of least variance.
-
-    Source: arXiv:2505.23585.
-    """
+    """Return rewards minus the group's mean weighted by length, the on-policy baseline of least variance. Source:
+    arXiv:2505.23585."""
     return Estimate(inputs.per_token(_groups(inputs).centred(inputs.episode_rewards(), inputs.lengths())))
 
 
 def gpg(inputs: EstimatorInputs, *, f_norm: float = 1.0) -> Estimate:
-    """Return centred rewards, scaled up for episodes without a reward.
-
-    The factor is episodes / episodes with a nonzero reward, as in verl; the paper also leaves out groups whose
-    answers are all right.
-
-    Args:
-        f_norm: Divides all advantages.
-
-    Source: arXiv:2504.02546.
-    """
+    """Return centred rewards times episodes / episodes with a nonzero reward, as in verl, divided by ``f_norm``. The
+    paper also leaves out groups whose answers are all right. Source: arXiv:2504.02546."""
     rewards = inputs.episode_rewards()
     factor = len(rewards) / rewards.count_nonzero().clamp(min=1)
     return Estimate(inputs.per_token(_groups(inputs).centred(rewards) * factor / f_norm))
 
 
 def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Estimate:
-    """Return centred rewards whitened over the tokens of the batch; groups of equal rewards stay at 0.
-
-    Source: REINFORCE++ (arXiv:2501.03262).
-    """
+    """Return centred rewards whitened over the batch's tokens; groups of equal rewards stay at 0. Source:
+    arXiv:2501.03262."""
     groups, rewards = _groups(inputs), inputs.episode_rewards()
     whitened = whiten(inputs.per_token(groups.centred(rewards)))
     return Estimate(whitened * inputs.per_token(groups.spread(groups.varies(rewards))))

@@ -84,15 +84,8 @@ def normalize_advantages(
     mean: Level = "none",
     std: Level = "none",
 ) -> Tensor:
-    """Return advantages minus a mean and divided by a standard deviation, both over tokens.
-
-    Args:
-        advantages: ``[T]`` float.
-        episodes: ``[T]`` int64, episode of each token.
-        group_ids: ``[E]`` group of each episode.
-        mean: Subtract nothing, the mean of the token's group, or the mean of the batch.
-        std: Divide by nothing, or by the unbiased deviation of the group or the batch around its own mean.
-    """
+    """Return advantages ``[T]`` minus a mean and divided by an unbiased deviation around its own mean, each over the
+    tokens of nothing, the token's group, or the batch. ``episodes [T]`` int64, ``group_ids [E]``."""
     centred = {"none": advantages.double()}
     if "batch" in (mean, std):
         centred["batch"] = _centred(advantages)

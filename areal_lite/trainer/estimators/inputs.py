@@ -41,14 +41,9 @@ class MissingInput(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The ``S`` rewarded turns of a step: model calls with a reward of their own.
-
-    An episode that is rewarded as a whole has one such turn. The turns of an episode form a tree, because an agent
-    may continue a conversation in several ways.
-
-    Raises:
-        ValueError: If a shape or a number does not fit the others.
-    """
+    """The ``S`` rewarded turns of a step: model calls with a reward of their own. An episode that is rewarded as a
+    whole has one such turn. The turns of an episode form a tree, because an agent may continue a conversation in
+    several ways."""
 
     of_token: Tensor
     """``[T]`` int64, the turn that each token is credited to; non-decreasing."""
@@ -84,11 +79,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorInputs:
-    """One step's rewards, and other inputs computed before its advantages.
-
-    Raises:
-        ValueError: If a shape differs, the episodes are not in order, or a number is not finite.
-    """
+    """One step's rewards, and other inputs computed before its advantages; shapes, order and numbers are checked."""
 
     scores: Tensor
     """``[E]`` float, reward of each episode."""
@@ -149,11 +140,7 @@ class EstimatorInputs:
     @overload
     def needed(self, name: Literal["turns"]) -> Turns: ...
     def needed(self, name: str) -> Tensor | Turns:
-        """Return the field ``name``. The trainer computes the inputs that the estimator requests in a dry run.
-
-        Raises:
-            MissingInput: If it is None; the text says what to configure.
-        """
+        """Return the field ``name``; the trainer computes the inputs that the estimator requests in a dry run."""
         value: Tensor | Turns | None = getattr(self, name)
         if value is None:
             raise MissingInput(name)

@@ -17,17 +17,8 @@ MAX_RELATIVE_ERROR = 0.2
 
 
 class KLController:
-    """A coefficient that rises while the KL is above its target and falls while below; constant without a target.
-
-    Args:
-        target: Target KL in nats per token.
-        horizon: Episodes over which the coefficient adapts.
-
-    Raises:
-        ConfigError: If target or horizon is not above 0.
-
-    Source: Ziegler et al. (arXiv:1909.08593).
-    """
+    """A coefficient that rises while the KL is above its target (nats per token) and falls while below, over
+    ``horizon`` episodes; constant without a target. Source: Ziegler et al. (arXiv:1909.08593)."""
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: float = 10000.0) -> None:
         for name, value in (("target", target), ("horizon", horizon)):
@@ -38,11 +29,7 @@ class KLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, num_episodes: int) -> None:
-        """Scale the coefficient by ``1 + error * num_episodes / horizon``, given a step's :func:`mean_kl`.
-
-        Raises:
-            ValueError: If the KL is not finite; the coefficient does not change.
-        """
+        """Scale the coefficient by ``1 + error * num_episodes / horizon``, given a step's :func:`mean_kl`."""
         if self.target is None:
             return
         if not math.isfinite(current_kl):
@@ -75,23 +62,9 @@ def mean_kl(kl: Tensor, episodes: Tensor) -> float:
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """Return the penalty to add to each answer's score: 0 up to the buffer, then linear to -1 at the limit.
-
-    With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``.
-
-    Args:
-        lengths: ``[E]`` sampled tokens of each episode.
-        max_length: Limit in tokens.
-        buffer: Number of tokens before the limit over which the penalty grows.
-
-    Returns:
-        ``[E]`` float32 in ``[-1, 0]``.
-
-    Raises:
-        ConfigError: If the buffer is not between 1 and the limit.
-
-    Source: DAPO (arXiv:2503.14476), overlong reward shaping.
-    """
+    """Return ``[E]`` float32, the penalty on answers of ``lengths [E]`` tokens: 0 up to the buffer, then linear to -1
+    at the limit. With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``. Source: DAPO
+    (arXiv:2503.14476)."""
     if not 1 <= buffer <= max_length:
         raise ConfigError(f"overlong buffer is {buffer}: choose 1 to {max_length} tokens, the max_length")
     return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)

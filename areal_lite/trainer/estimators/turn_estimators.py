@@ -19,36 +19,19 @@ from areal_lite.trainer.estimators.return_estimators import check_discount
 def turn_grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
     """Return each turn's reward minus the group's baseline at its index, divided by the deviation there.
 
-    The baseline is the mean, over the group's episodes that reach the index, of each episode's mean reward at it.
-    The deviation is the unbiased one around that baseline, with the mean square of an episode's turns for each
-    episode. Turn rewards ``[1, 0]``, ``[0, 1]`` and ``[0]`` of three episodes give ``[1.155, -0.707]``,
-    ``[-0.577, 0.707]`` and ``[-0.577]``: the baselines are 1/3 over three episodes and 1/2 over two. If the second
-    turn of the first episode was sampled twice from the same first turn, with rewards 0 and 1, the baseline of index
-    1 is 3/4, the mean of 1/2 and 1. With one turn per episode this is :func:`grpo`.
-
-    Args:
-        divide_by_std: False only subtracts the baseline.
-
-    Source: the turn-level advantage of MT-GRPO (arXiv:2505.11821), for any number of turns and without its outcome
-    term; the weighting of trees is ours.
-    """
+    The baseline is the mean, over the group's episodes that reach the index, of each episode's mean reward at it. The
+    deviation is the unbiased one around that baseline, with the mean square of an episode's turns for each episode.
+    Turn rewards ``[1, 0]``, ``[0, 1]`` and ``[0]`` of three episodes give ``[1.155, -0.707]``, ``[-0.577, 0.707]`` and
+    ``[-0.577]``. If the second turn of the first episode was sampled twice, with rewards 0 and 1, the baseline of index
+    1 is 3/4, the mean of 1/2 and 1. Source: MT-GRPO (arXiv:2505.11821), without its outcome term; the weighting of
+    trees is ours."""
     return _compare(inputs, inputs.turn_rewards(), divide_by_std=divide_by_std)
 
 
 def turn_returns(inputs: EstimatorInputs, *, gamma: float = 1.0, divide_by_std: bool = True) -> Estimate:
-    """Return each turn's discounted return minus the group's baseline at its index, as :func:`turn_grpo` does.
-
-    The return of a turn is its reward plus ``gamma`` times the mean return of its children: a turn that was
-    continued in several ways was still one decision. Rewards 1, then 0 and 4 in two continuations, give the first
-    turn a return of ``1 + gamma * 2``. ``gamma=0`` is :func:`turn_grpo`.
-
-    Args:
-        gamma: Discount per rewarded turn, 0 to 1.
-        divide_by_std: False only subtracts the baseline.
-
-    Source: group-normalised discounted returns of turns, as in GTPO (arXiv:2511.14846); the mean over continuations
-    is ours.
-    """
+    """Return each turn's discounted return minus the group's baseline at its index, as :func:`turn_grpo` does. The
+    return of a turn is its reward plus ``gamma`` times the mean return of its children: a turn that was continued in
+    several ways was still one decision. Source: GTPO (arXiv:2511.14846); the mean over continuations is ours."""
     check_discount(gamma, "turn")
     returns = _discounted_returns(inputs.needed("turns"), inputs.turn_rewards(), gamma)
     return _compare(inputs, returns, divide_by_std=divide_by_std)
@@ -67,7 +50,6 @@ def _discounted_returns(turns: Turns, rewards: Tensor, gamma: float) -> Tensor:
 
 
 def _compare(inputs: EstimatorInputs, values: Tensor, *, divide_by_std: bool) -> Estimate:
-    """Compare ``values [S]`` with the group's baseline at the same index."""
     turns = inputs.needed("turns")
     width = int(turns.index.max()) + 1 if len(values) else 1
     visits, visit = torch.unique(turns.episodes * width + turns.index, return_inverse=True)

@@ -1,7 +1,4 @@
-"""Log-probs of the trained tokens under a causal language model.
-
-Guarantees that logits exist for only a few positions at a time.
-"""
+"""Log-probs of the trained tokens under a causal language model; logits exist for only a few positions at a time."""
 
 from __future__ import annotations
 
@@ -27,10 +24,8 @@ _PIECE = 4096
 
 
 class TokenScorer(PackedModel):
-    """A causal LM as a function from packed sequences to log-probs.
-
-    Models that transform logits after the output embedding (soft caps, scales) compute full logits.
-    """
+    """A causal LM as a function from packed sequences to log-probs; one that transforms logits (soft caps, scales)
+    computes full logits."""
 
     def __init__(self, model: Any, *, temperature: float, truncation: Truncation | None = None) -> None:
         if temperature <= 0:
@@ -46,10 +41,7 @@ class TokenScorer(PackedModel):
 
     def forward(self, packed: PackedSequences, *, entropy_grad: bool = False, truncated: bool = True) -> TokenScores:
         """Return the scores of the trained tokens; log-probs carry gradient, entropies only with ``entropy_grad``.
-
-        Args:
-            truncated: False gives the scores of the whole vocabulary.
-        """
+        Without ``truncated`` they are those of the whole vocabulary."""
         (head,) = self._head
         scoring = Scoring(self.temperature, self.truncation if truncated else None, entropy_grad)
         if head is None:
@@ -87,10 +79,7 @@ class Scoring(NamedTuple):
 
 class ChunkedScores(torch.autograd.Function):
     """Scores from states ``[N, hidden]`` and output embedding ``[vocabulary, hidden]``, a chunk of positions at a time.
-
-    The backward pass recomputes logits that are more than one chunk: one more matrix product, but no
-    ``[N, vocabulary]`` tensor is kept.
-    """
+    The backward pass recomputes logits that are more than one chunk: no ``[N, vocabulary]`` tensor is kept."""
 
     @staticmethod
     def forward(
@@ -140,14 +129,11 @@ class ChunkedScores(torch.autograd.Function):
 
 
 class _Head(NamedTuple):
-    """The output embedding."""
-
     weight: Tensor
     bias: Tensor | None
 
     @property
     def chunk(self) -> int:
-        """Positions whose logits exist at once."""
         itemsize = self.weight.itemsize if self.weight.device.type == "cpu" else 4
         return max(1, LOGIT_BYTES // (itemsize * len(self.weight)))
 

@@ -1,9 +1,7 @@
 """From losses per token to the loss of an optimizer update: one weight per token, then a weighted sum.
 
-The weights contain all averaging, so the sum over micro-batches and ranks is the loss of the update however it
-was cut. Averaging over ranks afterwards would divide twice: where gradients are averaged, multiply the loss by the
-number of ranks.
-"""
+The weights contain all averaging, so the sum over micro-batches and ranks is the loss of the update however it was cut.
+Where gradients are averaged over ranks, multiply the loss by their number."""
 
 from __future__ import annotations
 
@@ -92,24 +90,10 @@ def token_weights(
     num_episodes: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return the weight of each token's loss in the loss of one optimizer update.
-
-    Episodes of 1 and 3 tokens under seq-mean-token-mean give ``[1/2, 1/6, 1/6, 1/6]``, whether the 3 tokens are one
-    sequence or several. To leave tokens out, pass the episodes of the others only.
-
-    Args:
-        episodes: ``[T]`` int, the episode of each token; whole episodes.
-        num_tokens: Trained tokens of the update over all micro-batches and ranks. None: ``episodes``
-            is the whole update, as for the next two.
-        num_episodes: Episodes of the update that have a trained token.
-        scale: Divisor of seq-mean-token-sum-norm, in tokens. None: the length of the longest episode.
-
-    Returns:
-        ``[T]`` float64.
-
-    Raises:
-        ValueError: If ``episodes`` exceeds the given counts, or ``scale`` is not above 0.
-    """
+    """Return ``[T]`` float64, the weight of each token's loss in the loss of one optimizer update of ``episodes [T]``.
+    Episodes of 1 and 3 tokens under seq-mean-token-mean give ``[1/2, 1/6, 1/6, 1/6]``. To leave tokens out, pass the
+    episodes of the others only. ``scale``, in tokens, divides in seq-mean-token-sum-norm; None: the length of the
+    longest episode."""
     index, counts = index_episodes(episodes)
     num_tokens = len(episodes) if num_tokens is None else num_tokens
     num_episodes = len(counts) if num_episodes is None else num_episodes
@@ -135,15 +119,9 @@ def token_weights(
 
 
 def aggregate(losses: Tensor, weights: Tensor) -> Tensor:
-    """Return ``sum(weights * losses)`` as a scalar of the losses' dtype, to be summed over micro-batches and ranks.
-
-    A token of weight 0 is left out: not even a NaN there reaches the sum. Without tokens the result is a 0 that can
-    be backpropagated, so that a rank without work still takes part in the gradient reduction.
-
-    Args:
-        losses: ``[T]``; carries gradient.
-        weights: ``[T]`` from :func:`token_weights`, times any correction weights.
-    """
+    """Return ``sum(weights * losses)`` as a scalar, to be summed over micro-batches and ranks. A token of weight 0 is
+    left out: not even a NaN there reaches the sum. Without tokens the result can be backpropagated, so that a rank
+    without work still takes part in the gradient reduction."""
     if losses.shape != weights.shape:
         raise ValueError(f"losses are {list(losses.shape)}, weights {list(weights.shape)}: give as many")
     weights = weights.to(losses.dtype)

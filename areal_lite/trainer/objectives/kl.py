@@ -48,25 +48,12 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def kl_penalty(policy: Tensor, reference: Tensor, estimator: str, *, behaviour: Tensor | None = None) -> Tensor:
-    """Return each token's estimate of KL(policy || reference).
+    """Return ``[T]``, each token's estimate of KL(policy || reference) in nats, from log-probs.
 
-    With ``policy - reference = 0.5`` k1 is 0.5, k2 0.125, k3 0.1065.
-
-    Args:
-        policy: ``[T]`` log-probs (nats); may carry gradient.
-        reference: ``[T]`` log-probs (nats).
-        estimator: ``k1`` (or ``kl``), ``abs``, ``k2`` (``mse``), ``k3`` (``low_var_kl``). With a ``+`` appended it
-            keeps its value but has the gradient of k2.
-        behaviour: ``[T]`` log-probs the tokens were sampled with. If given, each token is weighted by
-            ``policy / behaviour``, gradient included, which makes value and gradient unbiased for tokens
-            that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556).
-
-    Returns:
-        ``[T]`` nats.
-
-    Raises:
-        ConfigError: If the estimator is unknown.
-    """
+    With ``policy - reference = 0.5`` k1 is 0.5, k2 0.125, k3 0.1065. An ``estimator`` with a ``+`` appended keeps its
+    value but has the gradient of k2. Given the ``behaviour`` log-probs, each token is weighted by ``policy /
+    behaviour``, gradient included, which makes value and gradient unbiased for tokens that another policy sampled
+    (DeepSeek-V3.2, arXiv:2512.02556)."""
     estimate = KL_ESTIMATORS.get(estimator.removesuffix("+"))
     if estimate is None:
         raise ConfigError(

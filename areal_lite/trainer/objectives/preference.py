@@ -17,21 +17,9 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> LossTerms:
-    """Return the DPO loss of each pair.
-
-    Args:
-        policy_chosen: ``[P]`` log-prob (nats) of the whole chosen answer; carries gradient.
-        policy_rejected: ``[P]`` the same for the rejected answer; carries gradient.
-        reference_chosen: ``[P]`` log-prob of the chosen answer under the frozen reference; zeros to train without one.
-        reference_rejected: ``[P]`` the same for the rejected answer.
-        beta: Strength of the pull towards the reference; the implicit reward is ``beta * (policy - reference)``.
-        label_smoothing: Share of pairs assumed to be mislabelled, 0 to 0.5.
-
-    Returns:
-        Losses ``[P]``; statistics ``accuracy``, ``margin``, ``chosen_reward``, ``rejected_reward``.
-
-    Source: DPO (arXiv:2305.18290); label smoothing makes it conservative DPO.
-    """
+    """Return the DPO loss of each pair, given the log-probs ``[P]`` of whole answers under policy and frozen reference.
+    The implicit reward is ``beta * (policy - reference)``; ``label_smoothing`` is the share of pairs assumed to be
+    mislabelled, 0 to 0.5. Source: DPO (arXiv:2305.18290); label smoothing makes it conservative DPO."""
     chosen = beta * (policy_chosen - reference_chosen)
     rejected = beta * (policy_rejected - reference_rejected)
     margin = chosen - rejected
@@ -40,18 +28,8 @@ def dpo_loss(
 
 
 def reward_model_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0) -> LossTerms:
-    """Return ``-log sigmoid(chosen - rejected - margin)`` of each pair of scores.
-
-    Args:
-        chosen: ``[P]`` scores of the better answers; carries gradient.
-        rejected: ``[P]`` scores of the worse answers; carries gradient.
-        margin: Smallest difference wanted, one number or ``[P]`` (Llama 2, arXiv:2307.09288).
-
-    Returns:
-        Losses ``[P]``; statistics as in :func:`dpo_loss`.
-
-    Source: Bradley-Terry, as in InstructGPT (arXiv:2203.02155).
-    """
+    """Return ``-log sigmoid(chosen - rejected - margin)`` of each pair of scores ``[P]``. Source: Bradley-Terry, as in
+    InstructGPT (arXiv:2203.02155); margin: Llama 2 (arXiv:2307.09288)."""
     return LossTerms(-logsigmoid(chosen - rejected - margin), _pair_statistics(chosen, rejected))
 
 

@@ -44,11 +44,8 @@ from areal_lite.trainer.rl.step_tokens import StepTokens
 
 
 class Algorithm:
-    """Rewards and log-probs in, advantages, losses and correction weights out.
-
-    Raises:
-        ConfigError: If a name is unknown, an option is not accepted, or settings contradict each other.
-    """
+    """Rewards and log-probs in, advantages, losses and correction weights out. Refuses settings that contradict each
+    other."""
 
     def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
         self.config = config
@@ -93,11 +90,8 @@ class Algorithm:
         return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
 
     def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> dict[str, float]:
-        """Subtract the penalty on overlong answers from ``scores [E]`` and from the reward of their last tokens.
-
-        Returns:
-            Metrics of the penalty, if there is one.
-        """
+        """Subtract the penalty on overlong answers from ``scores [E]`` and from the rewards of their last tokens;
+        return metrics."""
         metrics = {}
         if self.config.overlong_buffer:
             assert self._max_new_tokens is not None
@@ -129,14 +123,8 @@ class Algorithm:
         group_ids: list[str],
         turns: Turns | None = None,
     ) -> None:
-        """Fill in the advantages of ``tokens``, and the returns if the estimator computes them.
-
-        Args:
-            scores: ``[E]`` reward of each episode; the mean of its turns' rewards where these differ.
-            baselines: ``[E]`` reward of the greedy answer.
-            group_ids: ``[E]`` group of each episode.
-            turns: Rewards per turn, for the estimators that compare turns.
-        """
+        """Fill in the advantages of ``tokens``, and the returns if the estimator computes them. ``scores [E]`` are
+        rewards of episodes, ``baselines [E]`` those of greedy answers, ``group_ids [E]`` their groups."""
         config, early = self.config, self.needs_proximal_early
         available: dict[str, Any] = {
             "values": tokens.values if config.critic is not None else None,
@@ -301,7 +289,6 @@ class Algorithm:
 
     @contextmanager
     def _naming(self, key: str) -> Iterator[None]:
-        """Turn exceptions into config errors that name the function of the config ``key``."""
         try:
             yield
         except ConfigError:

@@ -24,7 +24,6 @@ class CriticUpdate:
         self._clip_eps = config.clip_eps
 
     def score(self, step: Step) -> None:
-        """Fill in the values."""
         with step.clock("values"):
             scored = self._passes.scored(
                 step, step.all_indices, self._scorer, lambda packed: {"values": self._scorer(packed)}

@@ -42,19 +42,11 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one training batch; mean, max and min of most.
 
-    Rewards count episodes, however many sequences these were cut into. A response begins at a sequence's first
-    trained token and ends with the sequence, so tool results in between count; sequences without a
-    trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the policy
-    wrote ``max_new_tokens`` tokens in one go; the others have ``terminated_length``. A turn is a run of trained tokens.
-
-    Args:
-        episodes: ``[B]`` the episode of each, numbered from 0.
-        penalised_rewards: ``[E]`` rewards of episodes minus the KL penalty, if any.
-        max_new_tokens: Most tokens of one model call; None omits the clip ratio.
-
-    Raises:
-        ValueError: If there are no sequences, or an array has another length.
-    """
+    Rewards count episodes (``episodes [B]``, numbered from 0), however many sequences these were cut into. A response
+    begins at a sequence's first trained token and ends with the sequence, so tool results in between count; sequences
+    without a trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the
+    policy wrote ``max_new_tokens`` tokens in one go; the others have ``terminated_length``. A turn is a run of trained
+    tokens."""
     if not sequences:
         raise ValueError("there are no sequences to describe: give at least one")
     counts = [sequence.num_trained_tokens for sequence in sequences]
@@ -106,7 +98,6 @@ def _lengths(sequences: Sequence[TokenSequence], counts: Sequence[int], max_new_
 
 
 def _deviation_within(rewards: Floats, group_ids: Sequence[str]) -> float:
-    """Return the mean over groups of the standard deviation of the group's rewards."""
     groups: dict[str, list[float]] = {}
     for reward, name in zip(rewards.tolist(), group_ids, strict=True):
         groups.setdefault(name, []).append(reward)
@@ -114,12 +105,7 @@ def _deviation_within(rewards: Floats, group_ids: Sequence[str]) -> float:
 
 
 def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int) -> dict[str, float]:
-    """Return seconds and milliseconds per token by phase, and tokens per second of the whole.
-
-    Args:
-        total: Seconds of the whole, at least the sum of the phases; above 0.
-        num_tokens: Tokens that went through, prompts included; at least 1.
-    """
+    """Return seconds and milliseconds per token by phase, and tokens per second of the whole."""
     return {
         **{f"seconds_{phase}": seconds for phase, seconds in phases.items()},
         "seconds_step": total,
@@ -141,7 +127,6 @@ def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, fl
 
 
 def _runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the lengths of the runs of True."""
     borders = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False]))))
     return borders[1::2] - borders[::2]
 
@@ -170,7 +155,6 @@ class PhaseClock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
     def metrics(self, *, num_tokens: int) -> dict[str, float]:
-        """Return seconds and milliseconds per token by phase, and tokens per second since the clock was made."""
         return timing_metrics(self._seconds, time.perf_counter() - self._began, num_tokens=num_tokens)
 
 
@@ -178,26 +162,13 @@ class PhaseClock:
 def mismatch_statistics(
     proximal: Tensor, behaviour: Tensor, versions: Tensor, episodes: Tensor, version: int
 ) -> dict[str, float]:
-    """Return metrics under ``engine_mismatch/`` and ``staleness_drift/``.
+    """Return metrics under ``engine_mismatch/`` and ``staleness_drift/``, from log-probs (nats) and versions ``[T]``.
 
     Tokens sampled under the policy version at the start of the step should have the trainer's own log-probs: a
-    difference is numerics (kernels, precision, quantised weights, truncated sampling) and should be fixed. Older
-    tokens also differ because the policy has changed: that is staleness, which the corrections handle.
-
-    Each has ``kl_k1`` and ``kl_k3`` of behaviour against proximal (nats), ``chi2_token`` and ``chi2_seq``, the
-    chi-square divergence of tokens and of whole episodes as in verl, ``log_prob_diff_mean`` and ``_max`` of
-    the absolute difference, ``prob_diff_mean``, ``_max`` and ``_std`` of probabilities, ``prob_pearson``,
-    ``proximal_perplexity`` and ``behaviour_perplexity`` (mean over episodes) and ``perplexity_ratio``, the mean over
-    episodes of the first over the second. A set without tokens is omitted, and so is the correlation of constant
-    probabilities.
-
-    Args:
-        proximal: ``[T]`` log-probs (nats) of the trainer at the start of the step.
-        behaviour: ``[T]`` log-probs the engine sampled with.
-        versions: ``[T]`` int, the policy version each token was sampled under.
-        episodes: ``[T]`` the episode of each token.
-        version: Policy version at the start of the step.
-    """
+    difference is numerics (kernels, precision, quantised weights, truncated sampling) and should be fixed. Older tokens
+    also differ because the policy has changed: that is staleness, which the corrections handle. docs/metrics.md has the
+    names; the chi-square divergence is verl's. A set without tokens is omitted, and so is the correlation of constant
+    probabilities."""
     current = versions == version
     metrics: dict[str, float] = {}
     for name, chosen in (("engine_mismatch", current), ("staleness_drift", ~current)):

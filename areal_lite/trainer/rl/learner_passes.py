@@ -30,12 +30,7 @@ OnSkip = Callable[[dict[str, Any]], None]
 
 
 class LearnerPasses:
-    """Runs a learner on a step.
-
-    Args:
-        role: The learner's name in reports of skipped updates.
-        meter: Counts the operations of every pass.
-    """
+    """Runs a learner on a step; ``role`` is its name in reports of skipped updates."""
 
     def __init__(
         self,

@@ -52,12 +52,8 @@ class Step:
 
     @classmethod
     def of(cls, batch: Batch, *, version: int, device: torch.device) -> Step:
-        """Return the step of accepted groups, or of a DataProto (:mod:`areal_lite.data.batch.training_batch`).
-
-        Raises:
-            ValueError: If a DataProto breaks a rule of a training batch.
-            TrainingError: If there is nothing to train, or a number is not finite; a log-prob may be NaN.
-        """
+        """Return the step of accepted groups, or of a DataProto (:mod:`areal_lite.data.batch.training_batch`). Numbers
+        must be finite; a log-prob may be NaN."""
         clock = PhaseClock(device)
         if isinstance(batch, DataProto):
             _check_proto(batch, version)
@@ -99,11 +95,10 @@ class Step:
 
     @property
     def all_indices(self) -> range:
-        """Indices of all sequences."""
         return range(len(self.sequences))
 
     def turns(self) -> Turns:
-        """Return the rewards per turn, for estimators that ask for them; each sequence is a rewarded turn."""
+        """Return the rewards per turn; each sequence is a rewarded turn."""
         device = self.scores.device
         return Turns(
             of_token=self.tokens.sequences,
@@ -132,11 +127,7 @@ class Step:
         ]
 
     def check_sampled(self) -> None:
-        """Check the log-probs and versions that the engine recorded for the trained tokens.
-
-        Raises:
-            TrainingError: Naming the tasks with an infinite or positive log-prob, or a version that is not trained yet.
-        """
+        """Check the log-probs and versions that the engine recorded for the trained tokens."""
         logprobs, versions, of_token = self.tokens.behaviour, self.tokens.versions, self.tokens.sequences
         task_ids = _task_ids(self.sequences)
         _refuse("logprobs", of_token[logprobs.isinf()], task_ids, self.version, _FINITE_EPISODES)
@@ -150,11 +141,7 @@ class Step:
                 _refuse(name, of_token[broken], task_ids, self.version, rule)
 
     def check_finite(self, *names: str) -> None:
-        """Check that the per-token values of these ``names`` are finite.
-
-        Raises:
-            TrainingError: Naming the tasks whose numbers are not finite.
-        """
+        """Check that the per-token values of these ``names`` are finite."""
         rule = (
             "must be finite and are not: the model has diverged on them: resume from an earlier checkpoint with a "
             "lower learning rate"
@@ -178,7 +165,6 @@ class Step:
         compares_engine: bool,
         max_new_tokens: int | None,
     ) -> dict[str, float]:
-        """Return data, loss, token and timing metrics of the whole step."""
         tokens = self.tokens
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
         has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
@@ -220,7 +206,6 @@ class Step:
         }
 
     def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return how far engine and trainer disagree, and how far the policy has moved."""
         tokens, own = self.tokens, self.tokens.computed
         proximal = tokens.proximal + tokens.log_kept
         recorded = ~tokens.behaviour.isnan()

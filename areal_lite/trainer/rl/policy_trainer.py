@@ -1,9 +1,7 @@
 """One step of reinforcement learning, stage by stage: log-probs, values, rewards, advantages, updates.
 
-Guarantees that loss and gradients do not depend on how the step is cut into micro-batches and over
-ranks, that the same seed and batch give bit-equal weights on one machine, and that a non-finite update
-is never applied. Knows nothing of servers or files: a batch comes in, metrics go out.
-"""
+Guarantees that loss and gradients do not depend on how the step is cut, that the same seed and batch give bit-equal
+weights on one machine, and that a non-finite update is never applied. Knows nothing of servers or files."""
 
 from __future__ import annotations
 
@@ -61,17 +59,8 @@ class PolicyTrainer:
     """Owns the policy being trained, and the frozen reference and the critic if the config has them.
 
     A step is :meth:`begin`, the stages in source order, then :meth:`finish`; :meth:`train_step` runs all of them.
-
-    Args:
-        model_path: Folder of a Hugging Face causal LM, or a hub name.
-        seed: Seeds python, numpy and torch, and the order of minibatches.
-        on_skip: Called with updates that were skipped.
-        on_facts: Called at the end of each step; None saves the communication.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, the device is missing, the temperature is not above 0, or an
-            algorithm is unknown or lacks an input.
-    """
+    ``model_path`` is a folder of a Hugging Face causal LM, or a hub name; ``seed`` seeds python, numpy, torch and the
+    order of minibatches. ``on_skip`` gets updates that were skipped, ``on_facts`` what each step computed."""
 
     def __init__(
         self,
@@ -119,26 +108,15 @@ class PolicyTrainer:
 
     @property
     def steps_done(self) -> int:
-        """Training steps finished."""
         return self.learner.steps_done
 
     def train_step(self, batch: Batch, *, version: int) -> dict[str, float]:
-        """Train on one batch of groups and return its metrics.
+        """Train on one batch of groups, in any order, and return its metrics.
 
-        Sequences without a gradient (advantage 0 and neither KL nor entropy term, or no trained token) skip the
-        forward pass but stay in every denominator; the metrics ``computed_tokens`` and ``trained_tokens`` show how
-        many, and token statistics cover computed ones only.
-
-        Args:
-            batch: Groups as the engine returns them (only accepted ones train), or a ``DataProto`` with the keys of
-                :mod:`areal_lite.data.batch.training_batch`. Whole groups, in any order.
-
-        Raises:
-            ValueError: If a ``DataProto`` breaks a rule of a training batch.
-            ConfigError: If a trajectory has no reward.
-            TrainingError: If nothing in the batch trains, a sequence has multi-modal inputs, an input of the
-                advantages is not finite, or three updates in a row are not.
-        """
+        Sequences without a gradient (advantage 0 and neither KL nor entropy term, or no trained token) skip the forward
+        pass but stay in every denominator; the metrics ``computed_tokens`` and ``trained_tokens`` show how many, and
+        token statistics cover computed ones only. ``batch`` has groups as the engine returns them (only accepted ones
+        train), or is a ``DataProto`` with the keys of :mod:`areal_lite.data.batch.training_batch`."""
         step = self.begin(batch, version=version)
         self.score_proximal(step)
         self.score_reference(step)
@@ -175,10 +153,8 @@ class PolicyTrainer:
         return step
 
     def score_proximal(self, step: Step) -> None:
-        """Fill in the log-probs at the start of the step, if a stage before the update needs them.
-
-        The first update's own forward pass runs on the same weights, so most steps need no pass of their own.
-        """
+        """Fill in the log-probs at the start of the step, if a stage before the update needs them; otherwise the first
+        update's own forward pass, on the same weights, gives them."""
         if self.config.proximal == "behaviour":
             if bool(step.tokens.behaviour.isnan().any()):
                 raise ConfigError(
@@ -191,7 +167,6 @@ class PolicyTrainer:
             self._policy_update.score_proximal(step, step.all_indices)
 
     def score_reference(self, step: Step) -> None:
-        """Fill in the frozen model's log-probs."""
         if (reference := self._reference) is None:
             return
         off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
@@ -205,7 +180,6 @@ class PolicyTrainer:
         step.tokens.fill(step.all_indices, scored)
 
     def score_values(self, step: Step) -> None:
-        """Fill in the critic's values."""
         if self._critic_update is not None:
             self._critic_update.score(step)
 
@@ -247,16 +221,13 @@ class PolicyTrainer:
                 return
 
     def update_critic(self, step: Step) -> None:
-        """Fit the critic's values to the returns, one update per minibatch."""
         if self._critic_update is not None:
             self._critic_update.update(step)
 
     def update_policy(self, step: Step) -> None:
-        """Train the policy, one update per minibatch."""
         self._policy_update.update(step)
 
     def finish(self, step: Step) -> dict[str, float]:
-        """Return the metrics of the step."""
         if self._on_facts is not None:
             with step.clock("facts"):
                 self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
@@ -274,10 +245,8 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def logprobs_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Return the policy's log-probs ``[S]`` of the sequences' trained tokens, on every rank.
-
-        They are of the whole vocabulary at temperature 1.
-        """
+        """Return the policy's log-probs ``[S]`` of the sequences' trained tokens, on every rank: of the whole
+        vocabulary at temperature 1."""
         cut = StepCut(sequences, self._policy, ranks=Ranks(), device=self.device)
         logprobs = torch.zeros(sum(sequence.num_trained_tokens for sequence in sequences), device=self.device)
         temperature, self._policy.temperature = self._policy.temperature, 1.0
@@ -301,6 +270,5 @@ class PolicyTrainer:
         return {"kl_controller": self.algorithm.kl_controller.state(), "total_tokens": self.total_tokens}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Restore :meth:`counters`."""
         self.algorithm.kl_controller.load_state(counters["kl_controller"])
         self.total_tokens = counters.get("total_tokens", 0)

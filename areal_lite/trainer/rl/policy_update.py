@@ -33,7 +33,6 @@ class PolicyUpdate:
         self._algorithm = algorithm
 
     def update(self, step: Step) -> None:
-        """Train the policy, one update per minibatch."""
         config, tokens = self._config, step.tokens
         rate = self._learner.learning_rate
         updates: list[Update] = []

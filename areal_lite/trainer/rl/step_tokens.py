@@ -74,7 +74,7 @@ class StepTokens:
 
     @classmethod
     def zeros(cls, episodes: Tensor, sequences: Tensor | None = None) -> StepTokens:
-        """Return tokens of the given ``episodes [T]`` with nothing filled in; ``sequences`` None: one per episode."""
+        """Return tokens of ``episodes [T]`` with nothing filled in; ``sequences`` None: one per episode."""
         ends = torch.ones_like(episodes, dtype=torch.bool)
         ends[:-1] = episodes[1:] != episodes[:-1]
         given = {
@@ -106,7 +106,6 @@ class StepTokens:
 
 
 def episode_of(sequence: TokenSequence, index: int) -> Hashable:
-    """Return the key of the episode that the sequence at ``index`` belongs to."""
     return index if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
 
 
@@ -135,10 +134,8 @@ def _trained(sequences: Sequence[TokenSequence], name: str, missing: float, dtyp
 
 
 def _own_rewards(sequence: TokenSequence) -> NDArray[np.float32]:
-    """Return the rewards of a sequence's trained tokens; 0 if it is rewarded as a whole.
-
-    A reward at a token that does not train goes to the next one that does, or to the last: nothing is lost.
-    """
+    """Return the rewards of a sequence's trained tokens; 0 if it is rewarded as a whole. A reward at a token that does
+    not train goes to the next one that does, or to the last."""
     trained = np.flatnonzero(sequence.loss_mask)
     if sequence.token_rewards is None or not len(trained):
         return np.zeros(len(trained), np.float32)
@@ -158,11 +155,9 @@ class Microbatch:
 
 
 def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator) -> list[list[int]]:
-    """Return ``count`` shares of whole groups in random order; shares without a trained token are dropped.
-
-    Which groups share an update depends on the order in which they were drawn (the order of their numbers), not on
-    the order of the batch or on the first number, so a resumed run shares them alike.
-    """
+    """Return ``count`` shares of whole groups in random order; shares without a trained token are dropped. Which groups
+    share an update depends on the order in which they were drawn (the order of their numbers), so a resumed run shares
+    them alike."""
     groups: dict[str, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(sequence.group_id, []).append(index)
@@ -179,17 +174,9 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 class StepCut:
-    """Cuts sequences of one step into this rank's micro-batches for one model.
-
-    Args:
-        model: Its attributes say which layouts it supports.
-        ranks: Episodes are divided among them, with nearly equal numbers of tokens.
-        together: The unit of each sequence. A unit stays on one rank and in one micro-batch,
-            which losses over pairs or whole episodes need. None: micro-batches may divide an episode.
-
-    Raises:
-        TrainingError: If the model has no embedding of a token.
-    """
+    """Cuts sequences of one step into this rank's micro-batches for one model. Episodes are divided among the ranks,
+    with nearly equal numbers of tokens. A unit of ``together``, one for each sequence, stays on one rank and in one
+    micro-batch, which losses over pairs or whole episodes need; None: micro-batches may divide an episode."""
 
     def __init__(
         self,

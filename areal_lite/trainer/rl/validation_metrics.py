@@ -23,22 +23,13 @@ def validation_metrics(
     data_sources: Sequence[str],
     predictions: Sequence[str] | None = None,
 ) -> dict[str, float]:
-    """Return ``{source}/{score}/{metric}``, averaged over the prompts of each data source.
+    """Return ``{source}/{score}/{metric}``, averaged over the prompts of each data source; all sequences are ``[B]``.
 
-    With N answers to a prompt the metrics are ``mean@N`` and ``std@N`` and, for n = 2, 4, 8, ... below N and
-    for N itself, ``best@n/mean``, ``worst@n/mean`` and ``maj@n/mean`` with their ``std``: the best and the worst of
-    n answers, and the first answer with the most common prediction (in a tie the prediction that came first). They
-    are estimated by resampling with replacement, with the same resamples in every call. A prompt with one answer has
-    only ``mean@1``.
-
-    Args:
-        scores: ``[B]`` scores by name, such as ``reward``.
-        prompt_ids: ``[B]`` answers of one data source with the same id belong to the same prompt.
-        data_sources: ``[B]`` data source of each answer.
-        predictions: ``[B]`` the prediction extracted from each answer; None omits maj@n.
-
-    Source: the bootstrap of verl's validation.
-    """
+    With N answers to a prompt the metrics are ``mean@N`` and ``std@N`` and, for n = 2, 4, 8, ... below N and for N
+    itself, ``best@n/mean``, ``worst@n/mean`` and ``maj@n/mean`` with their ``std``: the best and the worst of n
+    answers, and the first answer with the most common prediction (in a tie the prediction that came first). They are
+    estimated by resampling with replacement, with the same resamples in every call. A prompt with one answer has only
+    ``mean@1``; without ``predictions`` there is no maj@n. Source: the bootstrap of verl's validation."""
     columns = {
         "prompt_ids": prompt_ids,
         **scores,
@@ -63,7 +54,6 @@ def validation_metrics(
 
 
 def _prompt_metrics(scores: NDArray[np.float64], votes: NDArray[np.int64] | None) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of one prompt."""
     count = len(scores)
     yield f"mean@{count}", scores.mean()
     if count == 1:

@@ -31,7 +31,6 @@ class PreferenceTrainer(SupervisedTrainer[C]):
     together = True
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
-        """Return pair i's chosen sequence at 2i and its rejected one at 2i + 1."""
         return [
             masked_sequence(item[f"{name}_ids"], item[f"{name}_mask"], number)
             for number, item in enumerate(items)
@@ -44,10 +43,8 @@ class PreferenceTrainer(SupervisedTrainer[C]):
 
 
 class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
-    """Direct preference optimisation (arXiv:2305.18290) against the frozen starting model.
-
-    Under adapters the reference is the model without them, else a copy.
-    """
+    """Direct preference optimisation (arXiv:2305.18290) against the frozen starting model: a copy, or under adapters
+    the model without them."""
 
     def _load(self, model_path: str) -> PackedModel:
         scorer = super()._load(model_path)
@@ -85,9 +82,7 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
 
 class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
     """Trains a reward model so that the chosen answer's reward is above the rejected one's (Bradley-Terry).
-
-    ``model_path`` is a causal LM, which gets a head with one output, or a reward model.
-    """
+    ``model_path`` is a causal LM, which gets a head with one output, or a reward model."""
 
     def _load(self, model_path: str) -> PackedModel:
         model = load_reward_model(

@@ -1,12 +1,8 @@
 """Supervised updates: items with a known loss in, one optimizer update and its metrics out.
 
 Guarantees that loss and gradients do not depend on how an update is cut into micro-batches and over ranks, and that
-evaluation does not change the model. A subclass defines the sequences of an item and their loss.
-
-Packing is the same as in reinforcement learning (:class:`StepCut`): sequences are divided among the ranks with nearly
-equal tokens, then blocks of like length form micro-batches under the token cap. Sequences that share no prefix
-get blocks of their own, because a mask costs more than padding: ``benchmarks/packing.py`` measures both.
-"""
+evaluation does not change the model. A subclass defines the sequences of an item and their loss; packing is that of
+reinforcement learning (:class:`StepCut`)."""
 
 from __future__ import annotations
 
@@ -57,15 +53,8 @@ class SupervisedStep:
 
 
 class SupervisedTrainer(ABC, Generic[C]):
-    """Owns the model being trained.
-
-    Args:
-        model_path: Folder of a Hugging Face causal LM, or a hub name.
-        on_skip: Called with updates that were skipped: step, loss, gradient norm and the rows of the batch.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, the device is missing, or the config contradicts itself.
-    """
+    """Owns the model being trained. ``model_path`` is a folder of a Hugging Face causal LM, or a hub name; ``on_skip``
+    gets step, loss, gradient norm and rows of skipped updates."""
 
     statistics: ClassVar[tuple[str, ...]] = ()
     """Metrics beside the loss."""
@@ -100,23 +89,16 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @property
     def learners(self) -> dict[str, Learner]:
-        """The models being trained, by role."""
         return {"policy": self.learner}
 
     def counters(self) -> dict[str, Any]:
-        """Return the other state of a checkpoint."""
         return {"total_tokens": self.total_tokens}
 
     def load_counters(self, counters: dict[str, Any]) -> None:
-        """Restore :meth:`counters`."""
         self.total_tokens = counters.get("total_tokens", 0)
 
     def train_step(self, items: Sequence[Item]) -> dict[str, float]:
-        """Apply one update over ``items`` and return its metrics.
-
-        Raises:
-            TrainingError: If several updates in a row were not finite.
-        """
+        """Apply one update over ``items`` and return its metrics."""
         began = time.perf_counter()
         rate = self.learner.learning_rate
         step = self._lay_out(items)
@@ -145,10 +127,8 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @torch.no_grad()
     def evaluate(self, items: Iterable[Item]) -> dict[str, float]:
-        """Return loss and statistics over all of ``items``, as if they were one update, without training.
-
-        Reads :data:`EVALUATED_AT_ONCE` items at a time, so memory does not grow with their number.
-        """
+        """Return loss and statistics over all of ``items``, as if they were one update, without training;
+        :data:`EVALUATED_AT_ONCE` at a time, so memory does not grow with their number."""
         sums: Counter[str] = Counter()
         whole = 0
         remaining = iter(items)
@@ -240,7 +220,6 @@ def with_warmup(config: SupervisedTrainerConfig, total_steps: int) -> Supervised
 
 
 def masked_sequence(ids: Tensor, mask: Tensor, group: int) -> TokenSequence:
-    """Return ids ``[T]`` with their loss mask as a sequence of the group."""
     return TokenSequence(
         input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
     )
