@@ -32,7 +32,7 @@ START_TRIES = 3
 
 
 class Workers:
-    """The workers of one engine; lives on its event loop. ``on_broken`` gets the error if a worker cannot be started."""
+    """The workers of one engine, on its event loop; ``on_broken`` gets the error if a worker cannot be started."""
 
     def __init__(
         self,

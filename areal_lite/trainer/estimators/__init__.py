@@ -8,6 +8,8 @@ from areal_lite.trainer.estimators.group_estimators import (
     opo,
     reinforce_plus_plus_baseline,
     rloo,
+    turn_grpo,
+    turn_returns,
 )
 from areal_lite.trainer.estimators.inputs import Estimate, Estimator, EstimatorInputs, Turns
 from areal_lite.trainer.estimators.return_estimators import (
@@ -17,7 +19,6 @@ from areal_lite.trainer.estimators.return_estimators import (
     reinforce_plus_plus,
     remax,
 )
-from areal_lite.trainer.estimators.turn_estimators import turn_grpo, turn_returns
 from areal_lite.trainer.registry import Registry
 
 __all__ = ["COMPARES_GROUP", "ESTIMATORS", "Estimate", "Estimator", "EstimatorInputs", "Turns"]

@@ -11,7 +11,6 @@ Evolves", arXiv:2510.18855); rejection options named as in verl.
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -21,20 +20,13 @@ from areal_lite.trainer.objectives.aggregation import episode_max, episode_mean,
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio, kl_penalty
 
 
-class WeightLevel(StrEnum):
-    """Granularity of the importance ratio; a "sequence" is the trained tokens of an episode."""
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-
-
 @torch.no_grad()
 def importance_weights(
     proximal: Tensor,
     behaviour: Tensor,
     episodes: Tensor,
     *,
-    level: WeightLevel,
+    level: str,
     max_weight: float,
     normalize: bool = False,
 ) -> Tensor:
@@ -42,12 +34,12 @@ def importance_weights(
     episode for each of its tokens. ``normalize`` divides by the mean (over tokens, or over episodes) to keep the step
     size."""
     log_ratio = proximal - behaviour
-    if level == WeightLevel.SEQUENCE:
+    if level == "sequence":
         log_ratio = episode_sum(log_ratio, episodes)
     weights = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=max_weight)
     if normalize and len(episodes):
         share = torch.ones_like(weights)
-        if level == WeightLevel.SEQUENCE:
+        if level == "sequence":
             index, counts = index_episodes(episodes)
             share /= counts[index]
         weights = weights * share.sum() / (weights * share).sum()

@@ -18,8 +18,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from areal_lite.config.trainer_config import AggregationMode
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, episode_mean, episode_sum
+from areal_lite.trainer.objectives.aggregation import LossTerms, episode_mean, episode_sum
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio
 from areal_lite.trainer.registry import Registry
 
@@ -58,13 +59,12 @@ class PolicyInputs:
 
 def aggregation_of(loss: str, configured: AggregationMode | None = None, *, where: str) -> AggregationMode:
     """Return the aggregation mode of ``loss``: the one configured by the key ``where``, else that of its paper."""
-    if loss in ("gspo", "gmpo") and configured not in (None, AggregationMode.SEQ_MEAN_TOKEN_MEAN):
+    if loss in ("gspo", "gmpo") and configured not in (None, "seq-mean-token-mean"):
         raise ConfigError(
-            f"{where} is {configured!s}: {loss} has one ratio per episode and is a mean over episodes; remove the key, "
-            f"or set {AggregationMode.SEQ_MEAN_TOKEN_MEAN!s}"
+            f"{where} is {configured}: {loss} has one ratio per episode and is a mean over episodes; remove the key, "
+            "or set seq-mean-token-mean"
         )
-    by_episode = loss in ("gspo", "gmpo", "sapo")
-    return configured or (AggregationMode.SEQ_MEAN_TOKEN_MEAN if by_episode else AggregationMode.TOKEN_MEAN)
+    return configured or ("seq-mean-token-mean" if loss in ("gspo", "gmpo", "sapo") else "token-mean")
 
 
 @POLICY_LOSSES.register("ppo")

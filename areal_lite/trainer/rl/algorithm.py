@@ -17,15 +17,9 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
-from areal_lite.trainer.estimators.reward_penalties import (
-    KLController,
-    kl_in_reward,
-    mean_kl,
-    overlong_penalty,
-)
-from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
+from areal_lite.trainer.estimators.reward_penalties import adapted_coef, mean_kl, overlong_penalty
+from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.corrections import (
-    WeightLevel,
     drifted_episodes,
     episode_weights,
     icepop_weights,
@@ -52,10 +46,8 @@ class Algorithm:
         self._max_new_tokens = max_new_tokens
         self._estimate = ESTIMATORS.bound(config.advantage, config.advantage_kwargs, where="trainer.advantage")
         self._loss = POLICY_LOSSES.bound(config.loss, config.loss_kwargs, where="trainer.loss")
-        mode = None if config.loss_aggregation is None else AggregationMode(config.loss_aggregation)
-        self.aggregation = aggregation_of(config.loss, mode, where="trainer.loss_aggregation")
-        kl = config.kl
-        self.kl_controller = KLController(kl.coef, target=kl.target, horizon=kl.horizon) if kl else KLController(0.0)
+        self.aggregation = aggregation_of(config.loss, config.loss_aggregation, where="trainer.loss_aggregation")
+        self.kl_coef = config.kl.coef if config.kl else 0.0
         self.needs: frozenset[str] = frozenset()
         """Inputs that the estimator requests."""
         self.chooses = self._dry_run().chosen is not None
@@ -107,13 +99,14 @@ class Algorithm:
 
     def penalize(self, tokens: StepTokens, num_episodes: int) -> dict[str, float]:
         """Subtract the KL penalty from the rewards, adapt its coefficient for the next step, and return metrics."""
-        assert self.config.kl is not None
-        controller = self.kl_controller
-        penalty = kl_penalty(tokens.proximal, tokens.reference, self.config.kl.estimator)
-        tokens.rewards = kl_in_reward(tokens.rewards, penalty, controller.coef)
-        metrics = {"reward_kl": mean_kl(penalty, tokens.episodes), "reward_kl_coef": controller.coef}
-        controller.update(metrics["reward_kl"], num_episodes)
-        return metrics
+        kl, coef = self.config.kl, self.kl_coef
+        assert kl is not None
+        penalty = kl_penalty(tokens.proximal, tokens.reference, kl.estimator)
+        tokens.rewards = tokens.rewards - coef * penalty
+        mean = mean_kl(penalty, tokens.episodes)
+        if kl.target is not None:
+            self.kl_coef = adapted_coef(coef, mean, num_episodes, target=kl.target, horizon=kl.horizon)
+        return {"reward_kl": mean, "reward_kl_coef": coef}
 
     def advantages(
         self,
@@ -177,7 +170,7 @@ class Algorithm:
                 proximal,
                 behaviour,
                 episodes,
-                level=WeightLevel(config.level),
+                level=config.level,
                 max_weight=config.max_weight,
                 normalize=config.normalize,
             )

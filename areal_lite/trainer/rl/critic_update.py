@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from areal_lite.config.trainer_config import CriticConfig
-from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate
+from areal_lite.trainer.objectives.aggregation import aggregate
 from areal_lite.trainer.objectives.policy_loss import value_loss
 from areal_lite.trainer.rl.learner_passes import LearnerPasses, mean_update, zero_loss
 from areal_lite.trainer.rl.policy_step import Step
@@ -46,8 +46,6 @@ class CriticUpdate:
             return aggregate(terms.losses, weights[at])
 
         rate = self._learner.learning_rate
-        updates = [
-            self._passes.update(step, chosen, chosen, AggregationMode.TOKEN_MEAN, loss) for chosen in step.minibatches
-        ]
+        updates = [self._passes.update(step, chosen, chosen, "token-mean", loss) for chosen in step.minibatches]
         self._learner.steps_done += 1
         step.metrics |= {f"critic_{name}": value for name, value in mean_update(updates, rate).items()}

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lite.config.trainer_config import TrainerConfig
+from areal_lite.config.trainer_config import AggregationMode, TrainerConfig
 from areal_lite.trainer.forward.packed_model import PackedSequences
 from areal_lite.trainer.learner import Learner, Update
 from areal_lite.trainer.machine_metrics import FlopsMeter
-from areal_lite.trainer.objectives.aggregation import AggregationMode, token_weights
+from areal_lite.trainer.objectives.aggregation import token_weights
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Step
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut

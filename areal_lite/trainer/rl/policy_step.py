@@ -86,6 +86,8 @@ class Step:
         step.check_sampled()
         if (baselines := _baselines(batch)) is not None:
             step.baselines = torch.tensor([baselines[name] for name in step.group_ids], device=device)
+            broken = (~step.baselines.isfinite()).nonzero()[:, 0]
+            _refuse("baselines", broken, step.group_ids, version, _FINITE_EPISODES)
         return step
 
     @property

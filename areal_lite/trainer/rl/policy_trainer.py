@@ -104,6 +104,7 @@ class PolicyTrainer:
         self.total_tokens = 0
         """Tokens of all batches so far, prompts included."""
         self._on_facts = on_facts
+        self._adapts_kl = config.kl is not None and config.kl.target is not None
         self._warned = False
 
     @property
@@ -267,8 +268,10 @@ class PolicyTrainer:
 
     def counters(self) -> dict[str, Any]:
         """Return the other state that a resumed run needs, as JSON values."""
-        return {"kl_controller": self.algorithm.kl_controller.state(), "total_tokens": self.total_tokens}
+        coef = {"coef": self.algorithm.kl_coef} if self._adapts_kl else {}
+        return {"kl_controller": coef, "total_tokens": self.total_tokens}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        self.algorithm.kl_controller.load_state(counters["kl_controller"])
+        if self._adapts_kl:
+            self.algorithm.kl_coef = counters["kl_controller"].get("coef", self.algorithm.kl_coef)
         self.total_tokens = counters.get("total_tokens", 0)

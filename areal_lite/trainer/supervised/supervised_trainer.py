@@ -26,7 +26,7 @@ from areal_lite.trainer.forward.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.machine_metrics import FlopsMeter
-from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, aggregate, token_weights
+from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate, token_weights
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
 from areal_lite.trainer.seeding import seed_process
 
@@ -236,9 +236,7 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
         return [dataclasses.replace(one, group_id=str(number)) for number, one in enumerate(sequences)]
 
     def _weights(self, of_token: Tensor) -> Tensor:
-        by_token = self.config.averaging == "token"
-        mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
-        return token_weights(mode, of_token)
+        return token_weights("token-mean" if self.config.averaging == "token" else "seq-mean-token-mean", of_token)
 
     def _num_averaged(self, step: SupervisedStep) -> int:
         return len(step.weights if self.config.averaging == "token" else step.sequences)
