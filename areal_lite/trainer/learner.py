@@ -69,10 +69,6 @@ class Update(NamedTuple):
     applied: bool
 
 
-def _untimed(phase: str) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 class Learner:
     """Owns the optimizer of ``module``; ``optimizer`` is often ``config`` itself."""
 
@@ -145,7 +141,7 @@ class Learner:
         cut: Callable[[int], Iterable[T]],
         loss_of: Callable[[T], Tensor],
         *,
-        clock: Callable[[str], AbstractContextManager[Any]] = _untimed,
+        clock: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> Update:
         """Accumulate the gradients of micro-batches and apply them if they are finite. ``cut`` returns micro-batches of
         at most so many tokens, equally many on every rank; ``loss_of`` a micro-batch's part of the loss of all ranks.

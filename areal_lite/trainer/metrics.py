@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -102,12 +102,11 @@ def _cut_off(path: Path, last_step: int) -> None:
         file.truncate(end)
 
 
-class Tracker(Protocol):
+class Tracker(NamedTuple):
     """A destination of metrics."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+    log: Callable[[int, Mapping[str, float]], object]
+    close: Callable[[], object]
 
 
 class Tracking:
@@ -128,7 +127,7 @@ class Tracking:
         for name, count in self.failures.items():
             logger.warning("%s failed %d times in this run; metrics.jsonl has every record", name, count)
 
-    def _attempt(self, name: str, call: Callable[..., None], *arguments: object) -> None:
+    def _attempt(self, name: str, call: Callable[..., object], *arguments: object) -> None:
         try:
             call(*arguments)
         except Exception as error:  # a tracker must not stop the run
@@ -165,70 +164,56 @@ def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 
     return Tracking(trackers)
 
 
-class _TensorBoard:
-    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        # Events of later steps, from before a resume, are hidden.
-        self._events: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
-        self._events.add_text("config", f"```yaml\n{dump_config(config)}```")
+    # Events of later steps, from before a resume, are hidden.
+    events: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
+    events.add_text("config", f"```yaml\n{dump_config(config)}```")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
+            events.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._events.close()
+    return Tracker(log, events.close)
 
 
-class _WeightsAndBiases:
-    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
-        import wandb
+def _wandb(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
+    import wandb
 
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            raise PermissionError(
-                "there is no API key: run `wandb login`, or set WANDB_MODE=offline and upload the run later with "
-                "`wandb sync`"
-            )
-        run_id = run_dir / "wandb_run_id"
-        if not run_id.exists():
-            run_id.write_text(secrets.token_hex(4))
-        self._run = wandb.init(
-            project=config.experiment_name,
-            name=config.trial_name,
-            config=_values(config),
-            dir=run_dir,
-            id=run_id.read_text(),
-            resume="allow",
-            settings=wandb.Settings(console="off", finish_timeout=UPLOAD_TIMEOUT_S),
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+        raise PermissionError(
+            "there is no API key: run `wandb login`, or set WANDB_MODE=offline and upload the run later with "
+            "`wandb sync`"
         )
-        # W&B drops metrics whose step is not above the last one, as after a resume; so step is a metric here.
-        self._run.define_metric("*", step_metric="step")
+    run_id = run_dir / "wandb_run_id"
+    if not run_id.exists():
+        run_id.write_text(secrets.token_hex(4))
+    run = wandb.init(
+        project=config.experiment_name,
+        name=config.trial_name,
+        config=_values(config),
+        dir=run_dir,
+        id=run_id.read_text(),
+        resume="allow",
+        settings=wandb.Settings(console="off", finish_timeout=UPLOAD_TIMEOUT_S),
+    )
+    # W&B drops metrics whose step is not above the last one, as after a resume; so step is a metric here.
+    run.define_metric("*", step_metric="step")
+    return Tracker(lambda step, metrics: run.log({"step": step, **metrics}), run.finish)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
-        self._run.finish()
+def _trackio(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
+    import trackio
 
-
-class _Trackio:
-    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
-        import trackio
-
-        self._run = trackio.init(
-            project=config.experiment_name,
-            name=config.trial_name,
-            config=_values(config),
-            resume="allow" if last_step else "never",
-            embed=False,
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    run = trackio.init(
+        project=config.experiment_name,
+        name=config.trial_name,
+        config=_values(config),
+        resume="allow" if last_step else "never",
+        embed=False,
+    )
+    return Tracker(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
 def _values(config: ExperimentConfig) -> dict[str, Any]:
@@ -238,7 +223,7 @@ def _values(config: ExperimentConfig) -> dict[str, Any]:
 
 
 _TRACKERS: dict[str, Callable[[ExperimentConfig, Path, int], Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WeightsAndBiases,
-    "trackio": _Trackio,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
 }

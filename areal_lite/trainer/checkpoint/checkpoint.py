@@ -23,7 +23,7 @@ from areal_lite.errors import CheckpointError, ConfigError, StorageError
 from areal_lite.files.atomic_folder import check_folder, remove_folder, sweep, write_folder
 from areal_lite.files.crash_points import crash_point
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.trainer.checkpoint.snapshot import Snapshot, Trainer, restore, write_snapshot
+from areal_lite.trainer.checkpoint.snapshot import Snapshot, write_snapshot
 
 CONFIG_FILE = "config.yaml"
 """Name of the run's resolved config inside a checkpoint."""
@@ -73,11 +73,6 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
     return folders[-1]
 
 
-def load_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Restore the weights, optimizers, counters and random state of ``trainer`` from a checkpoint, bit for bit."""
-    restore(trainer, folder)
-
-
 def check_config(folder: Path, config: str) -> None:
     """Refuse to resume with a config that would train different weights. The length of the run, its devices, what it
     saves and its servers may change; the model, the algorithm, the data and the batch sizes may not."""
@@ -97,11 +92,6 @@ def checkpoints(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     return sorted((path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), key=_number)
-
-
-def checkpoint_folder(root: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after ``step`` steps."""
-    return root / f"step_{step:08d}"
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -244,7 +234,7 @@ class CheckpointWriter:
                 path.write_bytes(content)
             crash_point("checkpoint:after_files")
 
-        folder = checkpoint_folder(self._root, step)
+        folder = self._root / f"step_{step:08d}"
         write_folder(folder, write, kind="checkpoint", version=step)
         try:
             check_folder(folder)  # before older ones go: a disk may accept what it does not return

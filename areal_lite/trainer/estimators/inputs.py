@@ -102,7 +102,8 @@ class EstimatorInputs:
 
     def turn_rewards(self) -> Tensor:
         """Return ``[S]`` float64, the reward of each turn minus the KL penalty of its tokens."""
-        turns, lengths = self.needed("turns"), self.lengths()
+        turns: Turns = self.needed("turns")
+        lengths = self.lengths()
         last = (lengths.cumsum(0) - 1)[lengths > 0]
         penalties = self.token_rewards.double().index_add(0, last, -self.scores[lengths > 0].double())
         return turns.rewards.double().index_add(0, turns.of_token, penalties)

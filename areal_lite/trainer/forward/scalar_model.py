@@ -77,24 +77,16 @@ def ending(sequence: TokenSequence) -> TokenSequence:
     )
 
 
-class RewardScorer(ValueScorer):
-    """Maps packed :func:`ending` sequences to float32 rewards, one each, with gradient. Transformers' own forward pass
-    reads the last token that is not the padding token; the two differ where a sequence ends with that token."""
+@torch.no_grad()
+def rewards_of(scorer: ValueScorer, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
+    """Return a reward model's float32 reward of each sequence; those of one group compute shared prefixes once.
 
-
-class RewardModel:
-    """Rewards whole sequences."""
-
-    def __init__(self, model: Any) -> None:
-        self.scorer = RewardScorer(model)
-
-    @torch.no_grad()
-    def score(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
-        """Return one float32 reward per sequence, on the model's device; sequences of one group compute shared prefixes
-        once."""
-        device: torch.device = self.scorer.model.device
-        cut = StepCut([ending(sequence) for sequence in sequences], self.scorer, ranks=Ranks(), device=device)
-        rewards = torch.zeros(len(sequences), device=device)
-        for microbatch in cut(range(len(sequences)), max_tokens):
-            rewards[microbatch.tokens] = self.scorer(microbatch.packed)
-        return rewards
+    Transformers' own forward pass reads the last token that is not the padding token; the two differ where a sequence
+    ends with that token.
+    """
+    device: torch.device = scorer.model.device
+    cut = StepCut([ending(sequence) for sequence in sequences], scorer, ranks=Ranks(), device=device)
+    rewards = torch.zeros(len(sequences), device=device)
+    for microbatch in cut(range(len(sequences)), max_tokens):
+        rewards[microbatch.tokens] = scorer(microbatch.packed)
+    return rewards

@@ -6,7 +6,7 @@ Knows nothing of models and losses. The names are those of docs/metrics.md, with
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -47,16 +47,11 @@ def batch_metrics(
     without a trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the
     policy wrote ``max_new_tokens`` tokens in one go; the others have ``terminated_length``. A turn is a run of trained
     tokens."""
-    if not sequences:
-        raise ValueError("there are no sequences to describe: give at least one")
     counts = [sequence.num_trained_tokens for sequence in sequences]
     advantages, returns, values = columns
     per_token = {"advantage": advantages, "return": returns, "value": values}
-    for name, array in per_token.items():
-        _check_length(f"{name}s", array, sum(counts), "one per trained token: np.repeat(by_sequence, counts)")
     numbers = np.asarray(episodes)
     sizes, firsts = np.bincount(numbers), np.unique(numbers, return_index=True)[1]
-    _check_length("penalised_rewards", penalised_rewards, len(sizes), "one per episode")
     rewards = np.bincount(numbers, [sequence.reward or 0.0 for sequence in sequences]) / sizes
     teaching = np.unique(np.repeat(numbers, counts)[np.asarray(advantages) != 0])
     metrics = {
@@ -104,16 +99,6 @@ def _deviation_within(rewards: Floats, group_ids: Sequence[str]) -> float:
     return float(np.mean([np.std(group) for group in groups.values()]))
 
 
-def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int) -> dict[str, float]:
-    """Return seconds and milliseconds per token by phase, and tokens per second of the whole."""
-    return {
-        **{f"seconds_{phase}": seconds for phase, seconds in phases.items()},
-        "seconds_step": total,
-        **{f"ms_per_token_{phase}": 1000 * seconds / num_tokens for phase, seconds in phases.items()},
-        "tokens_per_second": num_tokens / total,
-    }
-
-
 def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, float]:
     """Return mean, max and min; nothing if there are no numbers."""
     if array is None or not len(array):
@@ -129,11 +114,6 @@ def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, fl
 def _runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     borders = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False]))))
     return borders[1::2] - borders[::2]
-
-
-def _check_length(name: str, array: Floats | None, length: int, fix: str) -> None:
-    if array is not None and np.shape(array) != (length,):
-        raise ValueError(f"{name} has shape {np.shape(array)}, it must be [{length}]: give {fix}")
 
 
 class PhaseClock:
@@ -155,7 +135,13 @@ class PhaseClock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
     def metrics(self, *, num_tokens: int) -> dict[str, float]:
-        return timing_metrics(self._seconds, time.perf_counter() - self._began, num_tokens=num_tokens)
+        total = time.perf_counter() - self._began
+        return {
+            **{f"seconds_{phase}": seconds for phase, seconds in self._seconds.items()},
+            "seconds_step": total,
+            **{f"ms_per_token_{phase}": 1000 * seconds / num_tokens for phase, seconds in self._seconds.items()},
+            "tokens_per_second": num_tokens / total,
+        }
 
 
 @torch.no_grad()

@@ -30,12 +30,10 @@ from areal_lite.trainer.forward.scalar_model import ValueScorer, load_critic
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.machine_metrics import FlopsMeter
 from areal_lite.trainer.rl.algorithm import Algorithm
-from areal_lite.trainer.rl.critic_update import CriticUpdate
-from areal_lite.trainer.rl.learner_passes import LearnerPasses, OnSkip
 from areal_lite.trainer.rl.policy_step import Batch, Step
-from areal_lite.trainer.rl.policy_update import PolicyUpdate
 from areal_lite.trainer.rl.step_tokens import StepCut, split_groups
 from areal_lite.trainer.rl.token_facts import TokenFacts, token_facts
+from areal_lite.trainer.rl.updates import CriticUpdate, LearnerPasses, OnSkip, PolicyUpdate
 from areal_lite.trainer.seeding import seed_process
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from areal_lite.models.lora import adapters_off
 from areal_lite.models.parallel.sharding import shard
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
-from areal_lite.trainer.forward.scalar_model import RewardScorer, ending, load_reward_model
+from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
 from areal_lite.trainer.rl.step_tokens import Microbatch
@@ -91,7 +91,7 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
             gradient_checkpointing=self.config.gradient_checkpointing,
             new_head=True,
         )
-        return RewardScorer(model)
+        return ValueScorer(model)
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
         return [ending(sequence) for sequence in super()._sequences(items)]

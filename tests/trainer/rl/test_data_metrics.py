@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal_lite.trainer.rl import data_metrics
-from areal_lite.trainer.rl.data_metrics import PhaseClock, TokenColumns, batch_metrics, timing_metrics
+from areal_lite.trainer.rl.data_metrics import PhaseClock, TokenColumns, batch_metrics
 from tests.trainer.training_data import sequence
 
 SAMPLES = [
@@ -110,28 +110,6 @@ def test_equal_returns_have_no_variance_to_explain() -> None:
     assert "value_explained_variance" not in metrics
     metrics = batch_metrics(SAMPLES, EPISODES, TokenColumns(ADVANTAGES, 2 * ADVANTAGES, np.ones(6)), version=5)
     assert metrics["value_explained_variance"] == 0
-
-
-def test_values_of_the_wrong_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"advantages has shape \(3,\), it must be \[6\].*np.repeat"):
-        batch_metrics(SAMPLES, EPISODES, TokenColumns(np.zeros(3)), version=5)
-    with pytest.raises(ValueError, match="penalised_rewards"):
-        batch_metrics(SAMPLES, EPISODES, TokenColumns(ADVANTAGES), version=5, penalised_rewards=np.zeros(2))
-    with pytest.raises(ValueError, match="no sequences"):
-        batch_metrics([], [], TokenColumns(np.zeros(0)), version=5)
-
-
-def test_v60_timing_by_phase_and_tokens_per_second() -> None:
-    assert timing_metrics({"forward": 1.5, "backward": 2.0}, 4.0, num_tokens=1000) == pytest.approx(
-        {
-            "seconds_forward": 1.5,
-            "seconds_backward": 2.0,
-            "seconds_step": 4.0,
-            "ms_per_token_forward": 1.5,
-            "ms_per_token_backward": 2.0,
-            "tokens_per_second": 250.0,
-        }
-    )
 
 
 @pytest.mark.parametrize(("device", "forward"), [("cpu", 5), ("cuda", 11)])

@@ -23,8 +23,8 @@ from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
-from areal_lite.trainer.rl.learner_passes import zero_loss
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, PolicyTrainer
+from areal_lite.trainer.rl.updates import zero_loss
 from tests.trainer.training_data import drawn_batch, packed_together, sequence, training_batch
 
 
