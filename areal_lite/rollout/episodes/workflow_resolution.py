@@ -7,7 +7,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
@@ -33,12 +32,7 @@ def grouped_workflow(
     workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
 ) -> RolloutWorkflow:
     """Return the workflow that runs a group of episodes; see :func:`resolve_workflow`."""
-    resolved = resolve_workflow(
-        workflow,
-        workflow_kwargs,
-        wrap_agent=partial(wrap_agent, config=config),
-        allow_sync=config.agents.isolation != "inline",
-    )
+    resolved = resolve_workflow(workflow, workflow_kwargs, config)
     return resolved if group_size == 1 else GroupedRolloutWorkflow(resolved, group_size, config.faults.on_error)
 
 
@@ -56,26 +50,18 @@ def pickled_workflow(
 
 
 def resolve_workflow(
-    workflow: WorkflowLike,
-    workflow_kwargs: Mapping[str, Any] | None,
-    *,
-    wrap_agent: Callable[[Any], RolloutWorkflow],
-    allow_sync: bool = False,
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, config: InferenceEngineConfig
 ) -> RolloutWorkflow:
-    """Return the workflow that ``workflow`` names: an instance, class, dotted path, or agent (see ``WorkflowLike``). A
-    path in the kwarg ``tokenizer`` is loaded, unless the constructor annotates it as ``str``. ``wrap_agent`` makes a
-    workflow of an object with ``async run()``, or any ``run()`` under ``allow_sync``."""
-    target = check_workflow(workflow, workflow_kwargs, allow_sync=allow_sync)
+    """Return the workflow that ``workflow`` names: an instance, class, dotted path, or agent (see ``WorkflowLike``),
+    around which ``config.agents.workflow`` is put. A path in the kwarg ``tokenizer`` is loaded, unless the constructor
+    annotates it as ``str``."""
+    target = check_workflow(workflow, workflow_kwargs, allow_sync=config.agents.isolation != "inline")
     if inspect.isclass(target):
         target = target(**_with_tokenizer(target, workflow_kwargs or {}))
-    return target if isinstance(target, RolloutWorkflow) else wrap_agent(target)
-
-
-def wrap_agent(agent: Any, config: InferenceEngineConfig) -> RolloutWorkflow:
-    wrapper = load_object(config.agents.workflow, where="rollout.agents.workflow")
-    wrapped = wrapper(agent, config)
-    assert isinstance(wrapped, RolloutWorkflow)
-    return wrapped
+    if not isinstance(target, RolloutWorkflow):
+        target = load_object(config.agents.workflow, where="rollout.agents.workflow")(target, config)
+        assert isinstance(target, RolloutWorkflow)
+    return target
 
 
 def check_workflow(

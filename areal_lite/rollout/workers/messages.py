@@ -7,11 +7,12 @@ made. An episode's model calls are not sent back: the run made them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import sys
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,8 +36,7 @@ from areal_lite.api.record_codec import (
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import TurnSources, call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.rollout_config import InferenceEngineConfig
-from areal_lite.processes.channel import decode_reply, framed
+from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
 
 RESPONSE_FIELDS = (
     *("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs", "stop_reason"),
@@ -50,10 +50,26 @@ def request(*message: Any) -> bytes:
     return framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-class WorkerSettings(NamedTuple):
-    config: InferenceEngineConfig
-    log_levels: dict[str, int]
-    """By logger; "" is the root."""
+class Reader(asyncio.Protocol):
+    """Passes on each message of the other side; an error in one closes the connection."""
+
+    def __init__(
+        self,
+        on_message: Callable[[memoryview], object],
+        on_close: Callable[[], object],
+        *,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._on_message = on_message
+        self._on_close = on_close
+        self._messages = MessageSplitter(max_bytes=max_bytes)
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._messages.feed(data):
+            self._on_message(body)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_close()
 
 
 class CallRequest(NamedTuple):
@@ -94,16 +110,6 @@ class EpisodeReply(NamedTuple):
         link_turns(trajectory, TurnSources(chains, calls))
 
 
-class GroupEnd(NamedTuple):
-    """The end of a group in its worker."""
-
-    was_stopped: bool
-    """True if a cancellation ended it."""
-    failure: Failure | None
-    replies: list[EpisodeReply]
-    """One per episode; none if the worker could not send them."""
-
-
 def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Plain, Columns]:
     """Return the end of a group as plain data and bytes; a TypeError for what no process can send."""
     columns: Columns = []
@@ -111,9 +117,10 @@ def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Epis
     return (was_stopped, pack_failure(failure), replies), columns
 
 
-def read_end(plain: Plain, columns: ReadColumns) -> GroupEnd:
+def read_end(plain: Plain, columns: ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
+    """Return whether a cancellation ended the group, why it failed, and a reply per episode, if it could send them."""
     was_stopped, failure, replies = plain
-    return GroupEnd(was_stopped, unpack_failure(failure), [_read_episode(reply, columns) for reply in replies])
+    return was_stopped, unpack_failure(failure), [_read_episode(reply, columns) for reply in replies]
 
 
 def _pack_episode(episode: Episode, columns: Columns) -> Plain:

@@ -27,12 +27,13 @@ from areal_lite.api.record_codec import Plain, ReadColumns
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.errors import ServerError
-from areal_lite.processes.channel import MAX_MESSAGE, MessageSplitter
+from areal_lite.processes.channel import MAX_MESSAGE
 from areal_lite.processes.child_process import ChildProcess, PickledObject, start_python
 from areal_lite.rollout.workers.messages import (
     RESPONSE_FIELDS,
     CallRequest,
     EpisodeReply,
+    Reader,
     read_end,
     read_report,
     request,
@@ -146,7 +147,8 @@ class Worker:
                 self.end = f"worker {self._number} could not be started ({error})"
                 self.ended.set()
                 return False
-        self._transport, _ = await loop.create_unix_connection(lambda: _Reader(self), sock=ours)
+        reader = Reader(self._on_message, self._on_disconnect, max_bytes=MAX_MESSAGE)
+        self._transport, _ = await loop.create_unix_connection(lambda: reader, sock=ours)
         self.send(settings)
         self.send("version", self._engine.get_version())
         if self._closing:
@@ -183,7 +185,8 @@ class Worker:
 
     # -- messages of the process -------------------------------------------------------------------
 
-    def on_report(self, kind: str, *arguments: Any) -> None:
+    def _on_message(self, body: memoryview) -> None:
+        kind, *arguments = read_report(body)
         self._handlers[kind](*arguments)
 
     def _on_ready(self, ready: bool = True) -> None:
@@ -257,7 +260,7 @@ class Worker:
         else:
             asyncio.get_running_loop().call_later(UNREAD_S, self._transport.abort)
 
-    def on_disconnect(self) -> None:
+    def _on_disconnect(self) -> None:
         """Note that no message follows; kill the process if it does not end."""
         self._disconnected = True
         if self._exited:
@@ -284,21 +287,6 @@ class Worker:
             call.cancel()
         self._on_ready(False)
         self.ended.set()
-
-
-class _Reader(asyncio.Protocol):
-    """Passes each message of a process to its worker; an error in one closes the connection."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._messages = MessageSplitter(max_bytes=MAX_MESSAGE)
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._messages.feed(data):
-            self._worker.on_report(*read_report(body))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._worker.on_disconnect()
 
 
 def _sendable(error: Exception) -> Exception:

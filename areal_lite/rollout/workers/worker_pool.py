@@ -22,7 +22,6 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import EpisodeError
 from areal_lite.processes.child_process import PickledObject, pickled_object
 from areal_lite.rollout.episodes.submission import Submission
-from areal_lite.rollout.workers.messages import WorkerSettings
 from areal_lite.rollout.workers.worker import CLOSE_S, Worker
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,7 @@ class Workers:
         """Start all workers and wait until they are ready."""
         loop, config = asyncio.get_running_loop(), self._config
         levels = {name: logging.getLogger(name).level for name in ("", "areal_lite")}
-        settings = pickled_object(
-            WorkerSettings(config, levels), name="the rollout section", hint="Or set rollout.workers: 1"
-        )
+        settings = pickled_object((config, levels), name="the rollout section", hint="Or set rollout.workers: 1")
         started = [loop.create_future() for _ in range(config.workers)]
         self._keepers = [loop.create_task(self._keep(n, settings, future)) for n, future in enumerate(started)]
         await asyncio.wait(started)
