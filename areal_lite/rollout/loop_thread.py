@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 import uvloop
 
 T = TypeVar("T")
-WAKE_S = 1.0
-"""A waiting thread wakes this often: a signal that came just before it began to wait is handled then."""
+WAKE_S = 1.0  # a waiting thread wakes this often: a signal that came just before it began to wait is handled then
 
 
 class LoopThread:

@@ -28,10 +28,8 @@ from areal_lite.rollout.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 
-BLOCKED_S = 1.0
-"""Seconds without an answer after which the loop counts as blocked."""
-EXIT_AFTER_S = 60.0
-"""Seconds after the deadline of an episode that cannot be interrupted until the process ends."""
+BLOCKED_S = 1.0  # seconds without an answer after which the loop counts as blocked
+EXIT_AFTER_S = 60.0  # seconds after the deadline of an episode that cannot be interrupted until the process ends
 _BEAT_S = 0.25
 _LOOK_S = 0.05
 _RAISE_AGAIN_S = 1.0

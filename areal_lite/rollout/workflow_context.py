@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     import aiohttp
     import httpx2
 
-__all__ = [
-    "WorkflowContext",
-    "get",
-    "get_aiohttp_session",
-    "get_httpx_client",
-    "record",
-    "set",
-    "stat_scope",
-]
+__all__ = ["WorkflowContext", "get", "get_aiohttp_session", "get_httpx_client", "record", "set", "stat_scope"]
 
 
 def stat_scope() -> str:

@@ -25,10 +25,8 @@ from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import shard
 
 logger = logging.getLogger(__name__)
-MAX_SKIPPED_UPDATES = 3
-"""Consecutive non-finite updates after which the run stops."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Options of glibc's mallopt."""
+MAX_SKIPPED_UPDATES = 3  # consecutive non-finite updates after which the run stops
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 T = TypeVar("T")
 
 
@@ -64,8 +62,7 @@ class Update(NamedTuple):
     """The result of one update."""
 
     loss: float
-    grad_norm: float
-    """Before clipping."""
+    grad_norm: float  # before clipping
     applied: bool
 
 
@@ -85,10 +82,8 @@ class Learner:
         self.optimizer = make_optimizer(self.module, optimizer)
         self.steps_done = 0
         self.skipped_in_a_row = 0
-        self.max_tokens = config.max_tokens_per_microbatch
-        """Most tokens of one forward pass with its backward pass."""
-        self.max_inference_tokens = max_inference_tokens or self.max_tokens
-        """Most tokens of one forward pass alone."""
+        self.max_tokens = config.max_tokens_per_microbatch  # most tokens of one forward pass with its backward pass
+        self.max_inference_tokens = max_inference_tokens or self.max_tokens  # most tokens of one forward pass alone
         self.ranks = Ranks.current()
         self._config = config
         self._rates = optimizer
@@ -128,9 +123,7 @@ class Learner:
             self.max_tokens = max(1, self.max_tokens // 2)
             self.max_inference_tokens = max(1, self.max_inference_tokens // 2)
             logger.warning(
-                "step %d: out of memory; micro-batches have %d tokens from here on",
-                self.steps_done,
-                tokens // 2,
+                "step %d: out of memory; micro-batches have %d tokens from here on", self.steps_done, tokens // 2
             )
             gc.collect()
             if self._device.type == "cuda":

@@ -25,8 +25,7 @@ from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.crash_points import crash_point
 
 logger = logging.getLogger(__name__)
-UPLOAD_TIMEOUT_S = 60
-"""How long the end of a run waits for an upload, in seconds; the rest stays on disk."""
+UPLOAD_TIMEOUT_S = 60  # how long the end of a run waits for an upload, in seconds; the rest stays on disk
 
 
 class MetricsWriter:
@@ -113,8 +112,7 @@ class Tracking:
     """Trackers by name. Their exceptions are logged once per tracker and counted in ``failures``."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self.failures: Counter[str] = Counter()
-        """Calls that raised, by tracker."""
+        self.failures: Counter[str] = Counter()  # calls that raised, by tracker
         self._trackers = trackers
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -11,11 +11,9 @@ import orjson
 
 from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, Turn, TurnRole
 
-SCHEMA = 2
-"""Version of the line format."""
+SCHEMA = 2  # version of the line format
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-_RECORDED = ("logprobs", "versions")
-"""Columns that a workflow may leave out."""
+_RECORDED = ("logprobs", "versions")  # columns that a workflow may leave out
 
 
 def dump_text(lines: Iterator[dict[str, Any]]) -> bytes:
@@ -36,11 +34,7 @@ def dump_lines(
 ) -> Iterator[dict[str, Any]]:
     """Yield the lines of a group by ``member_idx``; ``tokenizer`` None leaves the texts that turns have, ``row`` is the
     dataset row as JSON, for the first line, ``extra`` that of each line."""
-    timings = {
-        "queued_s": round(group.queued_s, 6),
-        "run_s": round(group.run_s, 6),
-        "finished_at": group.finished_at,
-    }
+    timings = {"queued_s": round(group.queued_s, 6), "run_s": round(group.run_s, 6), "finished_at": group.finished_at}
     lines: Iterator[tuple[Trajectory, TokenSequence | None, bool]]
     lines = ((t, s, i == 0) for t in group.trajectories for i, s in enumerate(t.sequences or (None,)))
     for sample_idx, (trajectory, sequence, is_first) in enumerate(lines):

@@ -36,21 +36,15 @@ from areal_lite.api.turn_tree import TurnSources, link_turns, turn_sources
 from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text, row_json
 
-File = tuple[str, str, bytes]
-"""Folder and name of a file, and its group; see :func:`pack_group`."""
-REPORT_S = 0.1
-"""Seconds after which files are reported before their batch is complete."""
+File = tuple[str, str, bytes]  # folder and name of a file, and its group; see pack_group
+REPORT_S = 0.1  # seconds after which files are reported before their batch is complete
 
 
 class Report(NamedTuple):
-    written: int
-    """Files that were written."""
-    no_text: str | None = None
-    """Why the file after them was left out: the traceback, if its group has no JSON form."""
-    errno: int = 0
-    """Why the file after them could not be written, and nothing more is; 0 if nothing failed."""
-    size: int = 0
-    """Bytes of that file."""
+    written: int  # files that were written
+    no_text: str | None = None  # why the file after them was left out: the traceback, if its group has no JSON form
+    errno: int = 0  # why the file after them could not be written, and nothing more is; 0 if nothing failed
+    size: int = 0  # bytes of that file
 
 
 def main(requests: int, reports: int) -> None:

@@ -32,26 +32,16 @@ from areal_lite.rollout.dumps.dump_writer import File, Report, pack_group
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED = 2**26
-"""Bytes of queued groups at which no further group may start; those that run still join the queue."""
-GATHER_S = 0.1
-"""Seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop."""
-MANY = 1024
-"""Groups that are many."""
-BATCH_BYTES = 2**20
-"""Packed groups of one batch, beyond one group."""
-PIPE_BYTES = 2**20
-"""Size of the pipe to the process."""
-MAX_REPORT = 2**20
-"""Largest report in bytes; it may hold a traceback."""
-REPORT_S = 10.0
-"""Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
-FLUSH_S = 10.0
-"""Most seconds of a :meth:`TrajectoryDumper.flush`."""
-STALLED_S = 60.0
-"""Seconds without a written group after which :meth:`TrajectoryDumper.close` gives up."""
-_MAX_DIGITS = 15
-"""Longer numbers are names that a user chose."""
+MAX_QUEUED = 2**26  # bytes of queued groups at which no further group may start; those that run still join the queue
+GATHER_S = 0.1  # seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop
+MANY = 1024  # groups that are many
+BATCH_BYTES = 2**20  # packed groups of one batch, beyond one group
+PIPE_BYTES = 2**20  # size of the pipe to the process
+MAX_REPORT = 2**20  # largest report in bytes; it may hold a traceback
+REPORT_S = 10.0  # seconds between the log lines of a close that waits
+FLUSH_S = 10.0  # most seconds of a flush
+STALLED_S = 60.0  # seconds without a written group after which close gives up
+_MAX_DIGITS = 15  # longer numbers are names that a user chose
 
 
 class TrajectoryDumper:
@@ -69,10 +59,8 @@ class TrajectoryDumper:
         self.root = config.run_dir
         self.behind = False
         """Whether no group may start: the queue was full and more than half is left, or the disk failed."""
-        self.error: StorageError | None = None
-        """Why nothing is written any more."""
-        self.failures = 0
-        """Groups that have no JSON form; they change no outcome."""
+        self.error: StorageError | None = None  # why nothing is written any more
+        self.failures = 0  # groups that have no JSON form; they change no outcome
         self._ended = self._written = 0
         self._packed_bytes = self._done_bytes = 0
         self._warned = False

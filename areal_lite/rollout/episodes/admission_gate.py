@@ -19,23 +19,17 @@ class AdmissionGate:
     Groups of a data source start later: just in time for the trainer (:class:`Lookahead`).
     """
 
-    max_concurrent: int | None
-    """Maximum groups running at once; None sets no limit."""
+    max_concurrent: int | None  # maximum groups running at once; None sets no limit
     max_staleness: int
-    batch_size: int
-    """Groups in one training batch."""
-    extra: int = 0
-    """Groups that may be started beyond what the batches need."""
+    batch_size: int  # groups in one training batch
+    extra: int = 0  # groups that may be started beyond what the batches need
     cut: bool = False
     """True once this version's batch was cut; until the next is requested, only ``lookahead`` groups may run."""
     version: int = 0
     paused: bool = False
-    held: bool = False
-    """True while too many ended groups wait for the disk, or it failed."""
-    running: int = 0
-    """Groups running now, evaluation included."""
-    taken: int = 0
-    """Training groups that run, or ended accepted and were not given back as stale."""
+    held: bool = False  # True while too many ended groups wait for the disk, or it failed
+    running: int = 0  # groups running now, evaluation included
+    taken: int = 0  # training groups that run, or ended accepted and were not given back as stale
     lookahead: Lookahead = field(init=False)
     """Number of groups of a data source that may start before the batch that needs them."""
 

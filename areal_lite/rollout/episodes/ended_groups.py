@@ -16,12 +16,9 @@ from areal_lite.api.scalars import Scalars
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.rollout.episodes.failure_tally import FailureTally
 
-WINDOW = 4096
-"""Number of latest groups that the shares cover."""
-MAX_REASONS = 32
-"""Distinct reasons of rejections that are counted apart."""
-MAX_REASON = 60
-"""Characters of a reason."""
+WINDOW = 4096  # number of latest groups that the shares cover
+MAX_REASONS = 32  # distinct reasons of rejections that are counted apart
+MAX_REASON = 60  # characters of a reason
 
 
 class EndedGroups:
@@ -29,12 +26,10 @@ class EndedGroups:
 
     def __init__(self, on_end: Callable[[Group], None]) -> None:
         self.on_end = on_end
-        self.counts: Counter[str] = Counter(dict.fromkeys(EpisodeStatus, 0))
-        """Number of ended groups by status."""
+        self.counts: Counter[str] = Counter(dict.fromkeys(EpisodeStatus, 0))  # number of ended groups by status
         self.statistics = RolloutStatistics()
         self.failures = FailureTally()
-        self.scalars = Scalars()
-        """Numbers that the episodes of accepted groups recorded."""
+        self.scalars = Scalars()  # numbers that the episodes of accepted groups recorded
         self._unclaimed: set[TaskId] = set()
         """Groups of batches that never reached their caller; already counted and dumped."""
 
@@ -62,14 +57,11 @@ class EndedGroups:
 
 class RolloutStatistics:
     def __init__(self) -> None:
-        self.discarded_tokens = 0
-        """Sampled tokens that will not train because they grew too old."""
-        self.trained_tokens = 0
-        """Trained tokens handed to the trainer."""
+        self.discarded_tokens = 0  # sampled tokens that will not train because they grew too old
+        self.trained_tokens = 0  # trained tokens handed to the trainer
         self.waited_for_oldest_s = 0.0
         """Seconds a full batch waited for groups that the next one would have found too old."""
-        self.rejected: Counter[str] = Counter()
-        """Rejected groups by reason, in the form of a metric's name."""
+        self.rejected: Counter[str] = Counter()  # rejected groups by reason, in the form of a metric's name
         self._drawn: deque[float] = deque(maxlen=WINDOW)
         self._trained: deque[float] = deque(maxlen=WINDOW)
 

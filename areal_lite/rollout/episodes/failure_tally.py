@@ -8,10 +8,8 @@ from typing import NamedTuple
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group
 
-MAX_CAUSES = 1000
-"""Distinct causes that are kept; more are counted by kind alone."""
-MAX_SHORT = 60
-"""Characters of a cause on a progress line."""
+MAX_CAUSES = 1000  # distinct causes that are kept; more are counted by kind alone
+MAX_SHORT = 60  # characters of a cause on a progress line
 PASSING = frozenset({FailureKind.ENGINE, FailureKind.DEADLINE})
 """Kinds that may not occur again when a run is started again."""
 
@@ -25,8 +23,7 @@ class FailureTally:
     """Failed episodes by kind and one-line summary, with an example of each."""
 
     def __init__(self) -> None:
-        self.episodes: Counter[FailureKind] = Counter()
-        """Failed episodes by kind."""
+        self.episodes: Counter[FailureKind] = Counter()  # failed episodes by kind
         self._causes: Counter[_Cause] = Counter()
         self._examples: dict[_Cause, Failure] = {}
 

@@ -40,10 +40,8 @@ from areal_lite.rollout.workers.worker_pool import Workers
 
 logger = logging.getLogger(__name__)
 
-CANCEL_GRACE_S = 5.0
-"""Seconds a cancelled episode may take to clean up before it is left behind."""
-JUST_BLOCKED_S = 1.0
-"""Seconds after the event loop was blocked in which a deadline is put off, once."""
+CANCEL_GRACE_S = 5.0  # seconds a cancelled episode may take to clean up before it is left behind
+JUST_BLOCKED_S = 1.0  # seconds after the event loop was blocked in which a deadline is put off, once
 
 _TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -55,17 +53,13 @@ class GroupRunner:
     def __init__(
         self, engine: InferenceEngine, *, timeout_s: float, on_end: Callable[[Submission, Group], None]
     ) -> None:
-        self.abandoned = 0
-        """Episodes that swallowed their cancellation and were left behind."""
-        self.live: dict[TaskId, Submission] = {}
-        """Submissions that have not ended, waiting or running."""
-        self.workers: Workers | None = None
-        """Where groups run, if not on this loop."""
+        self.abandoned = 0  # episodes that swallowed their cancellation and were left behind
+        self.live: dict[TaskId, Submission] = {}  # submissions that have not ended, waiting or running
+        self.workers: Workers | None = None  # where groups run, if not on this loop
         self._engine = engine
         self._timeout_s = timeout_s
         self._on_end = on_end
-        self.shared = SharedResources()
-        """Objects that all episodes share."""
+        self.shared = SharedResources()  # objects that all episodes share
         self._first_task_id = self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()

@@ -17,12 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-WINDOW = 8
-"""Batches between two decisions."""
-IDLE = 0.05
-"""Share of its time that the trainer may wait before it counts as waiting."""
-CHANGE = 1.5
-"""Factor between the lookaheads of a trial."""
+WINDOW = 8  # batches between two decisions
+IDLE = 0.05  # share of its time that the trainer may wait before it counts as waiting
+CHANGE = 1.5  # factor between the lookaheads of a trial
 GAIN = 0.95
 """More groups ahead stay if they cut the step time to this share or less; fewer stay unless the more had done so."""
 PATIENCE = (4, 64)
@@ -42,12 +39,9 @@ class Lookahead:
     _starved_s: float = 0.0
     _waited_s: float = 0.0
     _spare: int | None = None
-    _before: tuple[int, float] | None = None
-    """Lookahead and seconds of the window before the running trial."""
-    _grows: bool = True
-    """True if the next trial raises the lookahead."""
-    _hold: int = 0
-    """Windows left without a trial."""
+    _before: tuple[int, float] | None = None  # lookahead and seconds of the window before the running trial
+    _grows: bool = True  # True if the next trial raises the lookahead
+    _hold: int = 0  # windows left without a trial
     _patience: int = PATIENCE[0]
 
     def __post_init__(self) -> None:

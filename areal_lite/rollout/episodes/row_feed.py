@@ -40,8 +40,7 @@ class RowFeed:
         self.exhausted = False
         self.error: Exception | None = None
         """Ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
-        self.waited_for_oldest_s = 0.0
-        """Seconds that a full batch waited for running groups, see :class:`OldestGroups`."""
+        self.waited_for_oldest_s = 0.0  # seconds that a full batch waited for running groups, see OldestGroups
         self.oldest_groups = OldestGroups()
         self._full_since: float | None = None
         self._retries = retries

@@ -89,8 +89,7 @@ class OldestGroups:
 
     def __init__(self, oldest_allowed: int | None = None) -> None:
         self._oldest_allowed = oldest_allowed
-        self._slack: dict[TaskId, int] = {}
-        """Slack by running group."""
+        self._slack: dict[TaskId, int] = {}  # slack by running group
         self._running: Counter[int] = Counter()
         self._finished: Counter[int] = Counter()
 

@@ -64,8 +64,7 @@ class TrainingBatches:
         self._start_more = start_more
         self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
         """Feeds by the id of their source. The last one was used last, and it alone starts groups."""
-        self._asking = asyncio.Lock()
-        """Held while a batch is waited for."""
+        self._asking = asyncio.Lock()  # held while a batch is waited for
         self._last_cut: float | None = None
 
     async def prepare(self, source: Iterable[Any], recipe: EpisodeRecipe) -> list[Group]:

@@ -57,8 +57,7 @@ class WorkflowExecutor:
         self._finished = FinishedGroups()
         self._waiting: deque[Submission] = deque()
         self._waiting_free: deque[Submission] = deque()
-        self._outstanding = 0
-        """Number of running or waiting submissions whose group is for ``wait``."""
+        self._outstanding = 0  # number of running or waiting submissions whose group is for ``wait``
 
     # -- what callers ask for ------------------------------------------------------------------
 

@@ -78,14 +78,12 @@ class CallRequest(NamedTuple):
     rid: str
     gconfig: GenerationHyperparameters
     top_logprobs: int
-    agent: Any
-    """``metadata["agent"]``, which must have a JSON form."""
+    agent: Any  # ``metadata["agent"]``, which must have a JSON form
     streams: bool
     prefix: tuple[int, int, int] | None
     """The prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``. None
     outside a group: ``ids`` are the prompt."""
-    ids: list[int]
-    """The prompt's ids that its group has not sent before."""
+    ids: list[int]  # the prompt's ids that its group has not sent before
 
     def packed(self) -> tuple[Plain, Columns]:
         gconfig = _GCONFIG.dump_json(self.gconfig).decode()
@@ -95,12 +93,9 @@ class CallRequest(NamedTuple):
 class EpisodeReply(NamedTuple):
     """An episode's record in its worker; its model calls are in the run's process."""
 
-    records: dict[str, Any]
-    """What its code recorded, by field of :class:`Episode`."""
-    trajectory: Trajectory | None
-    """None if it has not ended."""
-    chains: list[list[Hashable]]
-    """Keys of the calls of each sequence (``turn_tree.call_key``)."""
+    records: dict[str, Any]  # what its code recorded, by field of Episode
+    trajectory: Trajectory | None  # None if it has not ended
+    chains: list[list[Hashable]]  # keys of the calls of each sequence (``turn_tree.call_key``)
 
     def link(self, trajectory: Trajectory, calls: Sequence[ModelResponse]) -> None:
         known = {call_key(call): call for call in calls}

@@ -40,12 +40,9 @@ from areal_lite.rollout.workers.messages import (
 )
 
 START_S = 120.0
-CLOSE_S = 10.0
-"""Seconds for a worker to close what its episodes shared."""
-UNREAD_S = 1.0
-"""Seconds to read what a process that has ended sent."""
-_MAX_WORKFLOWS = 64
-"""Workflows that a worker keeps loaded."""
+CLOSE_S = 10.0  # seconds for a worker to close what its episodes shared
+UNREAD_S = 1.0  # seconds to read what a process that has ended sent
+_MAX_WORKFLOWS = 64  # workflows that a worker keeps loaded
 
 
 class WorkerGroup:
@@ -58,8 +55,7 @@ class WorkerGroup:
         self._context = context
         assert context.episodes is not None
         self._episodes = context.episodes
-        self._ids: dict[int, list[int]] = {}
-        """Lists of ids that prompts share, by number."""
+        self._ids: dict[int, list[int]] = {}  # lists of ids that prompts share, by number
 
     def member(self, member_idx: int) -> Episode:
         """Return an episode; a workflow may run more of them than were drawn."""
@@ -103,10 +99,8 @@ class Worker:
 
     def __init__(self, number: int, engine: InferenceEngine, shared: SharedResources) -> None:
         self.groups: dict[int, WorkerGroup] = {}
-        self.ended = asyncio.Event()
-        """Set once the process has ended and all that it sent was read."""
-        self.end: str
-        """How it ended, for people."""
+        self.ended = asyncio.Event()  # set once the process has ended and all that it sent was read
+        self.end: str  # how it ended, for people
         self._number = number
         self._engine = engine
         self._shared = shared

@@ -26,8 +26,7 @@ from areal_lite.rollout.workers.worker import CLOSE_S, Worker
 
 logger = logging.getLogger(__name__)
 
-START_TRIES = 3
-"""Times in a row that a worker may die before it is ready."""
+START_TRIES = 3  # times in a row that a worker may die before it is ready
 
 
 class Workers:
@@ -45,10 +44,8 @@ class Workers:
         self._config = config
         self._shared = shared
         self._on_broken = on_broken
-        self._workers: list[Worker] = []
-        """Those that run, ready or not."""
-        self._ready = asyncio.Event()
-        """Set while at least one is ready."""
+        self._workers: list[Worker] = []  # those that run, ready or not
+        self._ready = asyncio.Event()  # set while at least one is ready
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
 

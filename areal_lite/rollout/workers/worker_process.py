@@ -42,8 +42,7 @@ from areal_lite.rollout.loop_watchdog import LoopWatchdog
 from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, CallRequest, Reader, pack_end
 from areal_lite.servers.client.recorded_answers import continued, own_copy
 
-SEND_S = 600.0
-"""Seconds that the run's process may leave a message unread."""
+SEND_S = 600.0  # seconds that the run's process may leave a message unread
 
 
 class _RunningGroup:

@@ -25,8 +25,7 @@ from areal_lite.files.crash_points import crash_point
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.checkpoint.snapshot import Snapshot, write_snapshot
 
-CONFIG_FILE = "config.yaml"
-"""Name of the run's resolved config inside a checkpoint."""
+CONFIG_FILE = "config.yaml"  # name of the run's resolved config inside a checkpoint
 
 _FOLDER = re.compile(r"step_(\d{8,})")
 _MAY_CHANGE = {

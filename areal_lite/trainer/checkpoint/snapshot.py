@@ -51,13 +51,11 @@ class Trainer(Protocol):
 class LearnerSnapshot:
     """The state of one learner."""
 
-    model: Any
-    """The model itself; only its config is written."""
+    model: Any  # the model itself; only its config is written
     weights: dict[str, Tensor]
     """Trained weights, float32 on the CPU: all weights under the model's names (tied ones are one tensor), or only
     the adapters."""
-    optimizer: dict[str, Tensor]
-    """Optimizer state by ``parameter.kind``."""
+    optimizer: dict[str, Tensor]  # optimizer state by ``parameter.kind``
     steps_done: int
     skipped_in_a_row: int
 
@@ -68,8 +66,7 @@ class Snapshot:
 
     learners: dict[str, LearnerSnapshot]
     counters: dict[str, Any]
-    rng: list[dict[str, Any]]
-    """Random state of each rank."""
+    rng: list[dict[str, Any]]  # random state of each rank
 
     @property
     def num_bytes(self) -> int:

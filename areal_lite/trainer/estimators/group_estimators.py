@@ -15,8 +15,7 @@ from areal_lite.trainer.estimators.grouping import Grouping, whiten
 from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs, Turns
 from areal_lite.trainer.estimators.return_estimators import check_discount
 
-STD_FLOOR = 1e-6
-"""Added to a group's standard deviation, as in verl."""
+STD_FLOOR = 1e-6  # added to a group's standard deviation, as in verl
 
 
 def grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:

@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 
 Level = Literal["none", "group", "batch"]
-VARIANCE_FLOOR = 1e-8
-"""Added to a variance before taking its root, as in verl."""
+VARIANCE_FLOOR = 1e-8  # added to a variance before taking its root, as in verl
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """The group of each of ``K`` values, among ``G`` groups."""
 
-    group: Tensor
-    """``[K]`` int64."""
-    size: Tensor
-    """``[G]`` int64, number of values in each group."""
+    group: Tensor  # ``[K]`` int64
+    size: Tensor  # ``[G]`` int64, number of values in each group
 
     @classmethod
     def numbered(cls, group: Tensor) -> Grouping:
@@ -77,12 +74,7 @@ class Grouping:
 
 
 def normalize_advantages(
-    advantages: Tensor,
-    episodes: Tensor,
-    group_ids: Sequence[str],
-    *,
-    mean: Level = "none",
-    std: Level = "none",
+    advantages: Tensor, episodes: Tensor, group_ids: Sequence[str], *, mean: Level = "none", std: Level = "none"
 ) -> Tensor:
     """Return advantages ``[T]`` minus a mean and divided by an unbiased deviation around its own mean, each over the
     tokens of nothing, the token's group, or the batch. ``episodes [T]`` int64, ``group_ids [E]``."""

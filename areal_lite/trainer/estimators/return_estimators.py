@@ -14,8 +14,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators.grouping import Grouping, whiten
 from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs
 
-ENERGY_FLOOR = 1e-8
-"""Added to the sum of weights at a position, as in verl."""
+ENERGY_FLOOR = 1e-8  # added to the sum of weights at a position, as in verl
 
 
 def check_discount(discount: float, unit: str) -> None:

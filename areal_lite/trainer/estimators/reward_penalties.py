@@ -10,8 +10,7 @@ from torch import Tensor
 
 from areal_lite.errors import ConfigError
 
-MAX_RELATIVE_ERROR = 0.2
-"""Bound on the relative error of the KL in one update."""
+MAX_RELATIVE_ERROR = 0.2  # bound on the relative error of the KL in one update
 
 
 def adapted_coef(coef: float, current_kl: float, num_episodes: int, *, target: float, horizon: float) -> float:

@@ -19,8 +19,7 @@ from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 LOGIT_BYTES = 64 << 20
 """Size of the logits that exist at once, with up to two copies: on a GPU, where the copies are float32, 341 positions
 for a vocabulary of 49,152 and 110 for 151,936; on a CPU twice as many in bfloat16."""
-_PIECE = 4096
-"""Tokens of the vocabulary whose weights get their gradient at once on a CPU."""
+_PIECE = 4096  # tokens of the vocabulary whose weights get their gradient at once on a CPU
 
 
 class TokenScorer(PackedModel):
@@ -48,11 +47,7 @@ class TokenScorer(PackedModel):
             logits = self.model(**self.inputs(packed)).logits.flatten(0, 1)[packed.predicted_at]
             return _score_logits(logits, packed.targets, scoring)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
-            self.states(packed),
-            head.weight,
-            head.bias,
-            packed.targets,
-            scoring,
+            self.states(packed), head.weight, head.bias, packed.targets, scoring
         )
         return TokenScores(*scores)
 
@@ -73,8 +68,7 @@ class Scoring(NamedTuple):
 
     temperature: float
     truncation: Truncation | None = None
-    entropy_grad: bool = False
-    """Give entropies a gradient."""
+    entropy_grad: bool = False  # give entropies a gradient
 
 
 class ChunkedScores(torch.autograd.Function):

@@ -23,18 +23,13 @@ class Block:
     """Sequences laid out one after another, each without the prefix it shares with the one before it. They are sorted
     by their tokens, so no earlier one shares a longer prefix."""
 
-    sequences: tuple[int, ...]
-    """Indices into the step's sequences."""
-    shared: tuple[int, ...]
-    """Prefix length that each shares with the one before it; 0 for the first."""
-    length: int
-    """Tokens of the block."""
-    is_chain: bool = True
-    """True if each sequence continues the one before it, so that plain causal attention is right."""
+    sequences: tuple[int, ...]  # indices into the step's sequences
+    shared: tuple[int, ...]  # prefix length that each shares with the one before it; 0 for the first
+    length: int  # tokens of the block
+    is_chain: bool = True  # True if each sequence continues the one before it, so that plain causal attention is right
 
 
-Bundle = list[Block]
-"""Blocks of one micro-batch."""
+Bundle = list[Block]  # blocks of one micro-batch
 
 
 def num_inputs(sequence: TokenSequence) -> int:

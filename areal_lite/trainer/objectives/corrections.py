@@ -22,13 +22,7 @@ from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio, k
 
 @torch.no_grad()
 def importance_weights(
-    proximal: Tensor,
-    behaviour: Tensor,
-    episodes: Tensor,
-    *,
-    level: str,
-    max_weight: float,
-    normalize: bool = False,
+    proximal: Tensor, behaviour: Tensor, episodes: Tensor, *, level: str, max_weight: float, normalize: bool = False
 ) -> Tensor:
     """Return ``[T]``, ``proximal / behaviour`` truncated to ``max_weight``: a ratio per token, or the product over the
     episode for each of its tokens. ``normalize`` divides by the mean (over tokens, or over episodes) to keep the step

@@ -12,11 +12,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Nats. Log-ratios are clamped to this before exp, so that no ratio overflows: exp(20) is 5e8."""
+MAX_LOG_RATIO = 20.0  # Nats. Log-ratios are clamped to this before exp, so that no ratio overflows: exp(20) is 5e8.
 
-MAX_K3 = 10.0
-"""Nats. k3 grows with the exponential of the difference; a single token must not dominate the sum."""
+MAX_K3 = 10.0  # Nats. k3 grows with the exponential of the difference; a single token must not dominate the sum.
 
 
 def clamped_log_ratio(over: Tensor, under: Tensor) -> Tensor:

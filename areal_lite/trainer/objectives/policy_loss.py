@@ -69,11 +69,7 @@ def aggregation_of(loss: str, configured: AggregationMode | None = None, *, wher
 
 @POLICY_LOSSES.register("ppo")
 def ppo(
-    inputs: PolicyInputs,
-    *,
-    clip_eps: float = 0.2,
-    clip_eps_high: float | None = None,
-    dual_clip: float | None = None,
+    inputs: PolicyInputs, *, clip_eps: float = 0.2, clip_eps_high: float | None = None, dual_clip: float | None = None
 ) -> LossTerms:
     """Return PPO's clipped loss: the larger of the losses with the free and with the clipped ratio, ``1 +- clip_eps``.
     ``clip_eps_high`` is another upper half-width (clip-higher, DAPO, arXiv:2503.14476); ``dual_clip``, above 1, caps

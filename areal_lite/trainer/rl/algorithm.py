@@ -48,8 +48,7 @@ class Algorithm:
         self._loss = POLICY_LOSSES.bound(config.loss, config.loss_kwargs, where="trainer.loss")
         self.aggregation = aggregation_of(config.loss, config.loss_aggregation, where="trainer.loss_aggregation")
         self.kl_coef = config.kl.coef if config.kl else 0.0
-        self.needs: frozenset[str] = frozenset()
-        """Inputs that the estimator requests."""
+        self.needs: frozenset[str] = frozenset()  # inputs that the estimator requests
         self.chooses = self._dry_run().chosen is not None
         """True if the loss chooses among the tokens of a whole minibatch."""
 
@@ -138,11 +137,7 @@ class Algorithm:
         )
         self._check("advantage", estimate, tokens.episodes)
         tokens.advantages = normalize_advantages(
-            estimate.advantages,
-            tokens.episodes,
-            group_ids,
-            mean=config.advantage_mean,
-            std=config.advantage_std,
+            estimate.advantages, tokens.episodes, group_ids, mean=config.advantage_mean, std=config.advantage_std
         )
         if estimate.returns is not None:
             tokens.returns = estimate.returns
@@ -294,15 +289,7 @@ class Algorithm:
 
 
 _RETURNS: dict[str, tuple[type, tuple[str, ...], str]] = {
-    "advantage": (
-        Estimate,
-        ("advantages", "returns"),
-        "inputs.per_token(values) expands one value per episode",
-    ),
-    "loss": (
-        LossTerms,
-        ("losses",),
-        "the trainer averages them, and inputs.episodes is the episode of each token",
-    ),
+    "advantage": (Estimate, ("advantages", "returns"), "inputs.per_token(values) expands one value per episode"),
+    "loss": (LossTerms, ("losses",), "the trainer averages them, and inputs.episodes is the episode of each token"),
 }
 """Expected return type, per-token fields and a hint, per config key."""

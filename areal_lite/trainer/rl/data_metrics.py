@@ -26,8 +26,7 @@ class TokenColumns(NamedTuple):
     """Values ``[T]``, one per trained token, sequence by sequence."""
 
     advantages: Floats
-    returns: Floats | None = None
-    """None without a critic, like ``values``."""
+    returns: Floats | None = None  # None without a critic, like ``values``
     values: Floats | None = None
 
 
@@ -104,11 +103,7 @@ def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, fl
     if array is None or not len(array):
         return {}
     exact = np.asarray(array, np.float64)
-    return {
-        f"{name}_mean": exact.mean().item(),
-        f"{name}_max": exact.max().item(),
-        f"{name}_min": exact.min().item(),
-    }
+    return {f"{name}_mean": exact.mean().item(), f"{name}_max": exact.max().item(), f"{name}_min": exact.min().item()}
 
 
 def _runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:

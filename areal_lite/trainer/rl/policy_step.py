@@ -19,36 +19,28 @@ from areal_lite.trainer.estimators.inputs import Turns
 from areal_lite.trainer.rl.data_metrics import PhaseClock, TokenColumns, batch_metrics, mismatch_statistics
 from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode, number_episodes
 
-Batch = Sequence[Group] | DataProto
-"""Training data of one step."""
-ROUNDING = 1e-3
-"""A log-prob may be above 0 by this much, because engines round."""
+Batch = Sequence[Group] | DataProto  # training data of one step
+ROUNDING = 1e-3  # a log-prob may be above 0 by this much, because engines round
 
 
 @dataclass(slots=True)
 class Step:
     """One batch and what the stages compute from it."""
 
-    sequences: list[TokenSequence]
-    """Sequences of one episode are adjacent."""
-    episodes: list[int]
-    """The episode of each sequence."""
+    sequences: list[TokenSequence]  # sequences of one episode are adjacent
+    episodes: list[int]  # the episode of each sequence
     version: int
     tokens: StepTokens
     scores: Tensor
     """``[E]`` reward of each episode: the mean over its sequences, which share a reward or have one per turn."""
     clock: PhaseClock
-    baselines: Tensor | None = None
-    """``[E]`` reward of a greedy episode on the same row."""
-    minibatches: list[list[int]] = field(default_factory=list)
-    """Sequences of each update."""
+    baselines: Tensor | None = None  # ``[E]`` reward of a greedy episode on the same row
+    minibatches: list[list[int]] = field(default_factory=list)  # sequences of each update
     metrics: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """``[T]`` per-token statistics that the losses recorded, NaN where none."""
-    measured: bool = False
-    """True if every rank has the statistics of all tokens, because nothing trained."""
-    choice: Tensor | None = None
-    """``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses."""
+    measured: bool = False  # True if every rank has the statistics of all tokens, because nothing trained
+    choice: Tensor | None = None  # ``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses
 
     @classmethod
     def of(cls, batch: Batch, *, version: int, device: torch.device) -> Step:
@@ -159,13 +151,7 @@ class Step:
             column[at] = values.detach().float()
 
     def all_metrics(
-        self,
-        *,
-        ranks: Ranks,
-        has_critic: bool,
-        penalized: bool,
-        compares_engine: bool,
-        max_new_tokens: int | None,
+        self, *, ranks: Ranks, has_critic: bool, penalized: bool, compares_engine: bool, max_new_tokens: int | None
     ) -> dict[str, float]:
         tokens = self.tokens
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)

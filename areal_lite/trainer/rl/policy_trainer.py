@@ -38,8 +38,7 @@ from areal_lite.trainer.seeding import seed_process
 
 logger = logging.getLogger(__name__)
 
-OnFacts = Callable[[TokenFacts], None]
-"""Called on every rank with what each step computed for its tokens."""
+OnFacts = Callable[[TokenFacts], None]  # called on every rank with what each step computed for its tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +46,7 @@ class EngineSampling:
     """How the inference engine samples; the trainer's log-probs follow it."""
 
     temperature: float = 1.0
-    truncation: Truncation | None = None
-    """Truncated sampling, which the log-probs of the loss replay."""
+    truncation: Truncation | None = None  # truncated sampling, which the log-probs of the loss replay
     max_new_tokens: int | None = None
     """Length limit of an answer, for the share of truncated answers and the overlong penalty."""
 
@@ -99,8 +97,7 @@ class PolicyTrainer:
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.steps)
             self._critic_update = CriticUpdate(passes_of(self.critic, "critic"), config.critic)
-        self.total_tokens = 0
-        """Tokens of all batches so far, prompts included."""
+        self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
         self._adapts_kl = config.kl is not None and config.kl.target is not None
         self._warned = False
@@ -139,9 +136,7 @@ class PolicyTrainer:
                 "but this trainer's forward pass reads tokens alone, so log-probs would be wrong: train on text only"
             )
         step.minibatches = split_groups(
-            step.sequences,
-            self.config.minibatches_per_step,
-            rng=np.random.default_rng([self.seed, self.steps_done]),
+            step.sequences, self.config.minibatches_per_step, rng=np.random.default_rng([self.seed, self.steps_done])
         )
         if not step.minibatches:
             raise TrainingError(

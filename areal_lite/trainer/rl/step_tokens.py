@@ -27,35 +27,26 @@ from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 class StepTokens:
     """Per-token values of a step, ``[T]`` float32 unless noted; those that forward passes fill in start at 0."""
 
-    sequences: Tensor
-    """``[T]`` int64, the sequence of each token."""
-    episodes: Tensor
-    """``[T]`` int64, the episode of each token; non-decreasing."""
-    ends: Tensor
-    """``[T]`` bool, True at the last trained token of an episode."""
-    versions: Tensor
-    """``[T]`` int64, the policy version that sampled it, -1 where unknown."""
-    behaviour: Tensor
-    """NaN where the engine's log-probs were not recorded."""
+    sequences: Tensor  # ``[T]`` int64, the sequence of each token
+    episodes: Tensor  # ``[T]`` int64, the episode of each token; non-decreasing
+    ends: Tensor  # ``[T]`` bool, True at the last trained token of an episode
+    versions: Tensor  # ``[T]`` int64, the policy version that sampled it, -1 where unknown
+    behaviour: Tensor  # NaN where the engine's log-probs were not recorded
     proximal: Tensor
-    policy: Tensor
-    """Log-probs in the pass of the token's own update."""
+    policy: Tensor  # log-probs in the pass of the token's own update
     reference: Tensor
     sum_squared_probs: Tensor
     log_kept: Tensor
     """Log of the probability mass that truncated sampling kept, under the weights at the start of the step; 0 where the
     engine's log-probs are renormalized or nothing is truncated."""
     values: Tensor
-    correction: Tensor
-    """Factor of the token's loss that corrects for off-policy sampling."""
+    correction: Tensor  # factor of the token's loss that corrects for off-policy sampling
     rewards: Tensor
     """The token's own reward, or the episode's at its last trained token and 0 elsewhere; minus any KL penalty."""
     advantages: Tensor
     returns: Tensor
-    known: Tensor
-    """``[T]`` bool, True once the proximal log-prob is there."""
-    computed: Tensor
-    """``[T]`` bool, True once the policy's log-prob is there."""
+    known: Tensor  # ``[T]`` bool, True once the proximal log-prob is there
+    computed: Tensor  # ``[T]`` bool, True once the policy's log-prob is there
 
     @classmethod
     def of(cls, sequences: Sequence[TokenSequence], *, device: torch.device) -> StepTokens:
@@ -148,10 +139,8 @@ class Microbatch:
     """One forward pass."""
 
     packed: PackedSequences
-    tokens: Tensor
-    """``[N]`` index into ``[T]`` of each token that ``packed`` predicts."""
-    counts: bool = True
-    """False for a dummy that keeps this rank in step with the others; its loss is 0."""
+    tokens: Tensor  # ``[N]`` index into ``[T]`` of each token that ``packed`` predicts
+    counts: bool = True  # False for a dummy that keeps this rank in step with the others; its loss is 0
 
 
 def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator) -> list[list[int]]:

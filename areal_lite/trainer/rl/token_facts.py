@@ -29,8 +29,7 @@ from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Step
 
-_ROW_GROUP = 64
-"""Rows that are decoded to read one of them."""
+_ROW_GROUP = 64  # rows that are decoded to read one of them
 
 
 @dataclass(frozen=True, slots=True)

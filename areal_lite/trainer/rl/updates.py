@@ -54,11 +54,7 @@ class LearnerPasses:
 
     @torch.no_grad()
     def scored(
-        self,
-        step: Step,
-        chosen: Sequence[int],
-        model: Any,
-        score: Callable[[PackedSequences], dict[str, Tensor]],
+        self, step: Step, chosen: Sequence[int], model: Any, score: Callable[[PackedSequences], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
 

@@ -30,11 +30,7 @@ def validation_metrics(
     answers, and the first answer with the most common prediction (in a tie the prediction that came first). They are
     estimated by resampling with replacement, with the same resamples in every call. A prompt with one answer has only
     ``mean@1``; without ``predictions`` there is no maj@n. Source: the bootstrap of verl's validation."""
-    columns = {
-        "prompt_ids": prompt_ids,
-        **scores,
-        **({} if predictions is None else {"predictions": predictions}),
-    }
+    columns = {"prompt_ids": prompt_ids, **scores, **({} if predictions is None else {"predictions": predictions})}
     for name, column in columns.items():
         if len(column) != len(data_sources):
             raise ValueError(

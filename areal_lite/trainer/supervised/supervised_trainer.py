@@ -32,8 +32,7 @@ from areal_lite.trainer.seeding import seed_process
 
 Item = dict[str, Tensor]
 C = TypeVar("C", bound=SupervisedTrainerConfig)
-EVALUATED_AT_ONCE = 512
-"""Items that an evaluation holds in memory."""
+EVALUATED_AT_ONCE = 512  # items that an evaluation holds in memory
 WORTH_SHARING = 0.25
 """Compute a batch's common prefix (such as a system prompt) once if it has at least this share of the mean length;
 for a shorter one the mask costs more than it saves."""
@@ -44,22 +43,17 @@ class SupervisedStep:
     """The sequences of one update, or of one evaluation."""
 
     sequences: list[TokenSequence]
-    of_token: Tensor
-    """``[T]`` int64, the sequence of each trained token."""
-    weights: Tensor
-    """Weight of the loss of each token, or of each pair."""
-    totals: Tensor
-    """Weighted sum of each of the trainer's ``statistics``."""
+    of_token: Tensor  # ``[T]`` int64, the sequence of each trained token
+    weights: Tensor  # weight of the loss of each token, or of each pair
+    totals: Tensor  # weighted sum of each of the trainer's ``statistics``
 
 
 class SupervisedTrainer(ABC, Generic[C]):
     """Owns the model being trained. ``model_path`` is a folder of a Hugging Face causal LM, or a hub name; ``on_skip``
     gets step, loss, gradient norm and rows of skipped updates."""
 
-    statistics: ClassVar[tuple[str, ...]] = ()
-    """Metrics beside the loss."""
-    together: ClassVar[bool] = False
-    """True keeps the sequences of one group in one micro-batch."""
+    statistics: ClassVar[tuple[str, ...]] = ()  # metrics beside the loss
+    together: ClassVar[bool] = False  # True keeps the sequences of one group in one micro-batch
 
     def __init__(
         self,
@@ -76,8 +70,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.scorer = self._load(model_path)
         self.model: Any = self.scorer.model
         self.device: torch.device = self.model.device
-        self.total_tokens = 0
-        """Tokens of all updates so far, prompts included."""
+        self.total_tokens = 0  # tokens of all updates so far, prompts included
         self._meter = FlopsMeter(self.device, config.dtype)
         self.learner = Learner(
             self.scorer,
