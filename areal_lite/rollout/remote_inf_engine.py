@@ -55,16 +55,12 @@ class RemoteInfEngine(RunningEngine):
             is_eval=is_eval,
         )
 
-    # -- generation ----------------------------------------------------------------------------
-
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer to ``req``; aborts and weight updates do not cut it."""
         loop = self.running_loop
         if loop.is_current():
             return await self._client.generate(req)
         return await loop.acall(self._client.generate(req))
-
-    # -- episodes ------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -144,8 +140,6 @@ class RemoteInfEngine(RunningEngine):
     rollout_batch, arollout_batch = both_forms(_rollout_batch)
     prepare_batch, aprepare_batch = both_forms(_prepare_batch)
     close_source, aclose_source = both_forms(_close_source)
-
-    # -- pause, version, weights -----------------------------------------------------------------
 
     def _pause(self) -> Operation[None]:
         """Start no episode and send no request until :meth:`resume`."""

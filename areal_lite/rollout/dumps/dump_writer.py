@@ -21,16 +21,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from areal_lite.api import record_codec as codec
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
-from areal_lite.api.record_codec import (
-    Columns,
-    Form,
-    Plain,
-    pack_records,
-    pack_trajectory,
-    unpack_records,
-    unpack_trajectory,
-)
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, Turn, TurnRole
 from areal_lite.api.turn_tree import TurnSources, link_turns, turn_sources
 from areal_lite.processes.channel import encode_reply, framed, read_message
@@ -122,22 +114,23 @@ def write_file(folder: str, name: str, text: bytes) -> None:
         raise
 
 
-_GROUP = Form("task_id", "group_id", "rejection", "is_eval", "start_version", "queued_s", "run_s", "finished_at")
-_TURN = Form(
+_GROUP = codec.Form("task_id", "group_id", "rejection", "is_eval", "start_version", "queued_s", "run_s", "finished_at")
+_TURN = codec.Form(
     *("parent", "start", "stop_reason", "started", "latency_s", "text", "agent", "server"),
     *("ids", "loss_mask", "logprobs", "versions"),
     num_columns=4,
 )
-_CALL = Form(
+_CALL = codec.Form(
     *("output_tokens", "output_logprobs", "output_versions"), *("stop_reason", "latency", "started", "rid", "server")
 )
 
 
 def pack_group(group: Group) -> bytes:
     """Return what :func:`unpack_group` needs: a pickle, because it goes from the run to a child."""
-    columns: Columns = []
+    columns: codec.Columns = []
     trajectories = [
-        (pack_records(each), pack_trajectory(each, columns), _pack_turns(each, columns)) for each in group.trajectories
+        (codec.pack_records(each), codec.pack_trajectory(each, columns), _pack_turns(each, columns))
+        for each in group.trajectories
     ]
     plain = _GROUP.pack(group, columns), group.status.value, trajectories, row_json(group.data), columns
     return pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
@@ -150,7 +143,7 @@ def unpack_group(packed: bytes) -> tuple[Group, bytes | None]:
     return Group(**_GROUP.unpack(own, columns), status=EpisodeStatus(status), data={}, trajectories=parts), row
 
 
-def _pack_turns(trajectory: Trajectory, columns: Columns) -> Plain:
+def _pack_turns(trajectory: Trajectory, columns: codec.Columns) -> codec.Plain:
     sources = turn_sources(trajectory)
     if sources is None:  # the turns are made, and the calls may be gone
         turns = [(turn.role.value, _TURN.pack(turn, columns)) for turn in trajectory.turns]
@@ -162,10 +155,10 @@ def _pack_turns(trajectory: Trajectory, columns: Columns) -> Plain:
     return [*map(_pack_call, every.values())], chained, [numbers[id(call)] for call in calls]
 
 
-def _unpack_trajectory(plain: Plain, columns: Columns) -> Trajectory:
+def _unpack_trajectory(plain: codec.Plain, columns: codec.Columns) -> Trajectory:
     records, ended, origin = plain
-    trajectory = unpack_trajectory(ended, columns)
-    for name, value in unpack_records(records).items():
+    trajectory = codec.unpack_trajectory(ended, columns)
+    for name, value in codec.unpack_records(records).items():
         setattr(trajectory, name, value)
     if len(origin) == 2:
         turns, places = origin
@@ -180,11 +173,11 @@ def _unpack_trajectory(plain: Plain, columns: Columns) -> Trajectory:
     return trajectory
 
 
-def _pack_call(call: ModelResponse) -> Plain:
+def _pack_call(call: ModelResponse) -> codec.Plain:
     prompt = call.prompt  # pickle writes a list once, also if many calls share it
     return prompt.ids, prompt.length, call.metadata.get("agent"), _CALL.pack(call, [])
 
 
-def _unpack_call(ids: list[int], length: int, agent: Any, own: Plain) -> ModelResponse:
+def _unpack_call(ids: list[int], length: int, agent: Any, own: codec.Plain) -> ModelResponse:
     call = ModelResponse(input_tokens=[], metadata={"agent": agent}, **_CALL.unpack(own, ()))
     return SharedPromptResponse.of(call, TokenPrefix(ids, length))

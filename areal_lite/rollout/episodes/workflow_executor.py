@@ -59,8 +59,6 @@ class WorkflowExecutor:
         self._waiting_free: deque[Submission] = deque()
         self._outstanding = 0  # number of running or waiting submissions whose group is for ``wait``
 
-    # -- what callers ask for ------------------------------------------------------------------
-
     def submit(self, data: Row, recipe: EpisodeRecipe, task_id: TaskId | None = None) -> Submission:
         """Reserve a task id for one row whose group is for :meth:`wait`; any thread may call this. The group starts
         once :meth:`enqueue` was called with it on the loop."""
@@ -164,8 +162,6 @@ class WorkflowExecutor:
         await self.batches.set_all_aside(reason)
         await self.runner.close(reason)
         self.gate.paused = False  # the engine may be initialized again
-
-    # -- starting and ending -------------------------------------------------------------------
 
     def _pump(self) -> None:
         """Start what the gate allows: evaluation and rollout_batch first, then submissions, then the feed."""

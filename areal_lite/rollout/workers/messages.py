@@ -19,20 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import TypeAdapter
 
+from areal_lite.api import record_codec as codec
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.api.record_codec import (
-    Columns,
-    Plain,
-    ReadColumns,
-    pack_failure,
-    pack_records,
-    pack_trajectory,
-    unpack_failure,
-    unpack_records,
-    unpack_trajectory,
-)
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import TurnSources, call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
@@ -85,7 +75,7 @@ class CallRequest(NamedTuple):
     outside a group: ``ids`` are the prompt."""
     ids: list[int]  # the prompt's ids that its group has not sent before
 
-    def packed(self) -> tuple[Plain, Columns]:
+    def packed(self) -> tuple[codec.Plain, codec.Columns]:
         gconfig = _GCONFIG.dump_json(self.gconfig).decode()
         return (self.rid, gconfig, *self[2:-1]), [array("i", self.ids).tobytes()]
 
@@ -105,40 +95,42 @@ class EpisodeReply(NamedTuple):
         link_turns(trajectory, TurnSources(chains, calls))
 
 
-def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Plain, Columns]:
+def pack_end(
+    was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]
+) -> tuple[codec.Plain, codec.Columns]:
     """Return the end of a group as plain data and bytes; a TypeError for what no process can send."""
-    columns: Columns = []
+    columns: codec.Columns = []
     replies = [_pack_episode(episode, columns) for episode in episodes]
-    return (was_stopped, pack_failure(failure), replies), columns
+    return (was_stopped, codec.pack_failure(failure), replies), columns
 
 
-def read_end(plain: Plain, columns: ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
+def read_end(plain: codec.Plain, columns: codec.ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
     """Return whether a cancellation ended the group, why it failed, and a reply per episode, if it could send them."""
     was_stopped, failure, replies = plain
-    return was_stopped, unpack_failure(failure), [_read_episode(reply, columns) for reply in replies]
+    return was_stopped, codec.unpack_failure(failure), [_read_episode(reply, columns) for reply in replies]
 
 
-def _pack_episode(episode: Episode, columns: Columns) -> Plain:
+def _pack_episode(episode: Episode, columns: codec.Columns) -> codec.Plain:
     trajectory = episode.trajectory
     if trajectory is None:
-        return pack_records(episode), None
+        return codec.pack_records(episode), None
     sources = turn_sources(trajectory)
     chains = [[call_key(call) for call in chain] for chain in (() if sources is None else sources[0])]
     extras = _pack_value(trajectory.extras, columns)
-    return pack_records(episode), (pack_trajectory(trajectory, columns), extras, chains)
+    return codec.pack_records(episode), (codec.pack_trajectory(trajectory, columns), extras, chains)
 
 
-def _read_episode(plain: Plain, columns: ReadColumns) -> EpisodeReply:
+def _read_episode(plain: codec.Plain, columns: codec.ReadColumns) -> EpisodeReply:
     records, ended = plain
     if ended is None:
-        return EpisodeReply(unpack_records(records), None, [])
-    trajectory = unpack_trajectory(ended[0], columns)
+        return EpisodeReply(codec.unpack_records(records), None, [])
+    trajectory = codec.unpack_trajectory(ended[0], columns)
     trajectory.extras = _read_value(ended[1], columns)
     chains = [[tuple(key) if isinstance(key, list) else key for key in chain] for chain in ended[2]]
-    return EpisodeReply(unpack_records(records), trajectory, chains)
+    return EpisodeReply(codec.unpack_records(records), trajectory, chains)
 
 
-def _pack_value(value: Any, columns: Columns) -> Plain:
+def _pack_value(value: Any, columns: codec.Columns) -> codec.Plain:
     """Return a value of a workflow's dict beside its tokens: tensors, arrays, and what holds them."""
     if value is None or isinstance(value, bool | int | float | str):
         return "value", value
@@ -164,7 +156,7 @@ def _pack_value(value: Any, columns: Columns) -> Plain:
     )
 
 
-def _read_value(plain: Plain, columns: ReadColumns) -> Any:
+def _read_value(plain: codec.Plain, columns: codec.ReadColumns) -> Any:
     kind, value = plain
     if kind == "value":
         return value

@@ -177,8 +177,6 @@ class Worker:
         self.send("run", group.key, workflow.key, data, place, len(context.episodes), deadline)
         return group
 
-    # -- messages of the process -------------------------------------------------------------------
-
     def _on_message(self, body: memoryview) -> None:
         kind, *arguments = read_report(body)
         self._handlers[kind](*arguments)
@@ -235,8 +233,6 @@ class Worker:
         target = logging.getLogger(record.name)
         if target.isEnabledFor(record.levelno):
             target.handle(record)
-
-    # -- its end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         self._closing = True

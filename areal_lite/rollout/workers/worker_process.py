@@ -121,8 +121,6 @@ class WorkerProcess(InferenceEngine):
         with self._sending, contextlib.suppress(ConnectionError):
             self._sender.sendall(report)
 
-    # -- what the run's process sends --------------------------------------------------------------
-
     def _on_message(self, body: memoryview) -> None:
         kind, *arguments = pickle.loads(body)
         getattr(self, f"_on_{kind}")(*arguments)
@@ -178,8 +176,6 @@ class WorkerProcess(InferenceEngine):
 
         self._closing = asyncio.get_running_loop().create_task(close())
 
-    # -- groups ------------------------------------------------------------------------------------
-
     async def _run(self, group: _RunningGroup, workflow: _Workflow, data: bytes, context: dict[str, Any]) -> None:
         episodes = [Episode(member_idx=index) for index in range(group.size)]
         episode_context.enter(EpisodeContext(**context, episodes=episodes, episode=episodes[0], shared=self._shared))
@@ -206,8 +202,6 @@ class WorkerProcess(InferenceEngine):
         if self._by_task.get(context["task_id"]) is group:
             del self._by_task[context["task_id"]]
         self._send("ended", group.key, dict(self._shared.counts), left, columns=columns)
-
-    # -- the engine of the episodes ----------------------------------------------------------------
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         if not self._loop.is_current():

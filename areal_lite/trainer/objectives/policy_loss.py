@@ -13,7 +13,7 @@ whole minibatch before the update, and then finds its choice in :attr:`PolicyInp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,12 +49,6 @@ class PolicyInputs:
     """int64, the episode of each token."""
     chosen: Tensor | None = None
     """bool, the loss's choice among the tokens of the minibatch; None when the inputs are the whole minibatch."""
-
-    def __post_init__(self) -> None:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shapes = {name: list(value.shape) for name, value in values.items() if value is not None}
-        if any(shape != [len(self.episodes)] for shape in shapes.values()):
-            raise ValueError(f"shapes differ: {shapes}: give [T] to all, one entry per trained token")
 
 
 def aggregation_of(loss: str, configured: AggregationMode | None = None, *, where: str) -> AggregationMode:

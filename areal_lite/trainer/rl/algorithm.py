@@ -18,14 +18,8 @@ from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
 from areal_lite.trainer.estimators.reward_penalties import adapted_coef, mean_kl, overlong_penalty
+from areal_lite.trainer.objectives import corrections
 from areal_lite.trainer.objectives.aggregation import LossTerms
-from areal_lite.trainer.objectives.corrections import (
-    drifted_episodes,
-    episode_weights,
-    icepop_weights,
-    importance_weights,
-    rejection_mask,
-)
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import (
     ONE_TOKEN_AT_A_TIME,
@@ -43,7 +37,7 @@ class Algorithm:
 
     def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
         self.config = config
-        self._max_new_tokens = max_new_tokens
+        self.max_new_tokens = max_new_tokens
         self._estimate = ESTIMATORS.bound(config.advantage, config.advantage_kwargs, where="trainer.advantage")
         self._loss = POLICY_LOSSES.bound(config.loss, config.loss_kwargs, where="trainer.loss")
         self.aggregation = aggregation_of(config.loss, config.loss_aggregation, where="trainer.loss_aggregation")
@@ -85,9 +79,9 @@ class Algorithm:
         return metrics."""
         metrics = {}
         if self.config.overlong_buffer:
-            assert self._max_new_tokens is not None
+            assert self.max_new_tokens is not None
             lengths = torch.bincount(tokens.episodes, minlength=len(scores))
-            penalty = overlong_penalty(lengths, max_length=self._max_new_tokens, buffer=self.config.overlong_buffer)
+            penalty = overlong_penalty(lengths, max_length=self.max_new_tokens, buffer=self.config.overlong_buffer)
             scores += penalty
             tokens.rewards[tokens.ends] += penalty[tokens.episodes[tokens.ends]]
             metrics = {
@@ -149,7 +143,9 @@ class Algorithm:
         limit = self.config.correction.max_episode_kl
         if limit is None:
             return terms
-        drifted = drifted_episodes(inputs.policy, inputs.behaviour, inputs.advantages, inputs.episodes, max_kl=limit)
+        drifted = corrections.drifted_episodes(
+            inputs.policy, inputs.behaviour, inputs.advantages, inputs.episodes, max_kl=limit
+        )
         statistics = terms.statistics | {"drifted_fraction": drifted.to(terms.losses.dtype)}
         return LossTerms(torch.where(drifted, 0.0, terms.losses), statistics, terms.chosen)
 
@@ -159,9 +155,9 @@ class Algorithm:
         if config.level == "none":
             weights = torch.ones_like(proximal)
         elif config.outside == "mask":
-            weights = icepop_weights(proximal, behaviour, lower=config.min_weight, upper=config.max_weight)
+            weights = corrections.icepop_weights(proximal, behaviour, lower=config.min_weight, upper=config.max_weight)
         else:
-            weights = importance_weights(
+            weights = corrections.importance_weights(
                 proximal,
                 behaviour,
                 episodes,
@@ -170,10 +166,10 @@ class Algorithm:
                 normalize=config.normalize,
             )
             if self.config.loss == "gmpo":
-                weights = episode_weights(weights, episodes)
+                weights = corrections.episode_weights(weights, episodes)
         if config.reject is not None:
             bounds = config.reject_bounds or ""
-            weights *= rejection_mask(proximal, behaviour, episodes, option=config.reject, bounds=bounds)
+            weights *= corrections.rejection_mask(proximal, behaviour, episodes, option=config.reject, bounds=bounds)
         return weights
 
     def _check(self, key: str, returned: Estimate | LossTerms, episodes: Tensor) -> None:
@@ -204,7 +200,7 @@ class Algorithm:
         tokens.correction.fill_(1.0)
         tokens.returns.fill_(torch.nan)
         tokens.rewards[tokens.ends] = scores
-        if config.overlong_buffer and self._max_new_tokens is None:
+        if config.overlong_buffer and self.max_new_tokens is None:
             raise ConfigError("trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens")
         self.shape_rewards(scores, tokens)
         try:

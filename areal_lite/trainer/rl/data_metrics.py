@@ -6,9 +6,8 @@ Knows nothing of models and losses. The names are those of docs/metrics.md, with
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,18 +21,10 @@ from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, kl_penalty
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
 
-class TokenColumns(NamedTuple):
-    """Values ``[T]``, one per trained token, sequence by sequence."""
-
-    advantages: Floats
-    returns: Floats | None = None  # None without a critic, like ``values``
-    values: Floats | None = None
-
-
 def batch_metrics(
     sequences: Sequence[TokenSequence],
     episodes: Sequence[int],
-    columns: TokenColumns,
+    columns: Mapping[str, Floats],
     *,
     version: int,
     penalised_rewards: Floats | None = None,
@@ -41,14 +32,13 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one training batch; mean, max and min of most.
 
-    Rewards count episodes (``episodes [B]``, numbered from 0), however many sequences these were cut into. A response
-    begins at a sequence's first trained token and ends with the sequence, so tool results in between count; sequences
-    without a trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the
-    policy wrote ``max_new_tokens`` tokens in one go; the others have ``terminated_length``. A turn is a run of trained
-    tokens."""
+    ``columns`` are advantages and, with a critic, returns and values ``[T]``, one per trained token. Rewards count
+    episodes (``episodes [B]``, numbered from 0), however many sequences these were cut into. A response begins at a
+    sequence's first trained token and ends with the sequence, so tool results in between count; sequences without a
+    trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the policy wrote
+    ``max_new_tokens`` tokens in one go; the others have ``terminated_length``. A turn is a run of trained tokens."""
     counts = [sequence.num_trained_tokens for sequence in sequences]
-    advantages, returns, values = columns
-    per_token = {"advantage": advantages, "return": returns, "value": values}
+    advantages, returns, values = columns["advantage"], columns.get("return"), columns.get("value")
     numbers = np.asarray(episodes)
     sizes, firsts = np.bincount(numbers), np.unique(numbers, return_index=True)[1]
     rewards = np.bincount(numbers, [sequence.reward or 0.0 for sequence in sequences]) / sizes
@@ -62,7 +52,7 @@ def batch_metrics(
         "reward_group_std": _deviation_within(rewards, [sequences[first].group_id for first in firsts]),
         **_spread("turns", np.bincount(numbers, [len(_runs(sequence.loss_mask)) for sequence in sequences])),
         **_spread("penalised_reward", penalised_rewards),
-        **{key: number for name, array in per_token.items() for key, number in _spread(name, array).items()},
+        **{key: number for name, array in columns.items() for key, number in _spread(name, array).items()},
         "advantage_std": float(np.std(advantages, dtype=np.float64)) if len(advantages) else 0.0,
         "advantage_zero_fraction": 1 - len(teaching) / len(sizes),
         **_ages(sequences, version),

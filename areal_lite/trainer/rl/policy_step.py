@@ -16,7 +16,8 @@ from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks, gather_json
 from areal_lite.trainer.estimators.inputs import Turns
-from areal_lite.trainer.rl.data_metrics import PhaseClock, TokenColumns, batch_metrics, mismatch_statistics
+from areal_lite.trainer.rl.algorithm import Algorithm
+from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
 from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode, number_episodes
 
 Batch = Sequence[Group] | DataProto  # training data of one step
@@ -150,26 +151,26 @@ class Step:
             column = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
             column[at] = values.detach().float()
 
-    def all_metrics(
-        self, *, ranks: Ranks, has_critic: bool, penalized: bool, compares_engine: bool, max_new_tokens: int | None
-    ) -> dict[str, float]:
-        tokens = self.tokens
+    def all_metrics(self, algorithm: Algorithm, ranks: Ranks) -> dict[str, float]:
+        tokens, config = self.tokens, algorithm.config
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
         has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
         earned = torch.where(has_tokens, earned, self.scores)
-        columns = (tokens.advantages, tokens.returns, tokens.values) if has_critic else (tokens.advantages,)
+        columns = {"advantage": tokens.advantages}
+        if config.critic is not None:
+            columns |= {"return": tokens.returns, "value": tokens.values}
         return {
             **batch_metrics(
                 self.sequences,
                 self.episodes,
-                TokenColumns(*(column.cpu().numpy() for column in columns)),
+                {name: column.cpu().numpy() for name, column in columns.items()},
                 version=self.version,
-                penalised_rewards=earned.cpu().numpy() if penalized else None,
-                max_new_tokens=max_new_tokens,
+                penalised_rewards=earned.cpu().numpy() if algorithm.penalizes_reward else None,
+                max_new_tokens=algorithm.max_new_tokens,
             ),
             **self.metrics,
             **self._token_metrics(ranks),
-            **(self._engine_metrics(ranks) if compares_engine else {}),
+            **(self._engine_metrics(ranks) if config.proximal == "trainer" else {}),
             **self.clock.metrics(num_tokens=sum(map(len, self.sequences))),
         }
 

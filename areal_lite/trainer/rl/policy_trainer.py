@@ -71,7 +71,6 @@ class PolicyTrainer:
         self.config = config
         self.seed = seed
         self.algorithm = Algorithm(config, max_new_tokens=sampling.max_new_tokens)
-        self._max_new_tokens = sampling.max_new_tokens
         seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
         self.device = resolve_device(config.device)
         recompute = config.gradient_checkpointing
@@ -123,8 +122,6 @@ class PolicyTrainer:
         self.update_critic(step)
         self.update_policy(step)
         return self.finish(step)
-
-    # -- the stages, in order ----------------------------------------------------------------------
 
     def begin(self, batch: Batch, *, version: int) -> Step:
         """Check the batch, lay out its tokens and choose the minibatches; see :meth:`train_step`."""
@@ -227,13 +224,7 @@ class PolicyTrainer:
                 self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
         num_tokens = sum(map(len, step.sequences))
         self.total_tokens += num_tokens
-        metrics = step.all_metrics(
-            ranks=self.learner.ranks,
-            has_critic=self.critic is not None,
-            penalized=self.algorithm.penalizes_reward,
-            compares_engine=self.config.proximal == "trainer",
-            max_new_tokens=self._max_new_tokens,
-        )
+        metrics = step.all_metrics(self.algorithm, self.learner.ranks)
         mfu = self._meter.take_mfu(metrics["seconds_step"])
         return metrics | {"tokens": float(num_tokens), "total_tokens": float(self.total_tokens), "mfu": mfu}
 
@@ -251,8 +242,6 @@ class PolicyTrainer:
         finally:
             self._policy.temperature = temperature
         return logprobs
-
-    # -- what a checkpoint holds beside the learners ------------------------------------------------
 
     @property
     def learners(self) -> dict[str, Learner]:

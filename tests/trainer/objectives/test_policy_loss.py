@@ -522,8 +522,3 @@ def test_losses_of_episodes_average_over_episodes() -> None:
 def test_a_dual_clip_without_effect_is_an_error() -> None:
     with pytest.raises(ConfigError, match="dual_clip is 1.0: .* must exceed 1"):
         ppo(small([0.0]), dual_clip=1.0)
-
-
-def test_inputs_of_different_shapes_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"'advantages': \[1\].*give \[T\] to all"):
-        small([0.0, 0.0], advantages=[1.0])
