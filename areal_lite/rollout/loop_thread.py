@@ -16,8 +16,6 @@ WAKE_S = 1.0  # a waiting thread wakes this often: a signal that came just befor
 
 
 class LoopThread:
-    """Starts a thread with an event loop; ``stop`` ends it."""
-
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
         self._calls: dict[asyncio.Task[Any], Exception | None] = {}
@@ -91,8 +89,6 @@ class LoopThread:
         self.call_soon(fail)
 
     def end_failing(self) -> None:
-        """Let all later calls run, whatever fails."""
-
         def end() -> None:
             self._can_fail, self._error = False, None
 

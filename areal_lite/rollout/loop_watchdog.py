@@ -109,7 +109,6 @@ class LoopWatchdog:
 
 
 def _running_context(loop: LoopThread) -> EpisodeContext:
-    """Return the context of the episode whose task a loop runs."""
     task = loop.current_task()
     contexts = [] if task is None else [held for held in gc.get_referents(task) if isinstance(held, Context)]
     return episode_context.of(contexts[0]) if contexts else EpisodeContext()

@@ -57,10 +57,7 @@ class RemoteInfEngine(RunningEngine):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer to ``req``; aborts and weight updates do not cut it."""
-        loop = self.running_loop
-        if loop.is_current():
-            return await self._client.generate(req)
-        return await loop.acall(self._client.generate(req))
+        return await self.running_loop.acall(self._client.generate(req))
 
     def submit(
         self,

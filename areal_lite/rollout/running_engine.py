@@ -196,5 +196,4 @@ class RunningEngine(InferenceEngine):
 
     @property
     def failures(self) -> FailureTally:
-        """Failed episodes so far, by cause."""
         return self._executor.ended.failures

@@ -59,8 +59,6 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class Update(NamedTuple):
-    """The result of one update."""
-
     loss: float
     grad_norm: float  # before clipping
     applied: bool

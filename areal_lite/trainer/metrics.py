@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 UPLOAD_TIMEOUT_S = 60  # how long the end of a run waits for an upload, in seconds; the rest stays on disk
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends records to ``run_dir/NAME``; each line is one write, so readers see complete lines. Records after
     ``last_step`` are removed, because they will be written again. ``tracking`` also receives each record; its owner
     closes it."""
@@ -65,9 +65,6 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -102,13 +99,11 @@ def _cut_off(path: Path, last_step: int) -> None:
 
 
 class Tracker(NamedTuple):
-    """A destination of metrics."""
-
     log: Callable[[int, Mapping[str, float]], object]
     close: Callable[[], object]
 
 
-class Tracking:
+class Tracking(AbstractContextManager["Tracking"]):
     """Trackers by name. Their exceptions are logged once per tracker and counted in ``failures``."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
@@ -137,9 +132,6 @@ class Tracking:
                     type(error).__name__,
                     error,
                 )
-
-    def __enter__(self) -> Tracking:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -33,7 +33,6 @@ class Registry(Generic[F]):
         return decorate
 
     def names(self) -> list[str]:
-        """Return the registered names in alphabetical order."""
         return sorted(self._functions)
 
     def get(self, name: str, *, where: str) -> F:

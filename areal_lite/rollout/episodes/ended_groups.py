@@ -34,7 +34,6 @@ class EndedGroups:
         """Groups of batches that never reached their caller; already counted and dumped."""
 
     def close(self, group: Group) -> None:
-        """Count a final group and pass it to ``on_end``."""
         if group.task_id in self._unclaimed:
             self._unclaimed.remove(group.task_id)
             return
@@ -87,7 +86,6 @@ class RolloutStatistics:
         self.rejected[reason if reason in self.rejected or len(self.rejected) < MAX_REASONS else "other"] += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return all metrics by name; the shares only once there are enough groups for quartiles."""
         shares = trained_shares(self._drawn, self._trained)
         return {
             "discarded_tokens": float(self.discarded_tokens),

@@ -24,7 +24,6 @@ class FinishedGroups:
         self.changed()
 
     def changed(self) -> None:
-        """Wake the waiters whose condition holds."""
         for condition, future in self._waiters:
             if not future.done() and condition():
                 future.set_result(None)

@@ -75,7 +75,6 @@ class RowFeed:
 
     @property
     def ahead(self) -> int:
-        """Groups that run or wait for a batch."""
         return self.running + len(self.finished.groups)
 
     def wait_for_oldest(self, running: Mapping[TaskId, int], oldest_allowed: int | None) -> None:
@@ -140,19 +139,15 @@ class RowFeed:
         self.exhausted = False
 
     def count_miss(self, reason: str) -> None:
-        """Count a group that ended without training data."""
         self._misses[reason] += 1
         self.finished.changed()
 
     def ready(self, count: int, max_misses: int) -> Callable[[], bool]:
         """Return the condition to wait for: a batch is complete, or certain never to be."""
 
-        def condition() -> bool:
-            return (
-                self._complete(count) or self.error is not None or self._misses.total() >= max_misses or self._ended()
-            )
-
-        return condition
+        return lambda: (
+            self._complete(count) or self.error is not None or self._misses.total() >= max_misses or self._ended()
+        )
 
     def _complete(self, count: int) -> bool:
         if len(self.finished.groups) < count:

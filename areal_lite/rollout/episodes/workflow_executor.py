@@ -148,7 +148,6 @@ class WorkflowExecutor:
         self._pump()
 
     def hold(self, held: bool) -> None:
-        """Start no more groups while ``held``; running ones continue."""
         self.gate.held = held
         self._pump()
 

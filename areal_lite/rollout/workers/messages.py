@@ -63,8 +63,6 @@ class Reader(asyncio.Protocol):
 
 
 class CallRequest(NamedTuple):
-    """A model call of an episode."""
-
     rid: str
     gconfig: GenerationHyperparameters
     top_logprobs: int

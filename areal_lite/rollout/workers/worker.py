@@ -46,8 +46,6 @@ _MAX_WORKFLOWS = 64  # workflows that a worker keeps loaded
 
 
 class WorkerGroup:
-    """A group that runs in a worker."""
-
     def __init__(self, key: int, context: EpisodeContext) -> None:
         self.key = key
         self.end: asyncio.Future[tuple[bool, Failure | None]] = asyncio.get_running_loop().create_future()
@@ -95,8 +93,6 @@ class WorkerGroup:
 
 
 class Worker:
-    """One worker process and its connection."""
-
     def __init__(self, number: int, engine: InferenceEngine, shared: SharedResources) -> None:
         self.groups: dict[int, WorkerGroup] = {}
         self.ended = asyncio.Event()  # set once the process has ended and all that it sent was read
@@ -159,7 +155,6 @@ class Worker:
         return self._ready.done() and self._ready.result() and not self._disconnected
 
     def send(self, *message: Any) -> None:
-        """Send a message, if the process still runs."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(request(*message))
 

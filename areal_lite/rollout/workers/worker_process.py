@@ -258,8 +258,6 @@ class WorkerProcess(InferenceEngine):
 
 
 class _LogSender(logging.handlers.QueueHandler):
-    """Sends log records to the run's process."""
-
     def __init__(self, send: Callable[..., None]) -> None:
         super().__init__(queue=None)  # type: ignore[arg-type]
         self._send = send

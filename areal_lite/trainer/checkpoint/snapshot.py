@@ -49,8 +49,6 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
-    """The state of one learner."""
-
     model: Any  # the model itself; only its config is written
     weights: dict[str, Tensor]
     """Trained weights, float32 on the CPU: all weights under the model's names (tied ones are one tensor), or only
@@ -70,7 +68,6 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors, in memory and on disk."""
         tensors = (t for one in self.learners.values() for t in (*one.weights.values(), *one.optimizer.values()))
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 

@@ -64,8 +64,6 @@ class TokenScorer(PackedModel):
 
 
 class Scoring(NamedTuple):
-    """How logits become scores."""
-
     temperature: float
     truncation: Truncation | None = None
     entropy_grad: bool = False  # give entropies a gradient

@@ -1,4 +1,5 @@
-"""Policy losses per token, by name; each is a pure function of detached data and the policy's log-probs.
+"""Policy losses per token, by name; each is a pure function of detached data and the policy's log-probs. At the end,
+the losses of values, and of pairs of answers (``[P]``).
 
 The trust region is drawn around the proximal policy. The weight ``proximal / behaviour`` for tokens sampled by
 another policy multiplies the losses afterwards (corrections.py), so every loss has a decoupled form. Without a
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from areal_lite.config.trainer_config import AggregationMode
 from areal_lite.errors import ConfigError
@@ -247,3 +249,38 @@ def value_loss(values: Tensor, proximal_values: Tensor, returns: Tensor, *, clip
         clipped_error = (clipped - returns).square()
     statistics = {"value_clip_fraction": (clipped_error > error).to(values.dtype)}
     return LossTerms(torch.maximum(error, clipped_error) / 2, statistics)
+
+
+def dpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> LossTerms:
+    """Return the DPO loss of each pair, given the log-probs ``[P]`` of whole answers under policy and frozen reference.
+    The implicit reward is ``beta * (policy - reference)``; ``label_smoothing`` is the share of pairs assumed to be
+    mislabelled, 0 to 0.5. Source: DPO (arXiv:2305.18290); label smoothing makes it conservative DPO."""
+    chosen = beta * (policy_chosen - reference_chosen)
+    rejected = beta * (policy_rejected - reference_rejected)
+    margin = chosen - rejected
+    losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+    return LossTerms(losses, _pair_statistics(chosen, rejected))
+
+
+def reward_model_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0) -> LossTerms:
+    """Return ``-log sigmoid(chosen - rejected - margin)`` of each pair of scores ``[P]``. Source: Bradley-Terry, as in
+    InstructGPT (arXiv:2203.02155); margin: Llama 2 (arXiv:2307.09288)."""
+    return LossTerms(-logsigmoid(chosen - rejected - margin), _pair_statistics(chosen, rejected))
+
+
+def _pair_statistics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "accuracy": (chosen > rejected).to(chosen.dtype),
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }

@@ -137,7 +137,6 @@ class Algorithm:
             tokens.returns = estimate.returns
 
     def policy_loss(self, inputs: PolicyInputs) -> LossTerms:
-        """Return the losses of the tokens of whole episodes."""
         terms: LossTerms = self._loss(inputs)
         self._check("loss", terms, inputs.episodes)
         limit = self.config.correction.max_episode_kl

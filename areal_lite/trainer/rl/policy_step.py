@@ -146,7 +146,6 @@ class Step:
             _refuse(name, self.tokens.sequences[broken], _task_ids(self.sequences), self.version, rule)
 
     def record_statistics(self, at: Tensor, statistics: Mapping[str, Tensor]) -> None:
-        """Record per-token statistics of a loss at the tokens ``at``."""
         for name, values in statistics.items():
             column = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
             column[at] = values.detach().float()

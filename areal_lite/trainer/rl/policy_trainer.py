@@ -245,7 +245,6 @@ class PolicyTrainer:
 
     @property
     def learners(self) -> dict[str, Learner]:
-        """The models being trained, by role."""
         return {"policy": self.learner} | ({"critic": self.critic} if self.critic is not None else {})
 
     def counters(self) -> dict[str, Any]:

@@ -84,7 +84,6 @@ class StepTokens:
         return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour - self.log_kept)
 
     def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
-        """Copy values ``[T]`` by name at the tokens of the sequences."""
         at = self.chosen(sequences)
         for name, values in scores.items():
             getattr(self, name)[at] = values[at]
@@ -136,8 +135,6 @@ def _own_rewards(sequence: TokenSequence) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward pass."""
-
     packed: PackedSequences
     tokens: Tensor  # ``[N]`` index into ``[T]`` of each token that ``packed`` predicts
     counts: bool = True  # False for a dummy that keeps this rank in step with the others; its loss is 0

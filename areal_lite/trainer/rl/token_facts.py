@@ -34,8 +34,6 @@ _ROW_GROUP = 64  # rows that are decoded to read one of them
 
 @dataclass(frozen=True, slots=True)
 class TokenFacts:
-    """The rows of one step."""
-
     step: int
     sequences: Sequence[TokenSequence]
     baselines: Sequence[float] | None

@@ -117,8 +117,6 @@ def mean_update(updates: Sequence[Update], rate: float) -> dict[str, float]:
 
 
 class CriticUpdate:
-    """Scores and trains the critic."""
-
     def __init__(self, passes: LearnerPasses, config: CriticConfig) -> None:
         self._passes = passes
         self._learner = passes.learner
@@ -133,7 +131,6 @@ class CriticUpdate:
         step.tokens.fill(step.all_indices, scored)
 
     def update(self, step: Step) -> None:
-        """Fit the values to the returns, one update per minibatch."""
         tokens = step.tokens
 
         def loss(microbatch: Microbatch, weights: Tensor) -> Tensor:
@@ -154,8 +151,6 @@ class CriticUpdate:
 
 
 class PolicyUpdate:
-    """Scores and trains the policy."""
-
     def __init__(self, passes: LearnerPasses, scorer: TokenScorer, config: TrainerConfig, algorithm: Algorithm) -> None:
         self._passes = passes
         self._learner = passes.learner

@@ -19,7 +19,7 @@ from areal_lite.models.policy_model import resolve_device
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model
 from areal_lite.trainer.objectives.aggregation import LossTerms
-from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
+from areal_lite.trainer.objectives.policy_loss import dpo_loss, reward_model_loss
 from areal_lite.trainer.rl.step_tokens import Microbatch
 from areal_lite.trainer.supervised.supervised_trainer import C, Item, SupervisedStep, SupervisedTrainer, masked_sequence
 

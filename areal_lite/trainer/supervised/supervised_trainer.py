@@ -91,7 +91,6 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.total_tokens = counters.get("total_tokens", 0)
 
     def train_step(self, items: Sequence[Item]) -> dict[str, float]:
-        """Apply one update over ``items`` and return its metrics."""
         began = time.perf_counter()
         rate = self.learner.learning_rate
         step = self._lay_out(items)
@@ -141,7 +140,6 @@ class SupervisedTrainer(ABC, Generic[C]):
         return self.learner.ranks.sum_(self.learner.within_memory(on_this_rank, inference=True)).item()
 
     def _num_averaged(self, step: SupervisedStep) -> int:
-        """Return over how many losses a step's loss is the mean."""
         return len(step.weights)
 
     def _load(self, model_path: str) -> PackedModel:
