@@ -59,15 +59,8 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
         return logprobs - reference
 
     def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
-        chosen, rejected = _pair_sums(scores, step.of_token[microbatch.tokens])
-        terms = dpo_loss(
-            chosen,
-            rejected,
-            torch.zeros_like(chosen),
-            torch.zeros_like(rejected),
-            beta=self.config.beta,
-            label_smoothing=self.config.label_smoothing,
-        )
+        pairs = _pair_sums(scores, step.of_token[microbatch.tokens])
+        terms = dpo_loss(*pairs, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
         return terms, step.weights[: len(terms.losses)]
 
     @torch.no_grad()
