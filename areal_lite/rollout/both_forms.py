@@ -18,19 +18,13 @@ E = TypeVar("E", bound=RunningEngine)
 
 
 class Operation(NamedTuple, Generic[T]):
-    """Something to run on the engine's loop."""
-
     coroutine: Coroutine[Any, Any, T]
-    unclaimed: Callable[[T], object] | None = None
-    """Gets the result if its caller was cancelled before it arrived."""
+    unclaimed: Callable[[T], object] | None = None  # gets the result if its caller was cancelled before it arrived
 
 
 def both_forms(
     operation: Callable[Concatenate[E, P], Operation[T]], async_name: str = ""
-) -> tuple[
-    Callable[Concatenate[E, P], T],
-    Callable[Concatenate[E, P], Coroutine[Any, Any, T]],
-]:
+) -> tuple[Callable[Concatenate[E, P], T], Callable[Concatenate[E, P], Coroutine[Any, Any, T]]]:
     """Return the blocking and the async method of an operation, with its signature and documentation."""
 
     def blocking(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -12,13 +12,10 @@ from typing import Any, Generic, TypeVar
 import uvloop
 
 T = TypeVar("T")
-WAKE_S = 1.0
-"""A waiting thread wakes this often: a signal that came just before it began to wait is handled then."""
+WAKE_S = 1.0  # a waiting thread wakes this often: a signal that came just before it began to wait is handled then
 
 
 class LoopThread:
-    """Starts a thread with an event loop; ``stop`` ends it."""
-
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
         self._calls: dict[asyncio.Task[Any], Exception | None] = {}
@@ -36,7 +33,6 @@ class LoopThread:
                 self._loop.run_forever()
 
     def is_current(self) -> bool:
-        """Return whether the caller runs on this loop."""
         return threading.get_ident() == self.thread.ident
 
     def current_task(self) -> asyncio.Task[Any] | None:
@@ -44,13 +40,8 @@ class LoopThread:
         return asyncio.current_task(self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
-        """Run ``coroutine`` on the loop and return its result; blocks the calling thread.
-
-        An interrupt of the waiting thread (Ctrl-C) cancels the coroutine. If it has already finished, its result
-        is passed to ``unclaimed``, on the loop.
-
-        Raises:
-            RuntimeError: If called on the loop itself, where it would deadlock.
+        """Run ``coroutine`` on the loop and return its result; blocks the calling thread. An interrupt of that thread
+        (Ctrl-C) cancels the coroutine; if it has already finished, its result is passed to ``unclaimed``, on the loop.
         """
         if self.is_current():
             coroutine.close()
@@ -98,8 +89,6 @@ class LoopThread:
         self.call_soon(fail)
 
     def end_failing(self) -> None:
-        """Let all later calls run, whatever fails."""
-
         def end() -> None:
             self._can_fail, self._error = False, None
 
@@ -164,7 +153,6 @@ class _PendingCall(Generic[T]):
         return result
 
     def leave(self) -> None:
-        """Record that the caller left without the result."""
         self._left = True
         if self._unclaimed is not None and self._results:
             self._unclaimed(self._results.pop())

@@ -28,10 +28,8 @@ from areal_lite.rollout.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 
-BLOCKED_S = 1.0
-"""Seconds without an answer after which the loop counts as blocked."""
-EXIT_AFTER_S = 60.0
-"""Seconds after the deadline of an episode that cannot be interrupted until the process ends."""
+BLOCKED_S = 1.0  # seconds without an answer after which the loop counts as blocked
+EXIT_AFTER_S = 60.0  # seconds after the deadline of an episode that cannot be interrupted until the process ends
 _BEAT_S = 0.25
 _LOOK_S = 0.05
 _RAISE_AGAIN_S = 1.0
@@ -44,17 +42,16 @@ class DeadlineError(BaseException):
     failure_kind = "deadline"
 
     def __str__(self) -> str:
-        """Say why."""
         return "the episode blocked the event loop beyond rollout.faults.episode_timeout_s"
 
 
 class LoopWatchdog:
-    """Watches one event loop from a thread of its own; counts ``blocked_s`` in ``shared``."""
+    """Watches one event loop from a thread of its own; counts ``blocked_s`` in ``shared``. ``deadline_of`` returns the
+    deadline of a running group on the monotonic clock."""
 
     def __init__(
         self, loop: LoopThread, shared: SharedResources, deadline_of: Callable[[TaskId], float | None]
     ) -> None:
-        """Start to watch; ``deadline_of`` returns the deadline of a running group on the monotonic clock."""
         self._loop = loop
         self._deadline_of = deadline_of
         self._raised_at = 0.0
@@ -66,7 +63,6 @@ class LoopWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopped.set()
         self._thread.join(timeout=5)
 
@@ -113,7 +109,6 @@ class LoopWatchdog:
 
 
 def _running_context(loop: LoopThread) -> EpisodeContext:
-    """Return the context of the episode whose task a loop runs."""
     task = loop.current_task()
     contexts = [] if task is None else [held for held in gc.get_referents(task) if isinstance(held, Context)]
     return episode_context.of(contexts[0]) if contexts else EpisodeContext()

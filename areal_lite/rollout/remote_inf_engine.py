@@ -55,16 +55,9 @@ class RemoteInfEngine(RunningEngine):
             is_eval=is_eval,
         )
 
-    # -- generation ----------------------------------------------------------------------------
-
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer to ``req``; aborts and weight updates do not cut it."""
-        loop = self.running_loop
-        if loop.is_current():
-            return await self._client.generate(req)
-        return await loop.acall(self._client.generate(req))
-
-    # -- episodes ------------------------------------------------------------------------------
+        return await self.running_loop.acall(self._client.generate(req))
 
     def submit(
         self,
@@ -145,8 +138,6 @@ class RemoteInfEngine(RunningEngine):
     prepare_batch, aprepare_batch = both_forms(_prepare_batch)
     close_source, aclose_source = both_forms(_close_source)
 
-    # -- pause, version, weights -----------------------------------------------------------------
-
     def _pause(self) -> Operation[None]:
         """Start no episode and send no request until :meth:`resume`."""
 
@@ -183,11 +174,7 @@ class RemoteInfEngine(RunningEngine):
         return Operation(set_version())
 
     def _update_weights(self, weights: PublishedWeights) -> Operation[None]:
-        """Have the servers load ``weights`` and make its version the policy version.
-
-        Raises:
-            ServerError: If no server loaded it; the policy version then stays.
-        """
+        """Have the servers load ``weights`` and make its version the policy version; if none loaded it, ServerError."""
 
         async def update() -> None:
             await self._client.update_weights(weights)
@@ -196,19 +183,11 @@ class RemoteInfEngine(RunningEngine):
         return Operation(update())
 
     def _update_weights_from_disk(self, path: str, version: int) -> Operation[None]:
-        """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version.
-
-        Raises:
-            ServerError: If no server loaded it; the policy version then stays.
-        """
+        """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version."""
         return self._update_weights(WeightFolder(path, version))
 
     def _probe(self, input_ids: list[int], num_tokens: int) -> Operation[list[tuple[str, list[int], list[float]]]]:
-        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
-
-        Raises:
-            ServerError: If none answers.
-        """
+        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
         return Operation(self._client.probe(input_ids, num_tokens))
 
     probe, aprobe = both_forms(_probe)

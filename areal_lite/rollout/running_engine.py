@@ -66,13 +66,8 @@ class RunningEngine(InferenceEngine):
         )
 
     def initialize(self) -> Self:
-        """Start the event loop and reach the servers.
-
-        Raises:
-            ServerError: If no server answers, or a router in ``addresses`` has none.
-            ConfigError: If a server speaks another protocol or serves another model, or if dumps are to show text
-                and ``tokenizer_path`` holds no tokenizer.
-        """
+        """Start the event loop and reach the servers. They must answer, and serve the model in the protocol of the
+        config."""
         if self._loop is not None:
             raise ConfigError("the engine is initialized already: call destroy() before a second initialize()")
         if self.config.dump_to_file:
@@ -97,11 +92,8 @@ class RunningEngine(InferenceEngine):
         return self
 
     def destroy(self) -> None:
-        """End all episodes as cancelled, write the dumps, close the connections, stop the loop.
-
-        Raises:
-            StorageError: At the end, if dumps could not be written.
-        """
+        """End all episodes as cancelled, write the dumps, close the connections, stop the loop. Dumps that could not be
+        written are a StorageError at the end."""
         if self._loop is None:
             return
         self._loop.end_failing()
@@ -135,16 +127,11 @@ class RunningEngine(InferenceEngine):
 
     @property
     def servers(self) -> Sequence[Server]:
-        """The servers with their state."""
         return self._client.pool.servers
 
     @property
     def running_loop(self) -> LoopThread:
-        """The loop that all calls run on.
-
-        Raises:
-            ConfigError: If the engine is not initialized.
-        """
+        """The loop that all calls run on; a ConfigError if the engine is not initialized."""
         if self._loop is None:
             raise ConfigError(
                 "the engine is not running: use `with RemoteInfEngine(config) as engine:` or initialize()"
@@ -209,5 +196,4 @@ class RunningEngine(InferenceEngine):
 
     @property
     def failures(self) -> FailureTally:
-        """Failed episodes so far, by cause."""
         return self._executor.ended.failures

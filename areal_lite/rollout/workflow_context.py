@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     import aiohttp
     import httpx2
 
-__all__ = [
-    "WorkflowContext",
-    "get",
-    "get_aiohttp_session",
-    "get_httpx_client",
-    "record",
-    "set",
-    "stat_scope",
-]
+__all__ = ["WorkflowContext", "get", "get_aiohttp_session", "get_httpx_client", "record", "set", "stat_scope"]
 
 
 def stat_scope() -> str:
@@ -34,20 +26,12 @@ def stat_scope() -> str:
 
 
 def record(**values: float) -> None:
-    """Record numbers of this episode; means over accepted episodes are metrics ``SCOPE/NAME`` of step or evaluation.
-
-    Raises:
-        RuntimeError: Outside an episode.
-    """
+    """Record numbers of this episode; means over accepted episodes are metrics ``SCOPE/NAME`` of step or evaluation."""
     record_scalars({f"{stat_scope()}/{name}": value for name, value in values.items()})
 
 
 async def get_aiohttp_session() -> aiohttp.ClientSession:
-    """Return the engine's shared aiohttp session; never close it.
-
-    Raises:
-        RuntimeError: Outside an episode.
-    """
+    """Return the engine's shared aiohttp session, inside an episode; never close it."""
 
     async def make() -> aiohttp.ClientSession:
         import aiohttp
@@ -58,11 +42,7 @@ async def get_aiohttp_session() -> aiohttp.ClientSession:
 
 
 async def get_httpx_client() -> httpx2.AsyncClient:
-    """Return the engine's shared httpx client; never close it.
-
-    Raises:
-        RuntimeError: Outside an episode.
-    """
+    """Return the engine's shared httpx client, inside an episode; never close it."""
 
     async def make() -> httpx2.AsyncClient:
         import httpx2

@@ -34,7 +34,7 @@ from areal_lite.runs.run_data import (
     tokenizer_path,
     workflow_rows,
 )
-from areal_lite.trainer.forward.scalar_model import RewardModel, load_reward_model
+from areal_lite.trainer.forward.scalar_model import ValueScorer, load_reward_model, rewards_of
 from areal_lite.trainer.rl.policy_step import Batch
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class RolloutInputs:
     workflow: WorkflowChoice
     held_out: Sequence[Row] = ()
     """Rows to evaluate on."""
-    reward_model: RewardModel | None = None
+    reward_model: ValueScorer | None = None
     """Scores whole sequences in place of the workflow's rewards."""
     baselines: bool = False
     """True if the estimator needs the reward of a greedy answer per row."""
@@ -211,20 +211,20 @@ class RolloutDriver:
         dump_rollouts(self._run_dir / "scores", step, answers)
 
 
-def make_reward_model(config: RunConfig) -> RewardModel | None:
+def make_reward_model(config: RunConfig) -> ValueScorer | None:
     """Return the run's reward model, if it has one."""
     if config.reward_model is None:
         return None
-    return RewardModel(load_reward_model(config.reward_model, device=resolve_device(config.trainer.device)))
+    return ValueScorer(load_reward_model(config.reward_model, device=resolve_device(config.trainer.device)))
 
 
-def apply_reward_model(model: RewardModel | None, groups: Sequence[Group], config: RunConfig) -> None:
+def apply_reward_model(model: ValueScorer | None, groups: Sequence[Group], config: RunConfig) -> None:
     """Replace the workflow's rewards by those of ``model``, if there is one."""
     if model is None:
         return
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    rewards = model.score(sequences, max_tokens=config.trainer.max_tokens_per_microbatch).tolist()
+    rewards = rewards_of(model, sequences, max_tokens=config.trainer.max_tokens_per_microbatch).tolist()
     for sequence, reward in zip(sequences, rewards, strict=True):
         sequence.reward, sequence.token_rewards = reward, None
     for trajectory in trajectories:

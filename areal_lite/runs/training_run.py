@@ -31,8 +31,8 @@ from areal_lite.runs.folder.run_directory import append_skipped_update, run_dire
 from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.stopping import Stopped, expires_soon, finishing, stop_together
 from areal_lite.servers.weights.weight_folder import save_model
-from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, CheckpointWriter, load_checkpoint
-from areal_lite.trainer.checkpoint.snapshot import snapshot
+from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, CheckpointWriter
+from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.machine_metrics import memory_metrics
 from areal_lite.trainer.metrics import MetricsWriter, start_tracking
 
@@ -197,7 +197,7 @@ class TrainingRun(ABC, Generic[E]):
 
     def resume_from(self, checkpoint: Path) -> None:
         """Load the trainer's state."""
-        load_checkpoint(self.trainer, checkpoint)
+        restore(self.trainer, checkpoint)
 
     # -- after a step ------------------------------------------------------------------------------
 

@@ -26,10 +26,8 @@ from areal_lite.models.parallel.sharding import shard
 from areal_lite.models.policy_model import resolve_dtype
 
 logger = logging.getLogger(__name__)
-MAX_SKIPPED_UPDATES = 3
-"""Consecutive non-finite updates after which the run stops."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Options of glibc's mallopt."""
+MAX_SKIPPED_UPDATES = 3  # consecutive non-finite updates after which the run stops
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 T = TypeVar("T")
 
 
@@ -50,11 +48,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of the ``step``-th training step, counted from 0.
-
-    It rises linearly from 0 over ``warmup_steps``, then is constant, or falls to 0 at ``total_steps`` linearly or as
-    half a cosine, as in transformers' ``get_*_schedule_with_warmup``.
-    """
+    """Return the learning rate of the ``step``-th training step, counted from 0, as in transformers' schedules with
+    warm-up."""
     peak, warmup = config.learning_rate, config.warmup_steps
     if step < warmup:
         return peak * step / warmup
@@ -65,24 +60,13 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class Update(NamedTuple):
-    """The result of one update."""
-
     loss: float
-    grad_norm: float
-    """Before clipping."""
+    grad_norm: float  # before clipping
     applied: bool
 
 
-def _untimed(phase: str) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 class Learner:
-    """Owns the optimizer of ``module``.
-
-    Args:
-        optimizer: Learning rate, schedule and so on; often ``config`` itself.
-    """
+    """Owns the optimizer of ``module``; ``optimizer`` is often ``config`` itself."""
 
     def __init__(
         self,
@@ -97,10 +81,8 @@ class Learner:
         self.optimizer = make_optimizer(self.module, optimizer)
         self.steps_done = 0
         self.skipped_in_a_row = 0
-        self.max_tokens = config.max_tokens_per_microbatch
-        """Most tokens of one forward pass with its backward pass."""
-        self.max_inference_tokens = max_inference_tokens or self.max_tokens
-        """Most tokens of one forward pass alone."""
+        self.max_tokens = config.max_tokens_per_microbatch  # most tokens of one forward pass with its backward pass
+        self.max_inference_tokens = max_inference_tokens or self.max_tokens  # most tokens of one forward pass alone
         self.ranks = Ranks.current()
         self._config = config
         self._rates = optimizer
@@ -115,22 +97,15 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
         return learning_rate(self._rates, self.steps_done, self._total_steps)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of forward passes."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16)
 
     def within_memory(self, compute: Callable[[int], T], *, inference: bool = False) -> T:
-        """Return ``compute(max_tokens)``; retry with half the tokens, once per run, if memory runs out.
-
-        Args:
-            inference: True if it makes only forward passes, which have a cap of their own.
-
-        Raises:
-            TrainingError: If memory runs out again, or with several ranks, which would wait for each other.
-        """
+        """Return ``compute(max_tokens)``; retry with half the tokens, once per run, if memory runs out. Several ranks
+        do not retry, because they would wait for each other. ``inference``: it makes only forward passes, which have a
+        cap of their own."""
         while True:
             tokens = self.max_inference_tokens if inference else self.max_tokens
             try:
@@ -148,9 +123,7 @@ class Learner:
             self.max_tokens = max(1, self.max_tokens // 2)
             self.max_inference_tokens = max(1, self.max_inference_tokens // 2)
             logger.warning(
-                "step %d: out of memory; micro-batches have %d tokens from here on",
-                self.steps_done,
-                tokens // 2,
+                "step %d: out of memory; micro-batches have %d tokens from here on", self.steps_done, tokens // 2
             )
             gc.collect()
             if self._device.type == "cuda":
@@ -161,13 +134,10 @@ class Learner:
         cut: Callable[[int], Iterable[T]],
         loss_of: Callable[[T], Tensor],
         *,
-        clock: Callable[[str], AbstractContextManager[Any]] = _untimed,
+        clock: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> Update:
-        """Accumulate the gradients of the micro-batches and apply them if they are finite.
-
-        Args:
-            cut: Returns micro-batches of at most the given number of tokens; equally many on every rank.
-            loss_of: Returns a micro-batch's part of the loss of all ranks.
+        """Accumulate the gradients of micro-batches and apply them if they are finite. ``cut`` returns micro-batches of
+        at most so many tokens, equally many on every rank; ``loss_of`` a micro-batch's part of the loss of all ranks.
         """
 
         def accumulate(max_tokens: int) -> Tensor:
@@ -206,11 +176,7 @@ class Learner:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def check(self, update: Update) -> None:
-        """Stop the run after too many consecutive non-finite updates.
-
-        Raises:
-            TrainingError: At the third.
-        """
+        """Stop the run after too many consecutive non-finite updates."""
         if self.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
             raise TrainingError(
                 f"step {self.steps_done}: loss {update.loss} and gradient norm {update.grad_norm}, the "
@@ -220,10 +186,7 @@ class Learner:
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep what a step frees for the next one.
-
-    It would give large blocks back, and clearing their pages again takes a tenth of a step.
-    """
+    """Have the C library keep what a step frees: to clear the pages of large blocks again takes a tenth of a step."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_MAX, 0)

@@ -13,10 +13,8 @@ _STATM = Path("/proc/self/statm")
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return ``rss_gb`` of this process; on a GPU also ``device_gb``, and its peak since the last call.
-
-    On systems without /proc, ``rss_gb`` is the peak.
-    """
+    """Return ``rss_gb`` of this process (the peak without /proc); on a GPU also ``device_gb`` and its peak since the
+    last call."""
     if _STATM.exists():
         resident = int(_STATM.read_text().split()[1]) * resource.getpagesize()
     else:
@@ -32,10 +30,8 @@ def memory_metrics() -> dict[str, float]:
 
 
 class FlopsMeter:
-    """Counts floating-point operations, and compares them with what the device can do.
-
-    The peak is measured once: the best of several large matrix products in the dtype of the forward passes.
-    """
+    """Counts floating-point operations against the peak: the best of several large matrix products in the dtype of the
+    forward passes."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -43,7 +39,6 @@ class FlopsMeter:
         self._counted = 0.0
 
     def count(self, flops: float) -> None:
-        """Add operations of this process."""
         self._counted += flops
 
     def take_mfu(self, seconds: float) -> float:

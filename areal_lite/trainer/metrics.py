@@ -13,9 +13,9 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -25,20 +25,13 @@ from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.crash_points import crash_point
 
 logger = logging.getLogger(__name__)
-UPLOAD_TIMEOUT_S = 60
-"""How long the end of a run waits for an upload, in seconds; the rest stays on disk."""
+UPLOAD_TIMEOUT_S = 60  # how long the end of a run waits for an upload, in seconds; the rest stays on disk
 
 
-class MetricsWriter:
-    """Appends records to ``run_dir/NAME``; each line is one write, so readers see complete lines.
-
-    Args:
-        last_step: Records after this step are removed, because they will be written again.
-        tracking: Also receives each record; its owner closes it.
-
-    Raises:
-        StorageError: If the file cannot be opened, or a complete line up to ``last_step`` is not a record.
-    """
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
+    """Appends records to ``run_dir/NAME``; each line is one write, so readers see complete lines. Records after
+    ``last_step`` are removed, because they will be written again. ``tracking`` also receives each record; its owner
+    closes it."""
 
     def __init__(
         self,
@@ -57,11 +50,7 @@ class MetricsWriter:
             self._file = self._path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null.
-
-        Raises:
-            StorageError: If the disk is full or not writable.
-        """
+        """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null."""
         record: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         record |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         rest = memoryview(json.dumps(record).encode() + b"\n")
@@ -75,9 +64,6 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -112,20 +98,16 @@ def _cut_off(path: Path, last_step: int) -> None:
         file.truncate(end)
 
 
-class Tracker(Protocol):
-    """A destination of metrics."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+class Tracker(NamedTuple):
+    log: Callable[[int, Mapping[str, float]], object]
+    close: Callable[[], object]
 
 
-class Tracking:
+class Tracking(AbstractContextManager["Tracking"]):
     """Trackers by name. Their exceptions are logged once per tracker and counted in ``failures``."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self.failures: Counter[str] = Counter()
-        """Calls that raised, by tracker."""
+        self.failures: Counter[str] = Counter()  # calls that raised, by tracker
         self._trackers = trackers
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -138,7 +120,7 @@ class Tracking:
         for name, count in self.failures.items():
             logger.warning("%s failed %d times in this run; metrics.jsonl has every record", name, count)
 
-    def _attempt(self, name: str, call: Callable[..., None], *arguments: object) -> None:
+    def _attempt(self, name: str, call: Callable[..., object], *arguments: object) -> None:
         try:
             call(*arguments)
         except Exception as error:  # a tracker must not stop the run
@@ -151,25 +133,13 @@ class Tracking:
                     error,
                 )
 
-    def __enter__(self) -> Tracking:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 0) -> Tracking:
-    """Start the trackers of ``config.tracking``, as run ``trial_name`` of project ``experiment_name``.
-
-    They record the config; values that look like a key or token are masked.
-
-    Args:
-        run_dir: Folder of the run, which also holds the trackers' files.
-        last_step: The step that the run resumes from; 0 starts a new run.
-
-    Raises:
-        ConfigError: If a package is not installed, or a tracker cannot start.
-    """
+    """Start the trackers of ``config.tracking``, as run ``trial_name`` of project ``experiment_name``. ``last_step`` is
+    the step that the run resumes from; 0 starts a new run."""
     trackers: dict[str, Tracker] = {}
     for name in dict.fromkeys(config.tracking):
         try:
@@ -184,70 +154,56 @@ def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 
     return Tracking(trackers)
 
 
-class _TensorBoard:
-    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        # Events of later steps, from before a resume, are hidden.
-        self._events: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
-        self._events.add_text("config", f"```yaml\n{dump_config(config)}```")
+    # Events of later steps, from before a resume, are hidden.
+    events: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
+    events.add_text("config", f"```yaml\n{dump_config(config)}```")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
+            events.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._events.close()
+    return Tracker(log, events.close)
 
 
-class _WeightsAndBiases:
-    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
-        import wandb
+def _wandb(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
+    import wandb
 
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            raise PermissionError(
-                "there is no API key: run `wandb login`, or set WANDB_MODE=offline and upload the run later with "
-                "`wandb sync`"
-            )
-        run_id = run_dir / "wandb_run_id"
-        if not run_id.exists():
-            run_id.write_text(secrets.token_hex(4))
-        self._run = wandb.init(
-            project=config.experiment_name,
-            name=config.trial_name,
-            config=_values(config),
-            dir=run_dir,
-            id=run_id.read_text(),
-            resume="allow",
-            settings=wandb.Settings(console="off", finish_timeout=UPLOAD_TIMEOUT_S),
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+        raise PermissionError(
+            "there is no API key: run `wandb login`, or set WANDB_MODE=offline and upload the run later with "
+            "`wandb sync`"
         )
-        # W&B drops metrics whose step is not above the last one, as after a resume; so step is a metric here.
-        self._run.define_metric("*", step_metric="step")
+    run_id = run_dir / "wandb_run_id"
+    if not run_id.exists():
+        run_id.write_text(secrets.token_hex(4))
+    run = wandb.init(
+        project=config.experiment_name,
+        name=config.trial_name,
+        config=_values(config),
+        dir=run_dir,
+        id=run_id.read_text(),
+        resume="allow",
+        settings=wandb.Settings(console="off", finish_timeout=UPLOAD_TIMEOUT_S),
+    )
+    # W&B drops metrics whose step is not above the last one, as after a resume; so step is a metric here.
+    run.define_metric("*", step_metric="step")
+    return Tracker(lambda step, metrics: run.log({"step": step, **metrics}), run.finish)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
-        self._run.finish()
+def _trackio(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
+    import trackio
 
-
-class _Trackio:
-    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
-        import trackio
-
-        self._run = trackio.init(
-            project=config.experiment_name,
-            name=config.trial_name,
-            config=_values(config),
-            resume="allow" if last_step else "never",
-            embed=False,
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    run = trackio.init(
+        project=config.experiment_name,
+        name=config.trial_name,
+        config=_values(config),
+        resume="allow" if last_step else "never",
+        embed=False,
+    )
+    return Tracker(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
 def _values(config: ExperimentConfig) -> dict[str, Any]:
@@ -257,7 +213,7 @@ def _values(config: ExperimentConfig) -> dict[str, Any]:
 
 
 _TRACKERS: dict[str, Callable[[ExperimentConfig, Path, int], Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WeightsAndBiases,
-    "trackio": _Trackio,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
 }

@@ -33,15 +33,10 @@ class Registry(Generic[F]):
         return decorate
 
     def names(self) -> list[str]:
-        """Return the registered names in alphabetical order."""
         return sorted(self._functions)
 
     def get(self, name: str, *, where: str) -> F:
-        """Return the function registered as ``name``, or found at that dotted path.
-
-        Raises:
-            ConfigError: If there is none, or it is not callable. ``where`` is the config key that names it.
-        """
+        """Return the function registered as ``name`` or at that dotted path; ``where`` is the config key naming it."""
         if name in self._functions:
             return self._functions[name]
         if "." in name or ":" in name:
@@ -57,11 +52,7 @@ class Registry(Generic[F]):
         )
 
     def bound(self, name: str, kwargs: Mapping[str, Any], *, where: str) -> Callable[..., Any]:
-        """Return :meth:`get` with its keyword arguments filled in from the config key ``{where}_kwargs``.
-
-        Raises:
-            ConfigError: If the function does not accept one of them.
-        """
+        """Return :meth:`get` with its keyword arguments filled in from the config key ``{where}_kwargs``."""
         function = self.get(name, where=where)
         kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
         known = [name for name, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]

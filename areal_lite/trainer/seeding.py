@@ -11,10 +11,7 @@ import torch
 
 
 def seed_process(seed: int, *, num_threads: int = 0, deterministic: bool = False) -> None:
-    """Seed python, numpy and torch, and give torch ``num_threads`` CPU threads (0: torch's own choice).
-
-    With ``deterministic`` torch refuses operations that are not bit-reproducible. Call this before a GPU is used.
-    """
+    """Seed python, numpy and torch; ``num_threads`` 0 leaves torch's choice. Call this before a GPU is used."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -32,8 +32,8 @@ from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.weight_folder import publish_weights, save_model
-from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter, checkpoint_step, find_checkpoint, load_checkpoint
-from areal_lite.trainer.checkpoint.snapshot import snapshot
+from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter, checkpoint_step, find_checkpoint
+from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.microbatches import Block
 from areal_lite.trainer.forward.packed_model import PackedSequences, pack
@@ -114,7 +114,7 @@ def train(run_dir: Path, model: Path) -> None:
     done = 0
     if (checkpoint := find_checkpoint(run_dir / "checkpoints", "auto")) is not None:
         done = checkpoint_step(checkpoint)
-        load_checkpoint(trainer, checkpoint)
+        restore(trainer, checkpoint)
         source.load(done, checkpoint)
     waiting: deque[Any] = deque()
     with (

@@ -16,7 +16,7 @@ from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.metrics import MetricsWriter, Tracking, start_tracking
+from areal_lite.trainer.metrics import MetricsWriter, Tracker, Tracking, start_tracking
 
 
 def config(*tracking: Any) -> RunConfig:
@@ -192,40 +192,26 @@ def test_a_tracker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
         start_tracking(config("tensorboard"), tmp_path)
 
 
-class Unreachable:
-    """A tracker whose network is gone."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        raise ConnectionError("no route to host")
-
-    def close(self) -> None:
-        raise ConnectionError("no route to host")
+def unreachable(*_: object) -> None:
+    raise ConnectionError("no route to host")
 
 
 def test_a_failing_tracker_is_logged_once_and_stops_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Kept:
-        steps: list[int] = []
-        closed = False
-
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
-            self.steps.append(step)
-
-        def close(self) -> None:
-            self.closed = True
-
-    kept = Kept()
+    steps: list[int] = []
+    closed: list[bool] = []
+    kept = Tracker(lambda step, _: steps.append(step), lambda: closed.append(True))
     with (
         caplog.at_level(logging.WARNING),
-        Tracking({"far": Unreachable(), "near": kept}) as tracking,
+        Tracking({"far": Tracker(unreachable, unreachable), "near": kept}) as tracking,
         MetricsWriter(tmp_path, tracking=tracking) as writer,
     ):
         for step in (1, 2, 3):
             writer.write(step, {"train/loss": 0.5})
             assert len(caplog.messages) == 1
     assert tracking.failures == {"far": 4}
-    assert kept.steps == [1, 2, 3] and kept.closed
+    assert steps == [1, 2, 3] and closed
     assert [message.split(";")[0] for message in caplog.messages] == [
         "far failed, and the run continues: ConnectionError: no route to host",
         "far failed 4 times in this run",

@@ -11,19 +11,13 @@ import orjson
 
 from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, Turn, TurnRole
 
-SCHEMA = 2
-"""Version of the line format."""
+SCHEMA = 2  # version of the line format
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-_RECORDED = ("logprobs", "versions")
-"""Columns that a workflow may leave out."""
+_RECORDED = ("logprobs", "versions")  # columns that a workflow may leave out
 
 
 def dump_text(lines: Iterator[dict[str, Any]]) -> bytes:
-    """Return the text of :func:`dump_lines`.
-
-    Raises:
-        TypeError: If a value has no JSON form.
-    """
+    """Return the text of :func:`dump_lines`; a TypeError if a value has no JSON form."""
     return b"".join(orjson.dumps(line, option=_JSON) for line in lines)
 
 
@@ -38,19 +32,9 @@ def row_json(data: Mapping[str, Any]) -> bytes | None:
 def dump_lines(
     group: Group, tokenizer: Any = None, *, row: bytes | None = None, extra: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a group by ``member_idx``.
-
-    Args:
-        group: What to write.
-        tokenizer: Makes text of ids; None leaves the texts that turns have.
-        row: The dataset row as JSON, for the first line.
-        extra: ``extra`` of each line.
-    """
-    timings = {
-        "queued_s": round(group.queued_s, 6),
-        "run_s": round(group.run_s, 6),
-        "finished_at": group.finished_at,
-    }
+    """Yield the lines of a group by ``member_idx``; ``tokenizer`` None leaves the texts that turns have, ``row`` is the
+    dataset row as JSON, for the first line, ``extra`` that of each line."""
+    timings = {"queued_s": round(group.queued_s, 6), "run_s": round(group.run_s, 6), "finished_at": group.finished_at}
     lines: Iterator[tuple[Trajectory, TokenSequence | None, bool]]
     lines = ((t, s, i == 0) for t in group.trajectories for i, s in enumerate(t.sequences or (None,)))
     for sample_idx, (trajectory, sequence, is_first) in enumerate(lines):

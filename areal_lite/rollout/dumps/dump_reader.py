@@ -19,14 +19,8 @@ from areal_lite.rollout.dumps.dump_lines import SCHEMA
 
 
 def read_group(path: Path, *, oldest_schema: int = SCHEMA) -> Group:
-    """Return the accepted part of a dumped group.
-
-    Args:
-        oldest_schema: 1 also reads schema 1, which has no branches: its lines count as conversations of their own.
-
-    Raises:
-        ConfigError: If the file cannot be read, a line is not whole or has another schema, or no episode was accepted.
-    """
+    """Return the accepted part of a dumped group. ``oldest_schema`` 1 also reads schema 1, which has no branches: its
+    lines count as conversations of their own."""
     lines = read_lines(path, oldest_schema=oldest_schema)
     records = [record for record in lines if record["status"] == EpisodeStatus.ACCEPTED]
     if not records:
@@ -49,11 +43,7 @@ def read_group(path: Path, *, oldest_schema: int = SCHEMA) -> Group:
 
 
 def read_lines(path: Path, *, oldest_schema: int = SCHEMA) -> list[dict[str, Any]]:
-    """Return the lines of a dump.
-
-    Raises:
-        ConfigError: If the file cannot be read, or a line is not whole or has another schema.
-    """
+    """Return the lines of a dump; each must be whole and of a known schema."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

@@ -28,44 +28,26 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError
 from areal_lite.processes.channel import decode_reply, framed, read_message
 from areal_lite.processes.child_process import start_python
-from areal_lite.rollout.dumps.dump_writer import File, Report
-from areal_lite.rollout.dumps.packed_group import pack_group
+from areal_lite.rollout.dumps.dump_writer import File, Report, pack_group
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED = 2**26
-"""Bytes of queued groups at which no further group may start; those that run still join the queue."""
-GATHER_S = 0.1
-"""Seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop."""
-MANY = 1024
-"""Groups that are many."""
-BATCH_BYTES = 2**20
-"""Packed groups of one batch, beyond one group."""
-PIPE_BYTES = 2**20
-"""Size of the pipe to the process."""
-MAX_REPORT = 2**20
-"""Largest report in bytes; it may hold a traceback."""
-REPORT_S = 10.0
-"""Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
-FLUSH_S = 10.0
-"""Most seconds of a :meth:`TrajectoryDumper.flush`."""
-STALLED_S = 60.0
-"""Seconds without a written group after which :meth:`TrajectoryDumper.close` gives up."""
-_MAX_DIGITS = 15
-"""Longer numbers are names that a user chose."""
+MAX_QUEUED = 2**26  # bytes of queued groups at which no further group may start; those that run still join the queue
+GATHER_S = 0.1  # seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop
+MANY = 1024  # groups that are many
+BATCH_BYTES = 2**20  # packed groups of one batch, beyond one group
+PIPE_BYTES = 2**20  # size of the pipe to the process
+MAX_REPORT = 2**20  # largest report in bytes; it may hold a traceback
+REPORT_S = 10.0  # seconds between the log lines of a close that waits
+FLUSH_S = 10.0  # most seconds of a flush
+STALLED_S = 60.0  # seconds without a written group after which close gives up
+_MAX_DIGITS = 15  # longer numbers are names that a user chose
 
 
 class TrajectoryDumper:
     """A queue of packed groups, and a process that writes them as text (:mod:`areal_lite.rollout.dumps.dump_writer`).
-
-    Args:
-        config: Names the folder and the tokenizer.
-        on_change: Called by the thread when ``behind`` has ended or ``error`` is set.
-        extra: Written as ``extra`` on every line.
-
-    Raises:
-        ConfigError: If ``config.tokenizer_path`` is given and holds no tokenizer.
-    """
+    ``on_change`` is called by the thread when ``behind`` has ended or ``error`` is set; ``extra`` is written as
+    ``extra`` on every line."""
 
     def __init__(
         self,
@@ -77,10 +59,8 @@ class TrajectoryDumper:
         self.root = config.run_dir
         self.behind = False
         """Whether no group may start: the queue was full and more than half is left, or the disk failed."""
-        self.error: StorageError | None = None
-        """Why nothing is written any more."""
-        self.failures = 0
-        """Groups that have no JSON form; they change no outcome."""
+        self.error: StorageError | None = None  # why nothing is written any more
+        self.failures = 0  # groups that have no JSON form; they change no outcome
         self._ended = self._written = 0
         self._packed_bytes = self._done_bytes = 0
         self._warned = False
@@ -137,11 +117,7 @@ class TrajectoryDumper:
             self._advanced.wait_for(lambda: self._left <= self._ended - ended or self.error is not None, FLUSH_S)
 
     def close(self) -> None:
-        """Write what is queued; end thread and process.
-
-        Raises:
-            StorageError: If groups were not written, because the disk failed or stalled.
-        """
+        """Write what is queued; end thread and process. A StorageError if the disk failed or stalled."""
         self._closing.set()
         self._hurry.set()
         self._wake.set()
@@ -220,7 +196,6 @@ class TrajectoryDumper:
             logger.error("group %s could not be dumped; further failures are only counted: %s", name, why)
 
     def _write(self, files: list[File]) -> None:
-        """Have the process write the files; set ``error`` if it cannot."""
         done = 0
         try:
             self._send(files)

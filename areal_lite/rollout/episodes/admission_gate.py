@@ -19,23 +19,17 @@ class AdmissionGate:
     Groups of a data source start later: just in time for the trainer (:class:`Lookahead`).
     """
 
-    max_concurrent: int | None
-    """Maximum groups running at once; None sets no limit."""
+    max_concurrent: int | None  # maximum groups running at once; None sets no limit
     max_staleness: int
-    batch_size: int
-    """Groups in one training batch."""
-    extra: int = 0
-    """Groups that may be started beyond what the batches need."""
+    batch_size: int  # groups in one training batch
+    extra: int = 0  # groups that may be started beyond what the batches need
     cut: bool = False
     """True once this version's batch was cut; until the next is requested, only ``lookahead`` groups may run."""
     version: int = 0
     paused: bool = False
-    held: bool = False
-    """True while too many ended groups wait for the disk, or it failed."""
-    running: int = 0
-    """Groups running now, evaluation included."""
-    taken: int = 0
-    """Training groups that run, or ended accepted and were not given back as stale."""
+    held: bool = False  # True while too many ended groups wait for the disk, or it failed
+    running: int = 0  # groups running now, evaluation included
+    taken: int = 0  # training groups that run, or ended accepted and were not given back as stale
     lookahead: Lookahead = field(init=False)
     """Number of groups of a data source that may start before the batch that needs them."""
 
@@ -43,7 +37,6 @@ class AdmissionGate:
         self.lookahead = Lookahead(batch_size=self.batch_size, max_staleness=self.max_staleness)
 
     def refuse_paused(self) -> None:
-        """Raise if no episode could start because the engine is paused."""
         if self.paused:
             raise ConfigError("the engine is paused, so no episode could start: call resume() first")
 
@@ -69,7 +62,6 @@ class AdmissionGate:
         return 0 if self.cut and self.max_staleness == 0 else self.extra
 
     def start(self, *, training: bool) -> None:
-        """Count a group that starts."""
         self.running += 1
         self.taken += training
 
@@ -86,11 +78,8 @@ class AdmissionGate:
         assert self.taken >= 0
 
     def set_version(self, version: int) -> None:
-        """Set the policy version.
-
-        Each version counts as a batch, even if none was drawn (a resumed run, a skipped step); otherwise the
-        gate would admit groups that are sure to grow stale.
-        """
+        """Set the policy version. Each counts as a batch, even if none was drawn (a resumed run, a skipped step);
+        otherwise the gate would admit groups that are sure to grow stale."""
         self.version, self.cut = version, False
         self.taken = max(self.taken, version * self.batch_size)
 

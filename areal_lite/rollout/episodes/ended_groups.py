@@ -1,4 +1,4 @@
-"""Counts each group and passes it on to be dumped, once, when its end is final.
+"""Counts each group and passes it on to be dumped, once, when its end is final; and what pacing costs.
 
 An accepted group is not final when its episodes end: a batch may find it too old, or its source may take it back. So
 the executor passes what nobody waits for at once, and accepted groups of a data source only when their batch is cut.
@@ -6,35 +6,34 @@ the executor passes what nobody waits for at once, and accepted groups of a data
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from areal_lite.api.scalars import Scalars
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.rollout.episodes.failure_tally import FailureTally
-from areal_lite.rollout.episodes.rollout_statistics import RolloutStatistics
+
+WINDOW = 4096  # number of latest groups that the shares cover
+MAX_REASONS = 32  # distinct reasons of rejections that are counted apart
+MAX_REASON = 60  # characters of a reason
 
 
 class EndedGroups:
-    """Figures of the groups that have ended.
-
-    Args:
-        on_end: Called once with each final group; must not raise and must not block.
-    """
+    """Figures of the groups that have ended; ``on_end`` gets each final group once, and must not raise or block."""
 
     def __init__(self, on_end: Callable[[Group], None]) -> None:
         self.on_end = on_end
-        self.counts: Counter[str] = Counter(dict.fromkeys(EpisodeStatus, 0))
-        """Number of ended groups by status."""
+        self.counts: Counter[str] = Counter(dict.fromkeys(EpisodeStatus, 0))  # number of ended groups by status
         self.statistics = RolloutStatistics()
         self.failures = FailureTally()
-        self.scalars = Scalars()
-        """Numbers that the episodes of accepted groups recorded."""
+        self.scalars = Scalars()  # numbers that the episodes of accepted groups recorded
         self._unclaimed: set[TaskId] = set()
         """Groups of batches that never reached their caller; already counted and dumped."""
 
     def close(self, group: Group) -> None:
-        """Count a final group and pass it to ``on_end``."""
         if group.task_id in self._unclaimed:
             self._unclaimed.remove(group.task_id)
             return
@@ -53,3 +52,54 @@ class EndedGroups:
     def reopen(self, batch: Sequence[Group]) -> None:
         """Take back a batch whose caller left; its groups are not counted again when they end another time."""
         self._unclaimed.update(group.task_id for group in batch)
+
+
+class RolloutStatistics:
+    def __init__(self) -> None:
+        self.discarded_tokens = 0  # sampled tokens that will not train because they grew too old
+        self.trained_tokens = 0  # trained tokens handed to the trainer
+        self.waited_for_oldest_s = 0.0
+        """Seconds a full batch waited for groups that the next one would have found too old."""
+        self.rejected: Counter[str] = Counter()  # rejected groups by reason, in the form of a metric's name
+        self._drawn: deque[float] = deque(maxlen=WINDOW)
+        self._trained: deque[float] = deque(maxlen=WINDOW)
+
+    def group_ended(self, group: Group) -> None:
+        """Count a group that ran to its end, with any status."""
+        self._drawn.append(group.run_s)
+        if group.status is EpisodeStatus.REJECTED:
+            self._count_rejected(group.rejection or "")
+
+    def train(self, groups: Sequence[Group]) -> None:
+        self._trained.extend(group.run_s for group in groups)
+        self.trained_tokens += sum(sequence.num_trained_tokens for g in groups for sequence in g.sequences)
+
+    def discard(self, stale: Sequence[Group], *, masked_tokens: int) -> None:
+        """Count what was too old for a batch: whole groups, and tokens masked in others."""
+        stale_tokens = sum(trajectory.num_sampled_tokens for g in stale for trajectory in g.trajectories)
+        self.discarded_tokens += stale_tokens + masked_tokens
+        for _ in stale:
+            self._count_rejected("stale")
+
+    def _count_rejected(self, rejection: str) -> None:
+        reason = re.sub(r"[^a-z0-9]+", "_", rejection.lower())[:MAX_REASON].strip("_")
+        self.rejected[reason if reason in self.rejected or len(self.rejected) < MAX_REASONS else "other"] += 1
+
+    def metrics(self) -> dict[str, float]:
+        shares = trained_shares(self._drawn, self._trained)
+        return {
+            "discarded_tokens": float(self.discarded_tokens),
+            "waited_for_oldest_s": self.waited_for_oldest_s,
+            **{f"trained_share_q{quartile}": share for quartile, share in enumerate(shares, 1)},
+            **{f"rejected/{reason}": float(count) for reason, count in self.rejected.items()},
+        }
+
+
+def trained_shares(drawn_s: Sequence[float], trained_s: Sequence[float]) -> list[float]:
+    """Return the share of trained groups in each quartile of the drawn groups' durations, from the seconds that each
+    ran: 0.25 if durations do not affect what trains. Empty if fewer than 4 groups were drawn, or none trained."""
+    if len(drawn_s) < 4 or not trained_s:
+        return []
+    edges = np.quantile(np.array(drawn_s), [0.25, 0.5, 0.75])
+    counts = np.bincount(np.searchsorted(edges, np.array(trained_s)), minlength=4)
+    return [float(share) for share in counts / counts.sum()]

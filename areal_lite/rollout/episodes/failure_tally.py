@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group
 
-MAX_CAUSES = 1000
-"""Distinct causes that are kept; more are counted by kind alone."""
-MAX_SHORT = 60
-"""Characters of a cause on a progress line."""
+MAX_CAUSES = 1000  # distinct causes that are kept; more are counted by kind alone
+MAX_SHORT = 60  # characters of a cause on a progress line
 PASSING = frozenset({FailureKind.ENGINE, FailureKind.DEADLINE})
 """Kinds that may not occur again when a run is started again."""
-
-
-class _Cause(NamedTuple):
-    kind: FailureKind
-    summary: str
 
 
 class FailureTally:
     """Failed episodes by kind and one-line summary, with an example of each."""
 
     def __init__(self) -> None:
-        self.episodes: Counter[FailureKind] = Counter()
-        """Failed episodes by kind."""
-        self._causes: Counter[_Cause] = Counter()
-        self._examples: dict[_Cause, Failure] = {}
+        self.episodes: Counter[FailureKind] = Counter()  # failed episodes by kind
+        self._causes: Counter[tuple[FailureKind, str]] = Counter()
+        self._examples: dict[tuple[FailureKind, str], Failure] = {}
 
     def add(self, group: Group) -> None:
-        """Count the failed episodes of a group that ended."""
         failures = [t.failure for t in group.trajectories if t.status is EpisodeStatus.FAILED and t.failure is not None]
         if not failures and group.status is EpisodeStatus.FAILED and group.failure is not None:
             failures = [group.failure]
         for failure in failures:
             self.episodes[failure.kind] += 1
-            cause = _Cause(failure.kind, failure.summary)
+            cause = failure.kind, failure.summary
             if cause not in self._examples and len(self._examples) >= MAX_CAUSES:
-                cause = _Cause(failure.kind, "other causes")
+                cause = failure.kind, "other causes"
             self._causes[cause] += 1
             self._examples.setdefault(cause, failure)
 
@@ -53,7 +43,7 @@ class FailureTally:
         if not self.episodes:
             return ""
         ((kind, _),) = self.episodes.most_common(1)
-        causes = [(count, cause.summary) for cause, count in list(self._causes.items()) if cause.kind is kind]
+        causes = [(count, summary) for (each, summary), count in list(self._causes.items()) if each is kind]
         return f"{kind}, {max(causes)[1][:MAX_SHORT]}"
 
     def table(self, limit: int = 10) -> str:
@@ -63,10 +53,9 @@ class FailureTally:
         total = self.episodes.total()
         lines = [f"{total} episode{'s' if total > 1 else ''} failed:"]
         common = self._causes.most_common(limit)
-        lines += [f"{count:>8}  {cause.kind:<16}  {cause.summary}" for cause, count in common]
+        lines += [f"{count:>8}  {kind:<16}  {summary}" for (kind, summary), count in common]
         if len(self._causes) > limit:
             lines.append(f"          and {len(self._causes) - limit} other causes")
-        cause = common[0][0]
-        if example := self._examples[cause].traceback.rstrip():
+        if example := self._examples[common[0][0]].traceback.rstrip():
             lines += ["An example of the first:", example]
         return "\n".join(lines)

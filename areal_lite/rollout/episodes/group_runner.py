@@ -40,37 +40,26 @@ from areal_lite.rollout.workers.worker_pool import Workers
 
 logger = logging.getLogger(__name__)
 
-CANCEL_GRACE_S = 5.0
-"""Seconds a cancelled episode may take to clean up before it is left behind."""
-JUST_BLOCKED_S = 1.0
-"""Seconds after the event loop was blocked in which a deadline is put off, once."""
+CANCEL_GRACE_S = 5.0  # seconds a cancelled episode may take to clean up before it is left behind
+JUST_BLOCKED_S = 1.0  # seconds after the event loop was blocked in which a deadline is put off, once
 
 _TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class GroupRunner:
-    """Runs submissions; each ends in exactly one call of ``on_end``.
-
-    Args:
-        engine: Passed to workflows, which generate with it.
-        timeout_s: Wall-clock limit of one group.
-        on_end: Called on the loop with each submission and its group, once.
-    """
+    """Runs submissions; each ends in exactly one call of ``on_end``, on the loop. ``timeout_s`` is the wall-clock limit
+    of one group."""
 
     def __init__(
         self, engine: InferenceEngine, *, timeout_s: float, on_end: Callable[[Submission, Group], None]
     ) -> None:
-        self.abandoned = 0
-        """Episodes that swallowed their cancellation and were left behind."""
-        self.live: dict[TaskId, Submission] = {}
-        """Submissions that have not ended, waiting or running."""
-        self.workers: Workers | None = None
-        """Where groups run, if not on this loop."""
+        self.abandoned = 0  # episodes that swallowed their cancellation and were left behind
+        self.live: dict[TaskId, Submission] = {}  # submissions that have not ended, waiting or running
+        self.workers: Workers | None = None  # where groups run, if not on this loop
         self._engine = engine
         self._timeout_s = timeout_s
         self._on_end = on_end
-        self.shared = SharedResources()
-        """Objects that all episodes share."""
+        self.shared = SharedResources()  # objects that all episodes share
         self._first_task_id = self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
@@ -92,20 +81,9 @@ class GroupRunner:
         seed_name: str | None = None,
         **drawn: Any,
     ) -> Submission:
-        """Return a new submission with a task id of its own; any thread may call this.
-
-        Args:
-            data: The dataset row.
-            recipe: Workflow and filter to run on it.
-            deliver: Gets the group.
-            training: True if the group waits for a training step.
-            task_id: Its id; None takes the next number.
-            seed_name: Separates its sampling seeds from those of other groups; None is its task id.
-            **drawn: ``feed`` and ``samples`` of a group drawn from a data source.
-
-        Raises:
-            ConfigError: If ``task_id`` is in use or cannot name a file.
-        """
+        """Return a new submission with a task id of its own; any thread may call this. ``deliver`` gets the group;
+        ``training`` if it waits for a training step. ``seed_name`` separates its sampling seeds from those of other
+        groups; ``drawn`` is ``feed`` and ``samples`` of a group drawn from a data source."""
         with self._ids_lock:
             if task_id is None:
                 task_id = self._next_task_id
@@ -133,7 +111,6 @@ class GroupRunner:
         return submission
 
     def start(self, submission: Submission, *, version: int) -> None:
-        """Run the group's episodes under the policy ``version``."""
         submission.started = time.monotonic()
         submission.start_order = next(self._start_orders)
         submission.start_version = version
@@ -155,7 +132,6 @@ class GroupRunner:
             await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
 
     def end_waiting(self, submission: Submission, reason: str) -> None:
-        """End a submission that never started."""
         failure = Failure.cancelled(reason)
         self._end(submission, submission.group(EpisodeStatus.CANCELLED, failure))
 
@@ -199,7 +175,6 @@ class GroupRunner:
             return submission.group(EpisodeStatus.FAILED, Failure.of(error))
 
     def _judge(self, submission: Submission) -> Group:
-        """Return the finished group: accepted, rejected by workflow or filter, or failed with its episodes."""
         trajectories = [episode.end(EpisodeStatus.REJECTED) for episode in submission.episodes]
         if not any(trajectory.sequences for trajectory in trajectories):
             failed = (t.failure for t in trajectories if t.status is EpisodeStatus.FAILED)

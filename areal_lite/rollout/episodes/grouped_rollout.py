@@ -23,13 +23,8 @@ OnError = Literal["drop_episode", "drop_group", "raise"]
 class GroupedRolloutWorkflow(RolloutWorkflow):
     """Runs ``workflow`` ``group_size`` times on one row; siblings never outlive the group.
 
-    Args:
-        workflow: Runs one episode.
-        group_size: Episodes, at least 1.
-        on_error: When an episode fails, ``drop_episode`` trains the others (if all fail, it raises the
-            first error), ``drop_group`` stops the others and drops the group, ``raise`` stops the others
-            and raises the error.
-    """
+    When an episode fails, ``drop_episode`` trains the others (if all fail, it raises the first error), ``drop_group``
+    stops the others and drops the group, ``raise`` stops the others and raises the error."""
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int, on_error: OnError = "drop_episode") -> None:
         if group_size < 1:
@@ -41,11 +36,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.on_error = on_error
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Run all episodes at once and merge what they return.
-
-        Tensor dicts are concatenated along the batch, dicts of interactions are merged. Episodes that
-        returned None are left out; if all did, return None.
-        """
+        """Run all episodes at once and merge what they return: tensor dicts along the batch, dicts of interactions.
+        Episodes that returned None are left out; if all did, return None."""
         episodes = episode_context.current().episodes
         kept = await self.run_episodes(engine, data, [Episode()] if episodes is None else episodes)
         return merge_outcomes(kept) if kept else None
@@ -53,11 +45,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     async def run_episodes(
         self, engine: InferenceEngine, data: dict[str, Any], episodes: list[Episode]
     ) -> list[dict[str, Any]]:
-        """Run ``episodes``, resized to the group's size; each gets its trajectory.
-
-        Returns:
-            Values of the episodes that finished with data, by ``member_idx``; empty for a dropped group.
-        """
+        """Run ``episodes``, resized to the group's size; each gets its trajectory. Return the values of those that
+        finished with data, by ``member_idx``; none for a dropped group."""
         if len(episodes) != self.group_size:
             seed_name = episodes[0].seed_name if episodes else None
             episodes[:] = [Episode(member_idx=i, seed_name=seed_name) for i in range(self.group_size)]
@@ -104,11 +93,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 async def run_group(
     workflow: RolloutWorkflow, engine: InferenceEngine, data: dict[str, Any], episodes: list[Episode]
 ) -> None:
-    """Run ``workflow`` once on ``data``; each of ``episodes`` that finished gets its trajectory.
-
-    Raises:
-        Exception: The workflow's own, if no episode is left to train.
-    """
+    """Run ``workflow`` once on ``data``; each of ``episodes`` that finished gets its trajectory. If none is left to
+    train, its exception is raised."""
     if isinstance(workflow, GroupedRolloutWorkflow):
         await workflow.run_episodes(engine, data, episodes)
         return
@@ -124,7 +110,6 @@ async def run_group(
 
 
 def _drop(episodes: Sequence[Episode]) -> None:
-    """Cancel the episodes of a group that is dropped."""
     failure = Failure.cancelled("the group was dropped because another episode failed")
     for episode in episodes:
         trajectory = episode.end(EpisodeStatus.CANCELLED, failure)

@@ -17,12 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-WINDOW = 8
-"""Batches between two decisions."""
-IDLE = 0.05
-"""Share of its time that the trainer may wait before it counts as waiting."""
-CHANGE = 1.5
-"""Factor between the lookaheads of a trial."""
+WINDOW = 8  # batches between two decisions
+IDLE = 0.05  # share of its time that the trainer may wait before it counts as waiting
+CHANGE = 1.5  # factor between the lookaheads of a trial
 GAIN = 0.95
 """More groups ahead stay if they cut the step time to this share or less; fewer stay unless the more had done so."""
 PATIENCE = (4, 64)
@@ -31,10 +28,8 @@ PATIENCE = (4, 64)
 
 @dataclass(slots=True)
 class Lookahead:
-    """Groups that may start before the batch that needs them, up to ``max_staleness`` batches.
-
-    It begins at half the staleness bound, and at least one batch.
-    """
+    """Groups that may start before the batch that needs them, up to ``max_staleness`` batches. It begins at half the
+    staleness bound, and at least one batch."""
 
     batch_size: int
     max_staleness: int
@@ -44,12 +39,9 @@ class Lookahead:
     _starved_s: float = 0.0
     _waited_s: float = 0.0
     _spare: int | None = None
-    _before: tuple[int, float] | None = None
-    """Lookahead and seconds of the window before the running trial."""
-    _grows: bool = True
-    """True if the next trial raises the lookahead."""
-    _hold: int = 0
-    """Windows left without a trial."""
+    _before: tuple[int, float] | None = None  # lookahead and seconds of the window before the running trial
+    _grows: bool = True  # True if the next trial raises the lookahead
+    _hold: int = 0  # windows left without a trial
     _patience: int = PATIENCE[0]
 
     def __post_init__(self) -> None:
@@ -64,15 +56,9 @@ class Lookahead:
         return self.max_staleness * self.batch_size
 
     def batch_cut(self, *, step_s: float, waited_s: float, starved_s: float, spare: int) -> None:
-        """Record a batch.
-
-        Args:
-            step_s: Seconds since the batch before.
-            waited_s: Seconds of it that the trainer waited.
-            starved_s: Seconds of ``waited_s`` with too few finished groups for a batch. In the rest a full batch
-                waited for the oldest groups, which a larger lookahead would not speed up.
-            spare: Finished groups left over by the batch.
-        """
+        """Record a batch, ``step_s`` after the one before. The trainer waited ``waited_s`` of it, ``starved_s`` of that
+        with too few finished groups for a batch; in the rest a full batch waited for the oldest groups, which a larger
+        lookahead would not speed up. ``spare`` finished groups were left over."""
         self._batches += 1
         self._step_s += step_s
         self._waited_s += waited_s

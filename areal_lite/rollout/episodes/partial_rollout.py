@@ -20,12 +20,9 @@ _STATUS = {EpisodeStatus.ACCEPTED: SampleStatus.COMPLETED, EpisodeStatus.FAILED:
 
 
 def sampled_group(group: Group) -> SampleGroup:
-    """Return the group as samples that hold what its episodes have sampled.
-
-    An episode is one sample per path through its turns, all with its index; one that sampled nothing is pending.
-    If the workflow ran another number of episodes than were drawn, nothing is kept, since tokens and samples
-    cannot be matched.
-    """
+    """Return the group as samples that hold what its episodes have sampled, one per path through an episode's turns,
+    all with its index; pending if it sampled nothing. If the workflow ran another number of episodes than were drawn,
+    nothing is kept, since tokens and samples cannot be matched."""
     by_index = {sample.index: sample for sample in reversed(group.samples)}
     drawn = [by_index[index] for index in dict.fromkeys(sample.index for sample in group.samples)]
     if len(drawn) != len(group.trajectories):
@@ -70,10 +67,8 @@ def _paths(sample: Sample, trajectory: Trajectory) -> Iterator[Sample]:
 
 
 def record_answers(samples: SampleGroup, episodes: Sequence[Episode], *, oldest_version: int) -> None:
-    """Record the answers that the samples hold in their episodes, for reuse.
-
-    Does nothing if a token is older than ``oldest_version``: the group could not be trained.
-    """
+    """Record the answers that the samples hold in their episodes, for reuse; none if a token is older than
+    ``oldest_version``, since the group could not be trained."""
     versions = {version for sample in samples for version in _sampled_versions(sample)}
     if any(version < oldest_version for version in versions):
         return

@@ -40,8 +40,7 @@ class RowFeed:
         self.exhausted = False
         self.error: Exception | None = None
         """Ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
-        self.waited_for_oldest_s = 0.0
-        """Seconds that a full batch waited for running groups, see :class:`OldestGroups`."""
+        self.waited_for_oldest_s = 0.0  # seconds that a full batch waited for running groups, see OldestGroups
         self.oldest_groups = OldestGroups()
         self._full_since: float | None = None
         self._retries = retries
@@ -71,22 +70,16 @@ class RowFeed:
             self.end(RuntimeError(f"the data source raised {error!r}"))
 
     def end(self, error: Exception) -> None:
-        """Stop drawing; whoever waits for a batch gets ``error``."""
         self.error = error
         self.finished.changed()
 
     @property
     def ahead(self) -> int:
-        """Groups that run or wait for a batch."""
         return self.running + len(self.finished.groups)
 
     def wait_for_oldest(self, running: Mapping[TaskId, int], oldest_allowed: int | None) -> None:
-        """Make the next batch wait for running groups that would otherwise grow too old.
-
-        Args:
-            running: Version of the oldest token of each running group that has one.
-            oldest_allowed: Oldest version that the batch may train; None waits for no running group.
-        """
+        """Make the next batch wait for running groups that would otherwise grow too old. ``running`` has the version of
+        the oldest token of each group that has one; without ``oldest_allowed``, wait for none."""
         self._full_since = None
         self.oldest_groups = OldestGroups(oldest_allowed)
         for task_id, version in running.items():
@@ -114,7 +107,6 @@ class RowFeed:
         self.finished.put_back(batch)
 
     def mark_trained(self) -> None:
-        """Mark the last batch as trained."""
         self.source.mark_trained(self._handed_over)
         self._handed_over = []
 
@@ -147,22 +139,17 @@ class RowFeed:
         self.exhausted = False
 
     def count_miss(self, reason: str) -> None:
-        """Count a group that ended without training data."""
         self._misses[reason] += 1
         self.finished.changed()
 
     def ready(self, count: int, max_misses: int) -> Callable[[], bool]:
         """Return the condition to wait for: a batch is complete, or certain never to be."""
 
-        def condition() -> bool:
-            return (
-                self._complete(count) or self.error is not None or self._misses.total() >= max_misses or self._ended()
-            )
-
-        return condition
+        return lambda: (
+            self._complete(count) or self.error is not None or self._misses.total() >= max_misses or self._ended()
+        )
 
     def _complete(self, count: int) -> bool:
-        """Return whether there is a batch, and no running group that it has to wait for."""
         if len(self.finished.groups) < count:
             return False
         now = time.monotonic()
@@ -174,17 +161,11 @@ class RowFeed:
         return True
 
     def ended(self, group: Group) -> None:
-        """Record that a running group ended, with any status."""
         self.running -= 1
         self.oldest_groups.remove_running(group.task_id)
 
     def check(self, count: int) -> None:
-        """Raise what ended the wait of :meth:`ready`, unless a batch is complete.
-
-        Raises:
-            StarvationError: If too many groups in a row were not accepted.
-            ConfigError: If the source ended with less than a batch left.
-        """
+        """Raise what ended the wait of :meth:`ready`, unless a batch is complete."""
         if self.error is not None:
             raise self.error
         if len(self.finished.groups) >= count:

@@ -35,19 +35,9 @@ class Cut:
 def cut_batch(
     groups: list[Group], count: int, *, version: int, max_staleness: int, mask_off_policy: bool = False
 ) -> Cut:
-    """Take ``count`` groups within the staleness bound: oldest tokens first, then earliest start.
-
-    Staleness is ``version`` minus the version of the oldest trained token. Older groups come out as
-    stale; the rest stays in ``groups``, which is changed in place. With fewer than ``count`` fresh
-    groups nothing fresh is taken.
-
-    Args:
-        groups: Accepted groups that wait.
-        count: Groups of the batch.
-        version: The trainer's policy version.
-        max_staleness: The bound.
-        mask_off_policy: Mask tokens beyond the bound and train on the rest.
-    """
+    """Take ``count`` groups within the staleness bound: oldest tokens first, then earliest start. Older ones come out
+    as stale, or with ``mask_off_policy`` have the tokens beyond the bound masked; the rest stays in ``groups``, which
+    is changed in place. With fewer than ``count`` fresh groups nothing fresh is taken."""
     oldest_version = version - max_staleness
     too_old = [group for group in groups if oldest_version_of(group) < oldest_version] if mask_off_policy else []
     masked_tokens = sum(_mask_older(group, oldest_version) for group in too_old)
@@ -82,15 +72,9 @@ def oldest_version_of(group: Group) -> int:
 def must_wait(running: Mapping[int, int], finished: Mapping[int, int], count: int) -> bool:
     """Return True if a batch cut now would leave a running group without room in a later batch.
 
-    A group of slack ``s`` fits into this batch or the next ``s``; after those it is beyond the staleness bound.
-    Groups of slack ``s`` or less therefore fit if at most ``s * count`` of them are left over by this batch,
-    which takes the finished ones of least slack first.
-
-    Args:
-        running: Number of running groups by slack.
-        finished: Number of finished groups by slack.
-        count: Groups per batch.
-    """
+    A group of slack ``s`` fits into this batch or the next ``s``; after those it is beyond the staleness bound. Groups
+    of slack ``s`` or less therefore fit if at most ``s * count`` of them are left over by this batch, which takes the
+    finished ones of least slack first. ``running`` and ``finished`` count groups by slack."""
     due = ready = 0
     for slack in sorted({*running, *finished}):
         ready += finished.get(slack, 0)
@@ -101,21 +85,15 @@ def must_wait(running: Mapping[int, int], finished: Mapping[int, int], count: in
 
 
 class OldestGroups:
-    """Groups by slack, the number of later batches that they may still be in; counted anew for each batch.
-
-    Args:
-        oldest_allowed: Oldest version that this batch may train; None if it waits for no running group.
-    """
+    """Groups by slack, the number of later batches that they may still be in; counted anew for each batch."""
 
     def __init__(self, oldest_allowed: int | None = None) -> None:
         self._oldest_allowed = oldest_allowed
-        self._slack: dict[TaskId, int] = {}
-        """Slack by running group."""
+        self._slack: dict[TaskId, int] = {}  # slack by running group
         self._running: Counter[int] = Counter()
         self._finished: Counter[int] = Counter()
 
     def add_running(self, task_id: TaskId, version: int) -> None:
-        """Count a running group whose oldest token has ``version``."""
         if self._oldest_allowed is not None:
             slack = self._slack[task_id] = max(0, version - self._oldest_allowed)
             self._running[slack] += 1
@@ -126,7 +104,6 @@ class OldestGroups:
             self._running[slack] -= 1
 
     def add_finished(self, group: Group) -> None:
-        """Count a group that waits for a batch."""
         if self._oldest_allowed is not None:
             self._finished[max(0, oldest_version_of(group) - self._oldest_allowed)] += 1
 

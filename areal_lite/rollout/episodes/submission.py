@@ -22,8 +22,7 @@ class EpisodeRecipe:
     """The workflow and filter to run on a row, resolved once and shared by many submissions."""
 
     workflow: RolloutWorkflow
-    sent: PickledObject | None = None
-    """The workflow as worker processes get it; None without them."""
+    sent: PickledObject | None = None  # the workflow as worker processes get it; None without them
     should_accept_fn: ShouldAcceptFn | None = None
     group_size: int = 1
     is_eval: bool = False
@@ -37,12 +36,9 @@ class Submission:
     data: Row
     recipe: EpisodeRecipe
     deliver: Callable[[Group], None]
-    training: bool
-    """True if its group waits for a training step, so that the staleness bound applies."""
-    feed: RowFeed | None = None
-    """The feed it was drawn from, which decides when an accepted group trains."""
-    samples: SampleGroup = field(default_factory=list)
-    """The group as it was drawn."""
+    training: bool  # True if its group waits for a training step, so that the staleness bound applies
+    feed: RowFeed | None = None  # the feed it was drawn from, which decides when an accepted group trains
+    samples: SampleGroup = field(default_factory=list)  # the group as it was drawn
     episodes: list[Episode]
     submitted: float
     started: float = 0.0
@@ -51,8 +47,7 @@ class Submission:
     extended: bool = False
     """True if it got its time again, because another episode blocked the event loop at its deadline."""
     task: asyncio.Task[Group] | None = None
-    stopped_by: Failure | None = None
-    """Reason that the run cancelled it for; None otherwise."""
+    stopped_by: Failure | None = None  # reason that the run cancelled it for; None otherwise
 
     def oldest_version(self) -> int | None:
         """Return a lower bound on the versions of its tokens; None before the first model call."""

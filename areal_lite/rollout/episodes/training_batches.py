@@ -43,16 +43,8 @@ from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
 
 
 class TrainingBatches:
-    """Batches of accepted groups; lives on the event loop.
-
-    Args:
-        config: Bounds of a batch.
-        gate: Decides when the next group may start.
-        runner: Runs the groups.
-        ended: Counts them.
-        interrupt: Ends the model calls of episodes that are about to be stopped, with what they have sampled.
-        start_more: Asks the executor to start what the gate allows, :meth:`next_submission` included.
-    """
+    """Batches of accepted groups; lives on the event loop. ``interrupt`` ends the model calls of episodes that are
+    about to be stopped, with what they have sampled; ``start_more`` asks the executor to start what the gate allows."""
 
     def __init__(
         self,
@@ -72,23 +64,13 @@ class TrainingBatches:
         self._start_more = start_more
         self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
         """Feeds by the id of their source. The last one was used last, and it alone starts groups."""
-        self._asking = asyncio.Lock()
-        """Held while a batch is waited for."""
+        self._asking = asyncio.Lock()  # held while a batch is waited for
         self._last_cut: float | None = None
 
     async def prepare(self, source: Iterable[Any], recipe: EpisodeRecipe) -> list[Group]:
-        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
-
-        A full batch waits for running groups that would be too old for later batches (``stale_groups: wait``); rows of
-        groups that are too old anyway are drawn again. Groups of another source go back to it, so that ``source`` may
-        start as many as the gate allows.
-
-        Raises:
-            StarvationError: If nothing was accepted for ``max_empty_batches`` batches.
-            EpisodeError: If an episode failed under ``on_error: raise``.
-            ConfigError: If the engine is paused, the source ended with less than a batch, or its groups have another
-                size.
-        """
+        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound. Rows of groups that are
+        too old are drawn again. Groups of another source go back to it, so that ``source`` may start as many as the
+        gate allows."""
         self._gate.refuse_paused()
         async with self._asking:
             feed = self._feed_of(source, recipe)
@@ -135,7 +117,6 @@ class TrainingBatches:
             return batch
 
     def _cut(self, feed: RowFeed, count: int) -> list[Group]:
-        """Return a batch of the feed, or an empty list if too many of its groups are stale."""
         cut = cut_batch(
             feed.finished.groups,
             count,
@@ -164,7 +145,6 @@ class TrainingBatches:
         feed.wait_for_oldest(known, self._gate.version - self._config.max_head_offpolicyness)
 
     def _note_pace(self, feed: RowFeed, asked: float) -> None:
-        """Let the gate adapt how far groups run ahead."""
         now = time.monotonic()
         self._ended.statistics.waited_for_oldest_s += feed.waited_for_oldest_s
         if self._last_cut is not None:
@@ -258,7 +238,6 @@ class TrainingBatches:
             feed.end(ConfigError("the source was closed while a batch was waited for"))
 
     async def set_all_aside(self, reason: str) -> None:
-        """Give the groups of all sources back to them."""
         for feed, _ in list(self._feeds.values()):
             await self._set_aside(feed, reason)
 

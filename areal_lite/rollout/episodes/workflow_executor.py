@@ -37,15 +37,7 @@ from areal_lite.rollout.episodes.training_batches import TrainingBatches
 
 
 class WorkflowExecutor:
-    """Admits groups and delivers them.
-
-    Args:
-        engine: Passed to workflows, which generate with it.
-        config: Bounds and deadlines.
-        gate: Decides when the next group may start; shared with nobody.
-        on_end: Called once with each final group; must not raise and must not block.
-        interrupt: Ends the model calls of episodes that are about to be stopped, with what they have sampled.
-    """
+    """Admits groups and delivers them; ``on_end`` and ``interrupt`` are as in EndedGroups and TrainingBatches."""
 
     def __init__(
         self,
@@ -65,36 +57,22 @@ class WorkflowExecutor:
         self._finished = FinishedGroups()
         self._waiting: deque[Submission] = deque()
         self._waiting_free: deque[Submission] = deque()
-        self._outstanding = 0
-        """Number of running or waiting submissions whose group is for ``wait``."""
-
-    # -- what callers ask for ------------------------------------------------------------------
+        self._outstanding = 0  # number of running or waiting submissions whose group is for ``wait``
 
     def submit(self, data: Row, recipe: EpisodeRecipe, task_id: TaskId | None = None) -> Submission:
-        """Reserve a task id for one row whose group is for :meth:`wait`; any thread may call this.
-
-        The group starts once :meth:`enqueue` was called with it on the loop.
-
-        Raises:
-            ConfigError: If ``task_id`` is in use or cannot name a file.
-        """
+        """Reserve a task id for one row whose group is for :meth:`wait`; any thread may call this. The group starts
+        once :meth:`enqueue` was called with it on the loop."""
         training = not recipe.is_eval
         return self.runner.make(data, recipe, self._deliver_to_wait, training=training, task_id=task_id)
 
     def enqueue(self, submission: Submission) -> None:
-        """Start the submission as soon as the gate lets it."""
         self._outstanding += submission.deliver == self._deliver_to_wait
         (self._waiting if submission.training else self._waiting_free).append(submission)
         self._pump()
 
     async def wait(self, count: int, timeout_s: float | None) -> list[Group]:
-        """Return the ``count`` submitted groups that finished first.
-
-        Raises:
-            ValueError: If fewer were submitted and there is no ``timeout_s``.
-            ConfigError: If there is no ``timeout_s`` and the engine can start none of those that it would wait for.
-            TimeoutError: After ``timeout_s``; the finished groups stay for the next wait.
-        """
+        """Return the ``count`` submitted groups that finished first; after a time-out, the finished groups stay for the
+        next wait."""
 
         def enough() -> bool:
             return len(self._finished.groups) >= count
@@ -155,7 +133,6 @@ class WorkflowExecutor:
         return [group for group in groups if group is not None]
 
     def set_version(self, version: int) -> None:
-        """Set the policy version and start the groups that it allows."""
         if version < 0:
             raise ConfigError(f"the policy version is {version}: it starts at 0 and grows")
         self.gate.set_version(version)
@@ -167,12 +144,10 @@ class WorkflowExecutor:
         self.gate.paused = True
 
     def resume(self) -> None:
-        """End :meth:`pause`."""
         self.gate.paused = False
         self._pump()
 
     def hold(self, held: bool) -> None:
-        """Start no more groups while ``held``; running ones continue."""
         self.gate.held = held
         self._pump()
 
@@ -186,8 +161,6 @@ class WorkflowExecutor:
         await self.batches.set_all_aside(reason)
         await self.runner.close(reason)
         self.gate.paused = False  # the engine may be initialized again
-
-    # -- starting and ending -------------------------------------------------------------------
 
     def _pump(self) -> None:
         """Start what the gate allows: evaluation and rollout_batch first, then submissions, then the feed."""
@@ -204,7 +177,6 @@ class WorkflowExecutor:
         self.runner.start(submission, version=self.gate.version)
 
     def _finish(self, submission: Submission, group: Group) -> None:
-        """Count the ended group, deliver it, and start others."""
         accepted = group.status is EpisodeStatus.ACCEPTED
         if submission.task is not None:
             self.gate.end(training=submission.training, accepted=accepted)

@@ -7,7 +7,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
@@ -33,23 +32,14 @@ def grouped_workflow(
     workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
 ) -> RolloutWorkflow:
     """Return the workflow that runs a group of episodes; see :func:`resolve_workflow`."""
-    resolved = resolve_workflow(
-        workflow,
-        workflow_kwargs,
-        wrap_agent=partial(wrap_agent, config=config),
-        allow_sync=config.agents.isolation != "inline",
-    )
+    resolved = resolve_workflow(workflow, workflow_kwargs, config)
     return resolved if group_size == 1 else GroupedRolloutWorkflow(resolved, group_size, config.faults.on_error)
 
 
 def pickled_workflow(
     workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
 ) -> PickledObject:
-    """Return the arguments of :func:`grouped_workflow` for a worker process.
-
-    Raises:
-        ConfigError: If they cannot be sent to one.
-    """
+    """Return the arguments of :func:`grouped_workflow` for a worker process."""
     name = workflow if isinstance(workflow, str) else getattr(workflow, "__qualname__", type(workflow).__qualname__)
     return pickled_object(
         (workflow, workflow_kwargs, group_size),
@@ -60,47 +50,24 @@ def pickled_workflow(
 
 
 def resolve_workflow(
-    workflow: WorkflowLike,
-    workflow_kwargs: Mapping[str, Any] | None,
-    *,
-    wrap_agent: Callable[[Any], RolloutWorkflow],
-    allow_sync: bool = False,
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, config: InferenceEngineConfig
 ) -> RolloutWorkflow:
-    """Return the workflow that ``workflow`` names.
-
-    Args:
-        workflow: Instance, class, dotted path, or agent (see ``WorkflowLike``).
-        workflow_kwargs: Arguments of the class's constructor. A path in ``tokenizer`` is loaded, unless the
-            constructor annotates it as ``str``.
-        wrap_agent: Makes a workflow of an object with ``async run()``.
-        allow_sync: Let an agent's ``run`` be a plain function.
-
-    Raises:
-        ConfigError: If it is none of these, kwargs do not fit, ``run`` is not async, or the tokenizer cannot
-            be loaded.
-    """
-    target = check_workflow(workflow, workflow_kwargs, allow_sync=allow_sync)
+    """Return the workflow that ``workflow`` names: an instance, class, dotted path, or agent (see ``WorkflowLike``),
+    around which ``config.agents.workflow`` is put. A path in the kwarg ``tokenizer`` is loaded, unless the constructor
+    annotates it as ``str``."""
+    target = check_workflow(workflow, workflow_kwargs, allow_sync=config.agents.isolation != "inline")
     if inspect.isclass(target):
         target = target(**_with_tokenizer(target, workflow_kwargs or {}))
-    return target if isinstance(target, RolloutWorkflow) else wrap_agent(target)
-
-
-def wrap_agent(agent: Any, config: InferenceEngineConfig) -> RolloutWorkflow:
-    """Return the workflow of ``config.agents.workflow`` around an agent."""
-    wrapper = load_object(config.agents.workflow, where="rollout.agents.workflow")
-    wrapped = wrapper(agent, config)
-    assert isinstance(wrapped, RolloutWorkflow)
-    return wrapped
+    if not isinstance(target, RolloutWorkflow):
+        target = load_object(config.agents.workflow, where="rollout.agents.workflow")(target, config)
+        assert isinstance(target, RolloutWorkflow)
+    return target
 
 
 def check_workflow(
     workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, *, allow_sync: bool = False
 ) -> Any:
-    """Return the class or instance that ``workflow`` names, without constructing it.
-
-    Raises:
-        ConfigError: As :func:`resolve_workflow`.
-    """
+    """Return the class or instance that ``workflow`` names, without constructing it."""
     name = repr(workflow) if isinstance(workflow, str) else getattr(workflow, "__name__", type(workflow).__name__)
     target: Any = load_object(workflow, where="workflow") if isinstance(workflow, str) else workflow
     if target is None:
@@ -120,7 +87,6 @@ def check_workflow(
 
 
 def _with_tokenizer(cls: type[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kwargs with the tokenizer itself instead of its path, unless the class wants the path."""
     path, parameter = kwargs.get("tokenizer"), _signature(cls).parameters.get("tokenizer")
     if not isinstance(path, str) or parameter is None:
         return dict(kwargs)

@@ -7,36 +7,26 @@ made. An episode's model calls are not sent back: the run made them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import sys
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from areal_lite.api import record_codec as codec
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.api.record_codec import (
-    Columns,
-    Plain,
-    ReadColumns,
-    pack_failure,
-    pack_records,
-    pack_trajectory,
-    unpack_failure,
-    unpack_records,
-    unpack_trajectory,
-)
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import TurnSources, call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.rollout_config import InferenceEngineConfig
-from areal_lite.processes.channel import decode_reply, framed
+from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
 
 RESPONSE_FIELDS = (
     *("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs", "stop_reason"),
@@ -47,35 +37,43 @@ _GCONFIG = TypeAdapter(GenerationHyperparameters)
 
 
 def request(*message: Any) -> bytes:
-    """Return a message to a worker as it is sent."""
     return framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-class WorkerSettings(NamedTuple):
-    """Settings of a worker at its start."""
+class Reader(asyncio.Protocol):
+    """Passes on each message of the other side; an error in one closes the connection."""
 
-    config: InferenceEngineConfig
-    log_levels: dict[str, int]
-    """By logger; "" is the root."""
+    def __init__(
+        self,
+        on_message: Callable[[memoryview], object],
+        on_close: Callable[[], object],
+        *,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._on_message = on_message
+        self._on_close = on_close
+        self._messages = MessageSplitter(max_bytes=max_bytes)
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._messages.feed(data):
+            self._on_message(body)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_close()
 
 
 class CallRequest(NamedTuple):
-    """A model call of an episode."""
-
     rid: str
     gconfig: GenerationHyperparameters
     top_logprobs: int
-    agent: Any
-    """``metadata["agent"]``, which must have a JSON form."""
+    agent: Any  # ``metadata["agent"]``, which must have a JSON form
     streams: bool
     prefix: tuple[int, int, int] | None
     """The prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``. None
     outside a group: ``ids`` are the prompt."""
-    ids: list[int]
-    """The prompt's ids that its group has not sent before."""
+    ids: list[int]  # the prompt's ids that its group has not sent before
 
-    def packed(self) -> tuple[Plain, Columns]:
-        """Return the call as plain data and its ids as bytes."""
+    def packed(self) -> tuple[codec.Plain, codec.Columns]:
         gconfig = _GCONFIG.dump_json(self.gconfig).decode()
         return (self.rid, gconfig, *self[2:-1]), [array("i", self.ids).tobytes()]
 
@@ -83,15 +81,11 @@ class CallRequest(NamedTuple):
 class EpisodeReply(NamedTuple):
     """An episode's record in its worker; its model calls are in the run's process."""
 
-    records: dict[str, Any]
-    """What its code recorded, by field of :class:`Episode`."""
-    trajectory: Trajectory | None
-    """None if it has not ended."""
-    chains: list[list[Hashable]]
-    """Keys of the calls of each sequence (``turn_tree.call_key``)."""
+    records: dict[str, Any]  # what its code recorded, by field of Episode
+    trajectory: Trajectory | None  # None if it has not ended
+    chains: list[list[Hashable]]  # keys of the calls of each sequence (``turn_tree.call_key``)
 
     def link(self, trajectory: Trajectory, calls: Sequence[ModelResponse]) -> None:
-        """Have the trajectory make its turns from ``calls``, which its episode made."""
         known = {call_key(call): call for call in calls}
         chains: list[list[ModelResponse]] = []
         if all(key in known for chain in self.chains for key in chain):  # otherwise calls are found by their tokens
@@ -99,54 +93,42 @@ class EpisodeReply(NamedTuple):
         link_turns(trajectory, TurnSources(chains, calls))
 
 
-class GroupEnd(NamedTuple):
-    """The end of a group in its worker."""
-
-    was_stopped: bool
-    """True if a cancellation ended it."""
-    failure: Failure | None
-    replies: list[EpisodeReply]
-    """One per episode; none if the worker could not send them."""
-
-
-def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Plain, Columns]:
-    """Return the end of a group as plain data and bytes.
-
-    Raises:
-        TypeError: If a workflow returned something that no process can send.
-    """
-    columns: Columns = []
+def pack_end(
+    was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]
+) -> tuple[codec.Plain, codec.Columns]:
+    """Return the end of a group as plain data and bytes; a TypeError for what no process can send."""
+    columns: codec.Columns = []
     replies = [_pack_episode(episode, columns) for episode in episodes]
-    return (was_stopped, pack_failure(failure), replies), columns
+    return (was_stopped, codec.pack_failure(failure), replies), columns
 
 
-def read_end(plain: Plain, columns: ReadColumns) -> GroupEnd:
-    """Return the end of a group from :func:`pack_end`."""
+def read_end(plain: codec.Plain, columns: codec.ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
+    """Return whether a cancellation ended the group, why it failed, and a reply per episode, if it could send them."""
     was_stopped, failure, replies = plain
-    return GroupEnd(was_stopped, unpack_failure(failure), [_read_episode(reply, columns) for reply in replies])
+    return was_stopped, codec.unpack_failure(failure), [_read_episode(reply, columns) for reply in replies]
 
 
-def _pack_episode(episode: Episode, columns: Columns) -> Plain:
+def _pack_episode(episode: Episode, columns: codec.Columns) -> codec.Plain:
     trajectory = episode.trajectory
     if trajectory is None:
-        return pack_records(episode), None
+        return codec.pack_records(episode), None
     sources = turn_sources(trajectory)
     chains = [[call_key(call) for call in chain] for chain in (() if sources is None else sources[0])]
     extras = _pack_value(trajectory.extras, columns)
-    return pack_records(episode), (pack_trajectory(trajectory, columns), extras, chains)
+    return codec.pack_records(episode), (codec.pack_trajectory(trajectory, columns), extras, chains)
 
 
-def _read_episode(plain: Plain, columns: ReadColumns) -> EpisodeReply:
+def _read_episode(plain: codec.Plain, columns: codec.ReadColumns) -> EpisodeReply:
     records, ended = plain
     if ended is None:
-        return EpisodeReply(unpack_records(records), None, [])
-    trajectory = unpack_trajectory(ended[0], columns)
+        return EpisodeReply(codec.unpack_records(records), None, [])
+    trajectory = codec.unpack_trajectory(ended[0], columns)
     trajectory.extras = _read_value(ended[1], columns)
     chains = [[tuple(key) if isinstance(key, list) else key for key in chain] for chain in ended[2]]
-    return EpisodeReply(unpack_records(records), trajectory, chains)
+    return EpisodeReply(codec.unpack_records(records), trajectory, chains)
 
 
-def _pack_value(value: Any, columns: Columns) -> Plain:
+def _pack_value(value: Any, columns: codec.Columns) -> codec.Plain:
     """Return a value of a workflow's dict beside its tokens: tensors, arrays, and what holds them."""
     if value is None or isinstance(value, bool | int | float | str):
         return "value", value
@@ -172,7 +154,7 @@ def _pack_value(value: Any, columns: Columns) -> Plain:
     )
 
 
-def _read_value(plain: Plain, columns: ReadColumns) -> Any:
+def _read_value(plain: codec.Plain, columns: codec.ReadColumns) -> Any:
     kind, value = plain
     if kind == "value":
         return value

@@ -27,29 +27,25 @@ from areal_lite.api.record_codec import Plain, ReadColumns
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.errors import ServerError
-from areal_lite.processes.channel import MAX_MESSAGE, MessageSplitter
+from areal_lite.processes.channel import MAX_MESSAGE
 from areal_lite.processes.child_process import ChildProcess, PickledObject, start_python
 from areal_lite.rollout.workers.messages import (
     RESPONSE_FIELDS,
     CallRequest,
     EpisodeReply,
+    Reader,
     read_end,
     read_report,
     request,
 )
 
 START_S = 120.0
-CLOSE_S = 10.0
-"""Seconds for a worker to close what its episodes shared."""
-UNREAD_S = 1.0
-"""Seconds to read what a process that has ended sent."""
-_MAX_WORKFLOWS = 64
-"""Workflows that a worker keeps loaded."""
+CLOSE_S = 10.0  # seconds for a worker to close what its episodes shared
+UNREAD_S = 1.0  # seconds to read what a process that has ended sent
+_MAX_WORKFLOWS = 64  # workflows that a worker keeps loaded
 
 
 class WorkerGroup:
-    """A group that runs in a worker."""
-
     def __init__(self, key: int, context: EpisodeContext) -> None:
         self.key = key
         self.end: asyncio.Future[tuple[bool, Failure | None]] = asyncio.get_running_loop().create_future()
@@ -57,8 +53,7 @@ class WorkerGroup:
         self._context = context
         assert context.episodes is not None
         self._episodes = context.episodes
-        self._ids: dict[int, list[int]] = {}
-        """Lists of ids that prompts share, by number."""
+        self._ids: dict[int, list[int]] = {}  # lists of ids that prompts share, by number
 
     def member(self, member_idx: int) -> Episode:
         """Return an episode; a workflow may run more of them than were drawn."""
@@ -67,7 +62,6 @@ class WorkerGroup:
         return self._episodes[member_idx]
 
     def context(self, member_idx: int) -> EpisodeContext:
-        """Return the context of an episode's model calls."""
         return self._context._replace(member_idx=member_idx, episode=self.member(member_idx))
 
     def prompt(self, call: CallRequest) -> TokenPrefix | None:
@@ -99,14 +93,10 @@ class WorkerGroup:
 
 
 class Worker:
-    """One worker process and its connection."""
-
     def __init__(self, number: int, engine: InferenceEngine, shared: SharedResources) -> None:
         self.groups: dict[int, WorkerGroup] = {}
-        self.ended = asyncio.Event()
-        """Set once the process has ended and all that it sent was read."""
-        self.end: str
-        """How it ended, for people."""
+        self.ended = asyncio.Event()  # set once the process has ended and all that it sent was read
+        self.end: str  # how it ended, for people
         self._number = number
         self._engine = engine
         self._shared = shared
@@ -147,7 +137,8 @@ class Worker:
                 self.end = f"worker {self._number} could not be started ({error})"
                 self.ended.set()
                 return False
-        self._transport, _ = await loop.create_unix_connection(lambda: _Reader(self), sock=ours)
+        reader = Reader(self._on_message, self._on_disconnect, max_bytes=MAX_MESSAGE)
+        self._transport, _ = await loop.create_unix_connection(lambda: reader, sock=ours)
         self.send(settings)
         self.send("version", self._engine.get_version())
         if self._closing:
@@ -161,16 +152,13 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes groups."""
         return self._ready.done() and self._ready.result() and not self._disconnected
 
     def send(self, *message: Any) -> None:
-        """Send a message, if the process still runs."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(request(*message))
 
     def run(self, workflow: PickledObject, data: bytes, context: EpisodeContext, deadline: float) -> WorkerGroup:
-        """Start a group."""
         if workflow.key not in self._workflows:
             if len(self._workflows) == _MAX_WORKFLOWS:
                 self._workflows.clear()
@@ -184,10 +172,8 @@ class Worker:
         self.send("run", group.key, workflow.key, data, place, len(context.episodes), deadline)
         return group
 
-    # -- messages of the process -------------------------------------------------------------------
-
-    def on_report(self, kind: str, *arguments: Any) -> None:
-        """Handle a message of the process."""
+    def _on_message(self, body: memoryview) -> None:
+        kind, *arguments = read_report(body)
         self._handlers[kind](*arguments)
 
     def _on_ready(self, ready: bool = True) -> None:
@@ -243,15 +229,11 @@ class Worker:
         if target.isEnabledFor(record.levelno):
             target.handle(record)
 
-    # -- its end -----------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Have the process end on its own."""
         self._closing = True
         self.send("close")
 
     def kill(self) -> None:
-        """Kill the process and its group."""
         if self._process is not None:
             self._process.kill()
 
@@ -263,7 +245,7 @@ class Worker:
         else:
             asyncio.get_running_loop().call_later(UNREAD_S, self._transport.abort)
 
-    def on_disconnect(self) -> None:
+    def _on_disconnect(self) -> None:
         """Note that no message follows; kill the process if it does not end."""
         self._disconnected = True
         if self._exited:
@@ -290,21 +272,6 @@ class Worker:
             call.cancel()
         self._on_ready(False)
         self.ended.set()
-
-
-class _Reader(asyncio.Protocol):
-    """Passes each message of a process to its worker; an error in one closes the connection."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._messages = MessageSplitter(max_bytes=MAX_MESSAGE)
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._messages.feed(data):
-            self._worker.on_report(*read_report(body))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._worker.on_disconnect()
 
 
 def _sendable(error: Exception) -> Exception:

@@ -22,24 +22,15 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import EpisodeError
 from areal_lite.processes.child_process import PickledObject, pickled_object
 from areal_lite.rollout.episodes.submission import Submission
-from areal_lite.rollout.workers.messages import WorkerSettings
 from areal_lite.rollout.workers.worker import CLOSE_S, Worker
 
 logger = logging.getLogger(__name__)
 
-START_TRIES = 3
-"""Times in a row that a worker may die before it is ready."""
+START_TRIES = 3  # times in a row that a worker may die before it is ready
 
 
 class Workers:
-    """The workers of one engine; lives on its event loop.
-
-    Args:
-        engine: Makes the model calls.
-        config: Of the engine.
-        shared: Counts what the workers count.
-        on_broken: Called with the error if a worker cannot be started.
-    """
+    """The workers of one engine, on its event loop; ``on_broken`` gets the error if a worker cannot be started."""
 
     def __init__(
         self,
@@ -53,24 +44,16 @@ class Workers:
         self._config = config
         self._shared = shared
         self._on_broken = on_broken
-        self._workers: list[Worker] = []
-        """Those that run, ready or not."""
-        self._ready = asyncio.Event()
-        """Set while at least one is ready."""
+        self._workers: list[Worker] = []  # those that run, ready or not
+        self._ready = asyncio.Event()  # set while at least one is ready
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
 
     async def open(self) -> None:
-        """Start all workers and wait until they are ready.
-
-        Raises:
-            EpisodeError: If one cannot be started.
-        """
+        """Start all workers and wait until they are ready."""
         loop, config = asyncio.get_running_loop(), self._config
         levels = {name: logging.getLogger(name).level for name in ("", "areal_lite")}
-        settings = pickled_object(
-            WorkerSettings(config, levels), name="the rollout section", hint="Or set rollout.workers: 1"
-        )
+        settings = pickled_object((config, levels), name="the rollout section", hint="Or set rollout.workers: 1")
         started = [loop.create_future() for _ in range(config.workers)]
         self._keepers = [loop.create_task(self._keep(n, settings, future)) for n, future in enumerate(started)]
         await asyncio.wait(started)
@@ -79,7 +62,6 @@ class Workers:
                 raise error
 
     async def close(self) -> None:
-        """End all workers."""
         self._closing = True
         for worker in self._workers:
             worker.close()
@@ -90,18 +72,12 @@ class Workers:
             await asyncio.wait(self._keepers)
 
     def set_version(self, version: int) -> None:
-        """Set the policy version that the episodes read."""
         for worker in self._workers:
             worker.send("version", version)
 
     async def run(self, submission: Submission, deadline: float) -> Failure | None:
-        """Run the submission's group in a worker; its episodes get their trajectories and records.
-
-        If cancelled, stop the group and wait until it has cleaned up.
-
-        Returns:
-            Why the group failed; None if it finished.
-        """
+        """Run the submission's group in a worker; its episodes get their trajectories and records. Return why the group
+        failed; None if it finished. If cancelled, stop the group and wait until it has cleaned up."""
         with attributed_to(FailureKind.DATA):
             data = pickle.dumps(dict(submission.data), pickle.HIGHEST_PROTOCOL)
         while not (ready := [worker for worker in self._workers if worker.is_ready]):
@@ -120,7 +96,6 @@ class Workers:
         return failure
 
     async def _keep(self, number: int, settings: PickledObject, started: asyncio.Future[None]) -> None:
-        """Keep one worker running until :meth:`close`."""
         failed_starts = 0
         while not self._closing:
             worker = Worker(number, self._engine, self._shared)

@@ -32,23 +32,20 @@ from areal_lite.api.trajectory import TaskId
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError
-from areal_lite.processes.channel import MessageSplitter, encode_reply, framed, read_message
+from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
-from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, CallRequest, WorkerSettings, pack_end
+from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, CallRequest, Reader, pack_end
 from areal_lite.servers.client.recorded_answers import continued, own_copy
 
-SEND_S = 600.0
-"""Seconds that the run's process may leave a message unread."""
+SEND_S = 600.0  # seconds that the run's process may leave a message unread
 
 
 class _RunningGroup:
-    """A group of episodes in this process."""
-
     def __init__(self, key: int, size: int, deadline: float) -> None:
         self.key = key
         self.size = size
@@ -91,8 +88,8 @@ class _Workflow:
 class WorkerProcess(InferenceEngine):
     """Runs groups until the socket closes or ``close`` arrives; the engine of their episodes."""
 
-    def __init__(self, connection: socket.socket, settings: WorkerSettings) -> None:
-        self.config = settings.config
+    def __init__(self, connection: socket.socket, config: InferenceEngineConfig, log_levels: dict[str, int]) -> None:
+        self.config = config
         self.ended = threading.Event()
         self._version = 0
         self._groups: dict[int, _RunningGroup] = {}
@@ -107,14 +104,14 @@ class WorkerProcess(InferenceEngine):
         self._sender.settimeout(SEND_S)
         self._loop = LoopThread("areal-lite-worker")
         logging.getLogger().addHandler(_LogSender(self._send))
-        for name, level in settings.log_levels.items():
+        for name, level in log_levels.items():
             logging.getLogger(name).setLevel(level)
         self._watchdog = LoopWatchdog(self._loop, self._shared, self._deadline_of)
         garbage_collection.relax()
         self._loop.call(self._connect(connection))
 
     async def _connect(self, connection: socket.socket) -> None:
-        reader = _Reader(lambda kind, *rest: getattr(self, f"_on_{kind}")(*rest), self.ended.set)
+        reader = Reader(self._on_message, self.ended.set)
         await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=connection)
         self._send("ready")
 
@@ -124,7 +121,9 @@ class WorkerProcess(InferenceEngine):
         with self._sending, contextlib.suppress(ConnectionError):
             self._sender.sendall(report)
 
-    # -- what the run's process sends --------------------------------------------------------------
+    def _on_message(self, body: memoryview) -> None:
+        kind, *arguments = pickle.loads(body)
+        getattr(self, f"_on_{kind}")(*arguments)
 
     def _on_workflow(self, sent: PickledObject) -> None:
         self._workflows[sent.key] = _Workflow(self.config, sent)
@@ -177,8 +176,6 @@ class WorkerProcess(InferenceEngine):
 
         self._closing = asyncio.get_running_loop().create_task(close())
 
-    # -- groups ------------------------------------------------------------------------------------
-
     async def _run(self, group: _RunningGroup, workflow: _Workflow, data: bytes, context: dict[str, Any]) -> None:
         episodes = [Episode(member_idx=index) for index in range(group.size)]
         episode_context.enter(EpisodeContext(**context, episodes=episodes, episode=episodes[0], shared=self._shared))
@@ -206,10 +203,7 @@ class WorkerProcess(InferenceEngine):
             del self._by_task[context["task_id"]]
         self._send("ended", group.key, dict(self._shared.counts), left, columns=columns)
 
-    # -- the engine of the episodes ----------------------------------------------------------------
-
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Return one complete answer to ``req``, from the run's process."""
         if not self._loop.is_current():
             return await self._loop.acall(self.agenerate(req))
         context = episode_context.current()
@@ -251,7 +245,6 @@ class WorkerProcess(InferenceEngine):
         return response
 
     def get_version(self) -> int:
-        """Return the policy version."""
         return self._version
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -264,31 +257,12 @@ class WorkerProcess(InferenceEngine):
     asubmit = await_results = arollout_batch = aprepare_batch = apause = aresume = aset_version = _refuse
 
 
-class _Reader(asyncio.Protocol):
-    """Passes each message of the run to the worker."""
-
-    def __init__(self, on_message: Callable[..., object], on_close: Callable[[], object]) -> None:
-        self._on_message = on_message
-        self._on_close = on_close
-        self._messages = MessageSplitter()
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._messages.feed(data):
-            self._on_message(*pickle.loads(body))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._on_close()
-
-
 class _LogSender(logging.handlers.QueueHandler):
-    """Sends log records to the run's process."""
-
     def __init__(self, send: Callable[..., None]) -> None:
         super().__init__(queue=None)  # type: ignore[arg-type]
         self._send = send
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Send a record."""
         self._send("log", vars(record))
 
 
@@ -303,6 +277,6 @@ def main(descriptor: int) -> None:
     assert settings is not None
     (sent,) = pickle.loads(settings)
     spawn.prepare(sent.preparation)
-    WorkerProcess(connection, pickle.loads(sent.pickled)).ended.wait()
+    WorkerProcess(connection, *pickle.loads(sent.pickled)).ended.wait()
     sys.stdout.flush()
     os._exit(0)  # an orderly exit takes seconds where torch is loaded, and waits for threads of episodes

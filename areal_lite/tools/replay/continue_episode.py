@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
-from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow, wrap_agent
+from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
 from areal_lite.runs.engine_stack import check_startable, generating_engine
 from areal_lite.runs.evaluation import no_success
 from areal_lite.runs.folder.resuming import CHECKPOINTS
@@ -150,12 +149,7 @@ def _last_model(root: Path) -> str:
 
 def _continuation(config: RunConfig, fork: Fork, options: Options, *, is_eval: bool) -> Continuation:
     choice = WorkflowChoice.of(config)
-    workflow = resolve_workflow(
-        choice.workflow,
-        choice.kwargs(config, is_eval=is_eval),
-        wrap_agent=partial(wrap_agent, config=config.rollout),
-        allow_sync=config.rollout.agents.isolation != "inline",
-    )
+    workflow = resolve_workflow(choice.workflow, choice.kwargs(config, is_eval=is_eval), config.rollout)
     return Continuation(workflow, fork, load_tokenizer(tokenizer_path(config)), say=options.say)
 
 

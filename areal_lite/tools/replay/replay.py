@@ -31,7 +31,7 @@ from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_prefix
 from areal_lite.servers.programs.embedded_settings import check_model_path
-from areal_lite.trainer.forward.scalar_model import RewardModel
+from areal_lite.trainer.forward.scalar_model import ValueScorer
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
@@ -125,7 +125,7 @@ class ReplayRun(TrainingRun[Evaluation]):
     config: RunConfig
     trainer: PolicyTrainer
     batches: TrainedBatches
-    reward_model: RewardModel | None
+    reward_model: ValueScorer | None
 
     def fit(self) -> None:
         """Train up to ``total_steps``; save when due."""

@@ -308,13 +308,13 @@ def step_metrics(step: Any, record: Record, config: RunConfig) -> dict[str, floa
     """Return the metrics of a step that follow from its sequences and advantages."""
     import torch
 
-    from areal_lite.trainer.rl.data_metrics import TokenColumns, batch_metrics, mismatch_statistics
+    from areal_lite.trainer.rl.data_metrics import batch_metrics, mismatch_statistics
 
     tokens = step.tokens
     found = batch_metrics(
         step.sequences,
         step.episodes,
-        TokenColumns(tokens.advantages.numpy()),
+        {"advantage": tokens.advantages.numpy()},
         version=step.version,
         max_new_tokens=config.rollout.gconfig.max_new_tokens,
     )

@@ -179,7 +179,7 @@ def _recomputed(step: Any, algorithm: Any, rows: _Rows, record: Record) -> Itera
     tokens = step.tokens
     algorithm.shape_rewards(step.scores, tokens)
     if algorithm.penalizes_reward:
-        algorithm.kl_controller.coef = record["train/reward_kl_coef"]
+        algorithm.kl_coef = record["train/reward_kl_coef"]
         algorithm.penalize(tokens, len(step.scores))
     weights = rows.columns["importance_weights"]
     at = np.flatnonzero(~np.isnan(weights))

@@ -23,10 +23,9 @@ from areal_lite.errors import CheckpointError, ConfigError, StorageError
 from areal_lite.files.atomic_folder import check_folder, remove_folder, sweep, write_folder
 from areal_lite.files.crash_points import crash_point
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.trainer.checkpoint.snapshot import Snapshot, Trainer, restore, write_snapshot
+from areal_lite.trainer.checkpoint.snapshot import Snapshot, write_snapshot
 
-CONFIG_FILE = "config.yaml"
-"""Name of the run's resolved config inside a checkpoint."""
+CONFIG_FILE = "config.yaml"  # name of the run's resolved config inside a checkpoint
 
 _FOLDER = re.compile(r"step_(\d{8,})")
 _MAY_CHANGE = {
@@ -45,13 +44,8 @@ SPARE = 1.2
 
 
 def find_checkpoint(root: Path, resume: str) -> Path | None:
-    """Return the checkpoint that ``resume`` (auto, never or a path) selects; None for a fresh start.
-
-    Raises:
-        CheckpointError: If it is missing or damaged (the newest is never skipped), or ``root`` holds later ones,
-            which ``auto`` would resume from the next time.
-        ConfigError: If ``resume`` is never and ``root`` holds checkpoints.
-    """
+    """Return the checkpoint that ``resume`` (auto, never or a path) selects; None for a fresh start. The newest is
+    never skipped if it is damaged, and an older one is refused while later ones are there."""
     folders = checkpoints(root)
     if resume == "never":
         if folders:
@@ -78,20 +72,9 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
     return folders[-1]
 
 
-def load_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Restore the weights, optimizers, counters and random state of ``trainer`` from a checkpoint, bit for bit."""
-    restore(trainer, folder)
-
-
 def check_config(folder: Path, config: str) -> None:
-    """Refuse to resume with a config that would train different weights.
-
-    The length of the run, its devices, what it saves and its servers may change; the model, the algorithm, the data
-    and the batch sizes may not.
-
-    Args:
-        folder: A checkpoint; one without a config is accepted.
-    """
+    """Refuse to resume with a config that would train different weights. The length of the run, its devices, what it
+    saves and its servers may change; the model, the algorithm, the data and the batch sizes may not."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return
@@ -110,17 +93,8 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted((path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), key=_number)
 
 
-def checkpoint_folder(root: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after ``step`` steps."""
-    return root / f"step_{step:08d}"
-
-
 def checkpoint_step(folder: Path) -> int:
-    """Return the number of training steps done when the checkpoint was written, also its policy version.
-
-    Raises:
-        CheckpointError: If the folder is not a checkpoint.
-    """
+    """Return the number of training steps done when the checkpoint was written, also its policy version."""
     try:
         return int(json.loads((folder / "trainer.json").read_bytes())["step"])
     except FileNotFoundError:
@@ -130,11 +104,7 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def refuse_later(root: Path, step: int) -> None:
-    """Refuse to write a second history into one folder.
-
-    Raises:
-        CheckpointError: If ``root`` holds checkpoints of steps after ``step``.
-    """
+    """Refuse to write a second history into one folder: ``root`` may hold no checkpoint of a step after ``step``."""
     later = [path.name for path in checkpoints(root) if _number(path) > step]
     if later:
         raise CheckpointError(
@@ -152,7 +122,6 @@ def _check(folder: Path, name: str, hint: str) -> None:
 
 
 def _fixed_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that may not change, by dotted name."""
     trainer, rollout = config.get("trainer", {}), config.get("rollout", {})
     dataset = config.get("train_dataset", {})
     return {
@@ -164,10 +133,7 @@ def _fixed_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    """Yield the differences of the fields that both have.
-
-    A field that one of them lacks was added or removed since; its default is the behaviour without it.
-    """
+    """Yield the differences of the fields that both have; the default of an added one is the behaviour without it."""
     for name in sorted(then.keys() & now.keys()):
         before, after, path = then[name], now[name], section + name
         if isinstance(before, dict) and isinstance(after, dict) and not name.endswith("kwargs"):
@@ -181,15 +147,7 @@ def _number(folder: Path) -> int:
 
 
 class CheckpointWriter:
-    """One write at a time, in a thread; only rank 0 writes.
-
-    Args:
-        root: Folder of the run's checkpoints; leftovers of a killed writer are removed.
-        keep: Number of newest checkpoints to keep.
-
-    Raises:
-        CheckpointError: If older ones are to be removed but the newest is damaged.
-    """
+    """One write at a time, in a thread; only rank 0 writes. Leftovers of a killed writer are removed."""
 
     def __init__(self, root: Path | str, *, keep: int) -> None:
         self._root = Path(root)
@@ -206,16 +164,8 @@ class CheckpointWriter:
                 self._remove_older()
 
     def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
-        """Start writing the checkpoint after ``step`` steps; wait for the previous write first.
-
-        Args:
-            snapshot: The trainer's state; its memory is freed after the write, unless the caller keeps it.
-            files: Further files of the same moment, by path inside the checkpoint.
-
-        Raises:
-            StorageError: If the disk has too little space, or the previous write failed; older checkpoints stay.
-            CheckpointError: If a checkpoint of this or a later step exists.
-        """
+        """Start writing the checkpoint after ``step`` steps; wait for the previous write first, and raise its error.
+        ``files`` are further ones of the same moment, by path inside the checkpoint."""
         self.wait()
         if not self._writes:
             return
@@ -227,21 +177,13 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the current write.
-
-        Raises:
-            StorageError: If the write failed.
-        """
+        """Wait for the current write, and raise its error."""
         if self._thread is not None:
             self._thread.join()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a failed write; does not wait.
-
-        Raises:
-            StorageError: If the write failed.
-        """
+        """Raise the error of a failed write; does not wait."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -291,7 +233,7 @@ class CheckpointWriter:
                 path.write_bytes(content)
             crash_point("checkpoint:after_files")
 
-        folder = checkpoint_folder(self._root, step)
+        folder = self._root / f"step_{step:08d}"
         write_folder(folder, write, kind="checkpoint", version=step)
         try:
             check_folder(folder)  # before older ones go: a disk may accept what it does not return

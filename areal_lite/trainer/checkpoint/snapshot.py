@@ -49,15 +49,11 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
-    """The state of one learner."""
-
-    model: Any
-    """The model itself; only its config is written."""
+    model: Any  # the model itself; only its config is written
     weights: dict[str, Tensor]
     """Trained weights, float32 on the CPU: all weights under the model's names (tied ones are one tensor), or only
     the adapters."""
-    optimizer: dict[str, Tensor]
-    """Optimizer state by ``parameter.kind``."""
+    optimizer: dict[str, Tensor]  # optimizer state by ``parameter.kind``
     steps_done: int
     skipped_in_a_row: int
 
@@ -68,12 +64,10 @@ class Snapshot:
 
     learners: dict[str, LearnerSnapshot]
     counters: dict[str, Any]
-    rng: list[dict[str, Any]]
-    """Random state of each rank."""
+    rng: list[dict[str, Any]]  # random state of each rank
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors, in memory and on disk."""
         tensors = (t for one in self.learners.values() for t in (*one.weights.values(), *one.optimizer.values()))
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
@@ -106,13 +100,8 @@ def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
 
 
 def restore(trainer: Trainer, folder: Path) -> None:
-    """Restore ``trainer`` from ``folder``; every rank must call this.
-
-    Each rank gets its saved random state; ranks beyond the saved number keep their own.
-
-    Raises:
-        CheckpointError: If the trainer trains other models, or other parts of them.
-    """
+    """Restore ``trainer`` from ``folder``, bit for bit; every rank must call this. Ranks beyond the saved number keep
+    their own random state."""
     state = json.loads((folder / "trainer.json").read_bytes())
     saved, own = set(state["learners"]), set(trainer.learners)
     if saved != own:

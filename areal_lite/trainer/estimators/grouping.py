@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 
 Level = Literal["none", "group", "batch"]
-VARIANCE_FLOOR = 1e-8
-"""Added to a variance before taking its root, as in verl."""
+VARIANCE_FLOOR = 1e-8  # added to a variance before taking its root, as in verl
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """The group of each of ``K`` values, among ``G`` groups."""
 
-    group: Tensor
-    """``[K]`` int64."""
-    size: Tensor
-    """``[G]`` int64, number of values in each group."""
+    group: Tensor  # ``[K]`` int64
+    size: Tensor  # ``[G]`` int64, number of values in each group
 
     @classmethod
     def numbered(cls, group: Tensor) -> Grouping:
@@ -77,22 +74,10 @@ class Grouping:
 
 
 def normalize_advantages(
-    advantages: Tensor,
-    episodes: Tensor,
-    group_ids: Sequence[str],
-    *,
-    mean: Level = "none",
-    std: Level = "none",
+    advantages: Tensor, episodes: Tensor, group_ids: Sequence[str], *, mean: Level = "none", std: Level = "none"
 ) -> Tensor:
-    """Return advantages minus a mean and divided by a standard deviation, both over tokens.
-
-    Args:
-        advantages: ``[T]`` float.
-        episodes: ``[T]`` int64, episode of each token.
-        group_ids: ``[E]`` group of each episode.
-        mean: Subtract nothing, the mean of the token's group, or the mean of the batch.
-        std: Divide by nothing, or by the unbiased deviation of the group or the batch around its own mean.
-    """
+    """Return advantages ``[T]`` minus a mean and divided by an unbiased deviation around its own mean, each over the
+    tokens of nothing, the token's group, or the batch. ``episodes [T]`` int64, ``group_ids [E]``."""
     centred = {"none": advantages.double()}
     if "batch" in (mean, std):
         centred["batch"] = _centred(advantages)

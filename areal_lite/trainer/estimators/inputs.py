@@ -7,9 +7,9 @@ estimator can discount over them or learn from them. An episode may have no trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ _HINTS = {
 PROXIMAL_INPUTS = ("proximal_logprobs", "sum_squared_probs", "importance_weights")
 """Inputs from a forward pass of the trainer before the update."""
 
-TensorInput = Literal["values", "baselines", "proximal_logprobs", "sum_squared_probs", "importance_weights"]
-
 
 class MissingInput(ConfigError):
     """An estimator needs the input ``name``, and it was not computed."""
@@ -41,14 +39,9 @@ class MissingInput(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The ``S`` rewarded turns of a step: model calls with a reward of their own.
-
-    An episode that is rewarded as a whole has one such turn. The turns of an episode form a tree, because an agent
-    may continue a conversation in several ways.
-
-    Raises:
-        ValueError: If a shape or a number does not fit the others.
-    """
+    """The ``S`` rewarded turns of a step: model calls with a reward of their own. An episode that is rewarded as a
+    whole has one such turn. The turns of an episode form a tree, because an agent may continue a conversation in
+    several ways."""
 
     of_token: Tensor
     """``[T]`` int64, the turn that each token is credited to; non-decreasing."""
@@ -61,34 +54,10 @@ class Turns:
     parents: Tensor
     """``[S]`` int64, the rewarded turn that the turn's path extends; -1 for none."""
 
-    def __post_init__(self) -> None:
-        count = len(self.rewards)
-        for name in ("rewards", "episodes", "index", "parents"):
-            if getattr(self, name).shape != (count,):
-                actual = list(getattr(self, name).shape)
-                raise ValueError(f"turns.{name} is {actual}: give [{count}], one entry per rewarded turn")
-        _check_sorted("turns.of_token", self.of_token, count, "rewarded turns")
-        if not bool(self.rewards.isfinite().all()):
-            raise ValueError("turns.rewards must be finite: fail an episode whose turns have no reward")
-        if bool((self.index < 0).any()):
-            raise ValueError("turns.index must be 0 or more: the number of model calls before the turn")
-        children = (self.parents >= 0).nonzero()[:, 0]
-        parents = self.parents[children]
-        if len(parents) and not (
-            bool((parents < count).all())
-            and torch.equal(self.episodes[parents], self.episodes[children])
-            and bool((self.index[parents] < self.index[children]).all())
-        ):
-            raise ValueError("turns.parents must be turns of the same episode with a smaller index, or -1")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorInputs:
-    """One step's rewards, and other inputs computed before its advantages.
-
-    Raises:
-        ValueError: If a shape differs, the episodes are not in order, or a number is not finite.
-    """
+    """One step's rewards, and other inputs computed before its advantages."""
 
     scores: Tensor
     """``[E]`` float, reward of each episode."""
@@ -115,47 +84,9 @@ class EstimatorInputs:
     turns: Turns | None = None
     """Rewards per turn."""
 
-    def __post_init__(self) -> None:
-        num_episodes, num_tokens = len(self.group_ids), len(self.episodes)
-        _check_sorted("episodes", self.episodes, num_episodes, "group ids")
-        for name in ("scores", "baselines"):
-            self._check(name, num_episodes, per="episode")
-        for name in ("token_rewards", "values", *PROXIMAL_INPUTS):
-            self._check(name, num_tokens, per="token")
-        if self.turns is not None:
-            of_turns = self.turns.episodes
-            if not bool(((of_turns >= 0) & (of_turns < num_episodes)).all()):
-                raise ValueError(f"turns.episodes must lie between 0 and {num_episodes - 1}")
-            if not torch.equal(of_turns[self.turns.of_token], self.episodes):
-                raise ValueError("turns.of_token must give each token a turn of the token's own episode")
-
-    def _check(self, name: str, count: int, *, per: str) -> None:
-        tensor: Tensor | None = getattr(self, name)
-        if tensor is None:
-            return
-        if tensor.shape != (count,):
-            raise ValueError(f"{name} is {list(tensor.shape)}: give [{count}], one for each {per}")
-        finite = torch.isfinite(tensor)
-        if not finite.all():
-            place = int((~finite).nonzero()[0])
-            episode = place if per == "episode" else int(self.episodes[place])
-            raise ValueError(
-                f"{name} holds {tensor[place].item()} in episode {episode}: every number must be finite; fail an "
-                "episode without a reward, and resume a diverged model from an earlier checkpoint"
-            )
-
-    @overload
-    def needed(self, name: TensorInput) -> Tensor: ...
-    @overload
-    def needed(self, name: Literal["turns"]) -> Turns: ...
-    def needed(self, name: str) -> Tensor | Turns:
-        """Return the field ``name``. The trainer computes the inputs that the estimator requests in a dry run.
-
-        Raises:
-            MissingInput: If it is None; the text says what to configure.
-        """
-        value: Tensor | Turns | None = getattr(self, name)
-        if value is None:
+    def needed(self, name: str) -> Any:
+        """Return the field ``name``; the trainer computes the inputs that the estimator requests in a dry run."""
+        if (value := getattr(self, name)) is None:
             raise MissingInput(name)
         return value
 
@@ -171,7 +102,8 @@ class EstimatorInputs:
 
     def turn_rewards(self) -> Tensor:
         """Return ``[S]`` float64, the reward of each turn minus the KL penalty of its tokens."""
-        turns, lengths = self.needed("turns"), self.lengths()
+        turns: Turns = self.needed("turns")
+        lengths = self.lengths()
         last = (lengths.cumsum(0) - 1)[lengths > 0]
         penalties = self.token_rewards.double().index_add(0, last, -self.scores[lengths > 0].double())
         return turns.rewards.double().index_add(0, turns.of_token, penalties)
@@ -179,15 +111,6 @@ class EstimatorInputs:
     def per_token(self, episode_values: Tensor) -> Tensor:
         """Return ``[T]``, the entry of ``episode_values [E]`` for each token's episode, in the rewards' dtype."""
         return episode_values.to(self.token_rewards.dtype).index_select(0, self.episodes)
-
-
-def _check_sorted(name: str, numbers: Tensor, count: int, what: str) -> None:
-    """Raise a ValueError unless ``numbers [T]`` are non-decreasing and lie in 0 to ``count`` - 1."""
-    if len(numbers) and not (numbers[0] >= 0 and numbers[-1] < count and bool((numbers[1:] >= numbers[:-1]).all())):
-        raise ValueError(
-            f"{name} go from {int(numbers[0])} to {int(numbers[-1])}: they must not decrease, and stay between 0 and "
-            f"{count - 1} (there are {count} {what}); sort the tokens by episode"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +123,5 @@ class Estimate:
     """``[T]`` float; None where the estimator does not compute them."""
 
 
-class Estimator(Protocol):
-    """A pure function of a step; its keyword-only arguments are the options of ``trainer.advantage_kwargs``."""
-
-    def __call__(self, inputs: EstimatorInputs, /) -> Estimate: ...
+Estimator = Callable[..., Estimate]
+"""A pure function of a step; its keyword-only arguments are the options of ``trainer.advantage_kwargs``."""

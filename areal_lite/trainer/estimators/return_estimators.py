@@ -14,8 +14,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators.grouping import Grouping, whiten
 from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs
 
-ENERGY_FLOOR = 1e-8
-"""Added to the sum of weights at a position, as in verl."""
+ENERGY_FLOOR = 1e-8  # added to the sum of weights at a position, as in verl
 
 
 def check_discount(discount: float, unit: str) -> None:
@@ -25,17 +24,9 @@ def check_discount(discount: float, unit: str) -> None:
 
 
 def discounted_sums(values: Tensor, episodes: Tensor, discount: float) -> Tensor:
-    """Return each token's value plus the discounted values after it in its episode.
-
-    Each pass doubles the reach of a sum, so an episode of ``L`` tokens takes ``log2(L)`` passes over the tensor, and
-    rounding errors grow with that many additions. Values ``[1, 1, 1, 5]`` of episodes ``[0, 0, 0, 1]`` with a
-    discount of 0.5 give ``[1.75, 1.5, 1, 5]``.
-
-    Args:
-        values: ``[T]`` float.
-        episodes: ``[T]`` int64, episode of each token; the tokens of an episode are adjacent.
-        discount: Per token (gamma, or gamma * lam), from 0 to 1.
-    """
+    """Return each token's value ``[T]`` plus the discounted values after it in its episode. Each pass doubles the reach
+    of a sum, so an episode of ``L`` tokens takes ``log2(L)`` passes, and rounding errors grow with that many additions.
+    Values ``[1, 1, 1, 5]`` of episodes ``[0, 0, 0, 1]`` with a discount of 0.5 give ``[1.75, 1.5, 1, 5]``."""
     check_discount(discount, "token")
     sums = values.clone()
     longest = int(torch.bincount(episodes).max()) if len(episodes) else 0
@@ -56,17 +47,9 @@ def next_values(values: Tensor, episodes: Tensor) -> Tensor:
 
 
 def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
-    """Return generalized advantages, whitened over the batch; returns are values plus unwhitened advantages.
-
-    Cutting an episode into other sequences changes nothing while its tokens keep their order. The order of a fork's
-    branches counts: each continues with the value and rewards of the next.
-
-    Args:
-        gamma: Discount per token.
-        lam: 0 trusts the critic after one token, 1 the rewards to the end.
-
-    Source: arXiv:1506.02438.
-    """
+    """Return generalized advantages, whitened over the batch; returns are values plus unwhitened advantages. ``gamma``
+    discounts per token; ``lam`` 0 trusts the critic after one token, 1 the rewards to the end. The order of a fork's
+    branches counts: each continues with the value and rewards of the next. Source: arXiv:1506.02438."""
     values = inputs.needed("values")
     errors = inputs.token_rewards + gamma * next_values(values, inputs.episodes) - values
     advantages = discounted_sums(errors, inputs.episodes, gamma * lam)
@@ -74,51 +57,30 @@ def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Est
 
 
 def reinforce(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Estimate:
-    """Return the discounted returns unchanged.
-
-    Args:
-        gamma: Discount per token.
-
-    Source: Williams, "Simple statistical gradient-following algorithms" (1992).
-    """
+    """Return the returns, discounted by ``gamma`` per token. Source: Williams, "Simple statistical gradient-following
+    algorithms" (1992)."""
     returns = discounted_sums(inputs.token_rewards, inputs.episodes, gamma)
     return Estimate(returns, returns)
 
 
 def reinforce_plus_plus(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Estimate:
-    """Return the discounted returns, whitened over the batch.
-
-    Args:
-        gamma: Discount per token.
-
-    Source: arXiv:2501.03262.
-    """
+    """Return the returns, discounted by ``gamma`` per token and whitened over the batch. Source: arXiv:2501.03262."""
     returns = discounted_sums(inputs.token_rewards, inputs.episodes, gamma)
     return Estimate(whiten(returns), returns)
 
 
 def remax(inputs: EstimatorInputs) -> Estimate:
-    """Return the sum of the rewards that follow, minus the reward of the greedy answer.
-
-    Source: arXiv:2310.10505.
-    """
+    """Return the sum of the rewards that follow, minus the reward of the greedy answer. Source: arXiv:2310.10505."""
     returns = discounted_sums(inputs.token_rewards, inputs.episodes, 1.0)
     return Estimate(returns - inputs.per_token(inputs.needed("baselines")), returns)
 
 
 def optimal_token_baseline(inputs: EstimatorInputs, *, credit_lone_tail: bool = False) -> Estimate:
-    """Return each token's return minus the weighted mean return at the same position of the group's episodes.
-
-    A token's weight is the sum of the squared gradient norms of its episode up to it, estimated as
-    ``1 - 2 p + sum of squared probabilities``. Positions count trained tokens, so tool answers of different length
-    do not shift the turns against each other. Where all episodes that reach a position have the same return there,
-    or only one reaches it, the advantage is exactly 0.
-
-    Args:
-        credit_lone_tail: At positions that only the group's longest episode reaches, use the return, not 0.
-
-    Source: arXiv:2602.07078.
-    """
+    """Return each token's return minus the weighted mean return at the same position of the group's episodes. A token's
+    weight is the sum of the squared gradient norms of its episode up to it, estimated as ``1 - 2 p + sum of squared
+    probabilities``. Where all episodes that reach a position have the same return there, or only one reaches it, the
+    advantage is exactly 0; ``credit_lone_tail`` uses the return where only the longest one does. Source:
+    arXiv:2602.07078."""
     episodes = inputs.episodes
     returns = discounted_sums(inputs.token_rewards, episodes, 1.0)
     norms = 1 - 2 * inputs.needed("proximal_logprobs").exp() + inputs.needed("sum_squared_probs")

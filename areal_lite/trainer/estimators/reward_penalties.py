@@ -5,66 +5,19 @@ A step's KL penalty uses the coefficient from before the step; the caller update
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
 
-MAX_RELATIVE_ERROR = 0.2
-"""Bound on the relative error of the KL in one update."""
+MAX_RELATIVE_ERROR = 0.2  # bound on the relative error of the KL in one update
 
 
-class KLController:
-    """A coefficient that rises while the KL is above its target and falls while below; constant without a target.
-
-    Args:
-        target: Target KL in nats per token.
-        horizon: Episodes over which the coefficient adapts.
-
-    Raises:
-        ConfigError: If target or horizon is not above 0.
-
-    Source: Ziegler et al. (arXiv:1909.08593).
-    """
-
-    def __init__(self, coef: float, *, target: float | None = None, horizon: float = 10000.0) -> None:
-        for name, value in (("target", target), ("horizon", horizon)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"trainer.kl.{name} is {value}: it must be above 0")
-        self.coef = coef
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, current_kl: float, num_episodes: int) -> None:
-        """Scale the coefficient by ``1 + error * num_episodes / horizon``, given a step's :func:`mean_kl`.
-
-        Raises:
-            ValueError: If the KL is not finite; the coefficient does not change.
-        """
-        if self.target is None:
-            return
-        if not math.isfinite(current_kl):
-            raise ValueError(
-                f"the step's KL is {current_kl}: it must be finite, or the coefficient of all later steps is not"
-            )
-        error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-        self.coef *= 1 + error * num_episodes / self.horizon
-
-    def state(self) -> dict[str, float]:
-        """Return the state that a resumed run needs, as JSON."""
-        return {} if self.target is None else {"coef": self.coef}
-
-    def load_state(self, state: dict[str, float]) -> None:
-        """Restore the saved coefficient; keep the config's if it is constant or none was saved."""
-        if self.target is not None:
-            self.coef = state.get("coef", self.coef)
-
-
-def kl_in_reward(token_rewards: Tensor, kl: Tensor, coef: float) -> Tensor:
-    """Return ``[T]``, each token's reward minus its penalty ``coef * kl``; ``kl [T]`` in nats."""
-    return token_rewards - coef * kl
+def adapted_coef(coef: float, current_kl: float, num_episodes: int, *, target: float, horizon: float) -> float:
+    """Return the coefficient of the KL penalty after a step: higher if the step's :func:`mean_kl` was above the target
+    (nats per token), else lower, over ``horizon`` episodes. Source: Ziegler et al. (arXiv:1909.08593)."""
+    error = min(max(current_kl / target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+    return coef * (1 + error * num_episodes / horizon)
 
 
 def mean_kl(kl: Tensor, episodes: Tensor) -> float:
@@ -75,23 +28,9 @@ def mean_kl(kl: Tensor, episodes: Tensor) -> float:
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """Return the penalty to add to each answer's score: 0 up to the buffer, then linear to -1 at the limit.
-
-    With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``.
-
-    Args:
-        lengths: ``[E]`` sampled tokens of each episode.
-        max_length: Limit in tokens.
-        buffer: Number of tokens before the limit over which the penalty grows.
-
-    Returns:
-        ``[E]`` float32 in ``[-1, 0]``.
-
-    Raises:
-        ConfigError: If the buffer is not between 1 and the limit.
-
-    Source: DAPO (arXiv:2503.14476), overlong reward shaping.
-    """
+    """Return ``[E]`` float32, the penalty on answers of ``lengths [E]`` tokens: 0 up to the buffer, then linear to -1
+    at the limit. With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``. Source: DAPO
+    (arXiv:2503.14476)."""
     if not 1 <= buffer <= max_length:
         raise ConfigError(f"overlong buffer is {buffer}: choose 1 to {max_length} tokens, the max_length")
     return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)

@@ -1,7 +1,4 @@
-"""Log-probs of the trained tokens under a causal language model.
-
-Guarantees that logits exist for only a few positions at a time.
-"""
+"""Log-probs of the trained tokens under a causal language model; logits exist for only a few positions at a time."""
 
 from __future__ import annotations
 
@@ -22,15 +19,12 @@ from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 LOGIT_BYTES = 64 << 20
 """Size of the logits that exist at once, with up to two copies: on a GPU, where the copies are float32, 341 positions
 for a vocabulary of 49,152 and 110 for 151,936; on a CPU twice as many in bfloat16."""
-_PIECE = 4096
-"""Tokens of the vocabulary whose weights get their gradient at once on a CPU."""
+_PIECE = 4096  # tokens of the vocabulary whose weights get their gradient at once on a CPU
 
 
 class TokenScorer(PackedModel):
-    """A causal LM as a function from packed sequences to log-probs.
-
-    Models that transform logits after the output embedding (soft caps, scales) compute full logits.
-    """
+    """A causal LM as a function from packed sequences to log-probs; one that transforms logits (soft caps, scales)
+    computes full logits."""
 
     def __init__(self, model: Any, *, temperature: float, truncation: Truncation | None = None) -> None:
         if temperature <= 0:
@@ -46,21 +40,14 @@ class TokenScorer(PackedModel):
 
     def forward(self, packed: PackedSequences, *, entropy_grad: bool = False, truncated: bool = True) -> TokenScores:
         """Return the scores of the trained tokens; log-probs carry gradient, entropies only with ``entropy_grad``.
-
-        Args:
-            truncated: False gives the scores of the whole vocabulary.
-        """
+        Without ``truncated`` they are those of the whole vocabulary."""
         (head,) = self._head
         scoring = Scoring(self.temperature, self.truncation if truncated else None, entropy_grad)
         if head is None:
             logits = self.model(**self.inputs(packed)).logits.flatten(0, 1)[packed.predicted_at]
             return _score_logits(logits, packed.targets, scoring)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
-            self.states(packed),
-            head.weight,
-            head.bias,
-            packed.targets,
-            scoring,
+            self.states(packed), head.weight, head.bias, packed.targets, scoring
         )
         return TokenScores(*scores)
 
@@ -77,20 +64,14 @@ class TokenScorer(PackedModel):
 
 
 class Scoring(NamedTuple):
-    """How logits become scores."""
-
     temperature: float
     truncation: Truncation | None = None
-    entropy_grad: bool = False
-    """Give entropies a gradient."""
+    entropy_grad: bool = False  # give entropies a gradient
 
 
 class ChunkedScores(torch.autograd.Function):
     """Scores from states ``[N, hidden]`` and output embedding ``[vocabulary, hidden]``, a chunk of positions at a time.
-
-    The backward pass recomputes logits that are more than one chunk: one more matrix product, but no
-    ``[N, vocabulary]`` tensor is kept.
-    """
+    The backward pass recomputes logits that are more than one chunk: no ``[N, vocabulary]`` tensor is kept."""
 
     @staticmethod
     def forward(
@@ -140,14 +121,11 @@ class ChunkedScores(torch.autograd.Function):
 
 
 class _Head(NamedTuple):
-    """The output embedding."""
-
     weight: Tensor
     bias: Tensor | None
 
     @property
     def chunk(self) -> int:
-        """Positions whose logits exist at once."""
         itemsize = self.weight.itemsize if self.weight.device.type == "cpu" else 4
         return max(1, LOGIT_BYTES // (itemsize * len(self.weight)))
 

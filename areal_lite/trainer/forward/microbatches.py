@@ -20,23 +20,16 @@ from areal_lite.api.trajectory import TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Sequences laid out one after another, each without the prefix it shares with the one before it.
+    """Sequences laid out one after another, each without the prefix it shares with the one before it. They are sorted
+    by their tokens, so no earlier one shares a longer prefix."""
 
-    Sequences are sorted by their tokens, so no earlier one shares a longer prefix.
-    """
-
-    sequences: tuple[int, ...]
-    """Indices into the step's sequences."""
-    shared: tuple[int, ...]
-    """Prefix length that each shares with the one before it; 0 for the first."""
-    length: int
-    """Tokens of the block."""
-    is_chain: bool = True
-    """True if each sequence continues the one before it, so that plain causal attention is right."""
+    sequences: tuple[int, ...]  # indices into the step's sequences
+    shared: tuple[int, ...]  # prefix length that each shares with the one before it; 0 for the first
+    length: int  # tokens of the block
+    is_chain: bool = True  # True if each sequence continues the one before it, so that plain causal attention is right
 
 
-Bundle = list[Block]
-"""Blocks of one micro-batch."""
+Bundle = list[Block]  # blocks of one micro-batch
 
 
 def num_inputs(sequence: TokenSequence) -> int:
@@ -45,7 +38,6 @@ def num_inputs(sequence: TokenSequence) -> int:
 
 
 def read_ids(sequence: TokenSequence) -> NDArray[Any]:
-    """Return the tokens that the model must read: all before the last trained one."""
     return sequence.input_ids[: num_inputs(sequence)]
 
 
@@ -66,19 +58,11 @@ def plan_blocks(
 ) -> list[Bundle]:
     """Return blocks that hold each chosen sequence exactly once, sequences of one group side by side.
 
-    A unit joins its group's current block while that is cheaper than a block of its own: it saves the common
-    prefix, but pays attention over its siblings. A block stays within ``max_tokens`` unless one sequence alone is
-    longer. The blocks of a unit that needs several are one bundle; any other bundle is a single block.
-
-    Args:
-        chosen: Indices of those to compute; each has a trained token.
-        max_tokens: Most tokens of a block.
-        balance_length: Block length at which attention costs as much as the layers' matrices, about
-            six times the hidden size.
-        share: False gives every sequence its own block, for models whose layers are not all plain attention.
-        units: One per sequence. A unit is part of one group and stays in one bundle. None: each
-            sequence is a unit.
-    """
+    A unit (part of one group; None: each sequence is one) joins its group's current block while that is cheaper than a
+    block of its own: it saves the common prefix, but pays attention over its siblings. A block stays within
+    ``max_tokens`` unless one sequence alone is longer. The blocks of a unit that needs several are one bundle; any
+    other bundle is a single block. At ``balance_length`` attention costs as much as the layers' matrices. Without
+    ``share`` every sequence has its own block, for models whose layers are not all plain attention."""
     groups: dict[Hashable, list[int]] = {}
     for index in chosen:
         alone = index if units is None else units[index]
@@ -134,7 +118,6 @@ class _PrefixTree:
         return blocks
 
     def block(self, places: Sequence[int]) -> Block:
-        """Return the block of the sequences at sorted ``places``."""
         shared = self._shared(places)
         return Block(
             tuple(self.order[place] for place in places),
@@ -169,16 +152,10 @@ _PASS_COST = 1 / 16
 def plan_microbatches(
     lengths: Sequence[int], *, max_tokens: int, num_blocks: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Return index lists of like lengths, longest first, each at most ``max_tokens`` with its padding.
-
-    Of all cuts of the sorted lengths this one costs least, in padded tokens plus :data:`_PASS_COST` per micro-batch.
-    An item longer than ``max_tokens`` gets a micro-batch of its own. Lengths ``[3, 9, 4, 8]`` under 18 tokens give
-    ``[[1, 3], [2, 0]]``.
-
-    Args:
-        lengths: Tokens of each item's longest block.
-        num_blocks: Blocks of each item; None: one.
-    """
+    """Return index lists of like lengths, longest first, each at most ``max_tokens`` with its padding, unless one item
+    is longer. Of all cuts of the sorted lengths this one costs least, in padded tokens plus :data:`_PASS_COST` per
+    micro-batch. Lengths ``[3, 9, 4, 8]`` under 18 tokens give ``[[1, 3], [2, 0]]``. ``num_blocks`` of each item is 1 by
+    default."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     longest = np.array([lengths[i] for i in order])
     above = np.cumsum([0, *(1 if num_blocks is None else num_blocks[i] for i in order)])

@@ -59,13 +59,8 @@ def pack(
     ragged: bool = False,
     min_width: int = 0,
 ) -> PackedSequences:
-    """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself.
-
-    Args:
-        blocks: Which sequences to lay out, and the prefixes they share.
-        ragged: Put all blocks into one bin, without padding, instead of one bin per block.
-        min_width: Fewest tokens of a bin that holds one block.
-    """
+    """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself. ``ragged``
+    puts all blocks into one bin, without padding, instead of one bin per block of at least ``min_width`` tokens."""
     lengths = [block.length for block in blocks]
     width = max(*lengths, min_width)
     starts = np.cumsum([0, *lengths]) if ragged else width * np.arange(len(blocks) + 1)
@@ -187,7 +182,6 @@ class PackedModel(nn.Module):
         return exact
 
     def inputs(self, packed: PackedSequences) -> dict[str, Any]:
-        """Return the arguments of model or decoder."""
         inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
         if packed.segments is not None:
             inputs |= {"segments": packed.segments, "position_ids": packed.position_ids}
@@ -205,10 +199,8 @@ class PackedModel(nn.Module):
         return states.flatten(0, 1)[packed.predicted_at]
 
     def flops(self, packed: PackedSequences) -> float:
-        """Return the floating-point operations of a forward pass: products with weights, attention, output embedding.
-
-        Of a mixture of experts it counts all experts.
-        """
+        """Return the floating-point operations of a forward pass, output embedding included; of a mixture of experts,
+        of all experts."""
         heads, layers = (getattr(self._config, f"num_{name}", 0) for name in ("attention_heads", "hidden_layers"))
         width = heads * (getattr(self._config, "head_dim", None) or self._config.hidden_size // max(1, heads))
         products = self._num_weights * sum(packed.lengths) + self.num_head_weights * len(packed.targets)

@@ -24,20 +24,14 @@ from areal_lite.trainer.rl.step_tokens import StepCut
 
 
 def load_critic(model_path: str, *, device: torch.device, gradient_checkpointing: bool = False) -> Any:
-    """Return a critic in float32 on ``device``, without dropout, from a folder of a causal LM, critic or reward model.
-
-    The scalar head is loaded if the folder has one; otherwise it is zero, and so are all values.
-    """
+    """Return a critic in float32 on ``device``, without dropout, from a folder of a causal LM, critic or reward model;
+    a head that the folder lacks is zero."""
     model, _ = load_scalar_model(AutoModelForTokenClassification, model_path, what="critic")
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
 
 
 class ValueScorer(PackedModel):
-    """A model with a scalar head as a function from packed sequences to values.
-
-    Raises:
-        ConfigError: If the head is not a single linear layer with one output.
-    """
+    """A model with a scalar head as a function from packed sequences to values."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -60,15 +54,8 @@ class ValueScorer(PackedModel):
 def load_reward_model(
     model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, new_head: bool = False
 ) -> Any:
-    """Return a reward model in float32 on ``device``, without dropout.
-
-    Args:
-        model_path: Folder of a Hugging Face sequence classifier of one label, or a hub name.
-        new_head: Accept a causal LM to be trained; its head starts at 0.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, or has no head and ``new_head`` is False.
-    """
+    """Return a reward model in float32 on ``device``, without dropout. ``new_head`` accepts a causal LM to be trained;
+    its head starts at 0."""
     model, trained = load_scalar_model(AutoModelForSequenceClassification, model_path, what="reward model")
     if not trained and not new_head:
         raise ConfigError(
@@ -90,31 +77,16 @@ def ending(sequence: TokenSequence) -> TokenSequence:
     )
 
 
-class RewardScorer(ValueScorer):
-    """Maps packed :func:`ending` sequences to float32 rewards, one each, with gradient.
+@torch.no_grad()
+def rewards_of(scorer: ValueScorer, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
+    """Return a reward model's float32 reward of each sequence; those of one group compute shared prefixes once.
 
-    Transformers' own forward pass reads the last token that is not the padding token instead; the two differ where a
-    sequence ends with that token.
+    Transformers' own forward pass reads the last token that is not the padding token; the two differ where a sequence
+    ends with that token.
     """
-
-
-class RewardModel:
-    """Rewards whole sequences."""
-
-    def __init__(self, model: Any) -> None:
-        self.scorer = RewardScorer(model)
-
-    @torch.no_grad()
-    def score(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
-        """Return one float32 reward per sequence, on the model's device.
-
-        Args:
-            sequences: In any order; those of one group compute shared prefixes once.
-            max_tokens: Most tokens of a forward pass, padding included.
-        """
-        device: torch.device = self.scorer.model.device
-        cut = StepCut([ending(sequence) for sequence in sequences], self.scorer, ranks=Ranks(), device=device)
-        rewards = torch.zeros(len(sequences), device=device)
-        for microbatch in cut(range(len(sequences)), max_tokens):
-            rewards[microbatch.tokens] = self.scorer(microbatch.packed)
-        return rewards
+    device: torch.device = scorer.model.device
+    cut = StepCut([ending(sequence) for sequence in sequences], scorer, ranks=Ranks(), device=device)
+    rewards = torch.zeros(len(sequences), device=device)
+    for microbatch in cut(range(len(sequences)), max_tokens):
+        rewards[microbatch.tokens] = scorer(microbatch.packed)
+    return rewards

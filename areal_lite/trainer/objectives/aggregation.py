@@ -1,17 +1,17 @@
 """From losses per token to the loss of an optimizer update: one weight per token, then a weighted sum.
 
-The weights contain all averaging, so the sum over micro-batches and ranks is the loss of the update however it
-was cut. Averaging over ranks afterwards would divide twice: where gradients are averaged, multiply the loss by the
-number of ranks.
-"""
+The weights contain all averaging, so the sum over micro-batches and ranks is the loss of the update however it was cut.
+Where gradients are averaged over ranks, multiply the loss by their number."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from areal_lite.config.trainer_config import AggregationMode
 
 
 def index_episodes(episodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,25 +20,14 @@ def index_episodes(episodes: Tensor) -> tuple[Tensor, Tensor]:
     return index, counts
 
 
-def episode_sum(values: Tensor, episodes: Tensor) -> Tensor:
-    """Return ``[T]``, the sum of ``values`` over the token's episode."""
-    return _reduce(values, episodes, "sum")
-
-
-def episode_mean(values: Tensor, episodes: Tensor) -> Tensor:
-    """Return ``[T]``, the mean of ``values`` over the token's episode."""
-    return _reduce(values, episodes, "mean")
-
-
-def episode_max(values: Tensor, episodes: Tensor) -> Tensor:
-    """Return ``[T]``, the largest of ``values`` in the token's episode."""
-    return _reduce(values, episodes, "amax")
-
-
 def _reduce(values: Tensor, episodes: Tensor, how: str) -> Tensor:
+    """Return ``[T]``, the sum, mean or largest of ``values`` in the token's episode."""
     index, counts = index_episodes(episodes)
     per_episode = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
     return per_episode[index]
+
+
+episode_sum, episode_mean, episode_max = (partial(_reduce, how=how) for how in ("sum", "mean", "amax"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,84 +56,28 @@ class LossTerms:
             raise ValueError(f"chosen has dtype {self.chosen.dtype}: give bool, True for the chosen tokens")
 
 
-class AggregationMode(StrEnum):
-    """How token losses are averaged; only trained tokens count.
-
-    The names are verl's. A "sequence" in them is an episode: the token sequences that an episode was cut into share
-    its weight in proportion to their trained tokens, so the cut changes nothing.
-    """
-
-    TOKEN_MEAN = "token-mean"
-    """Every token counts the same (DAPO, arXiv:2503.14476)."""
-    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
-    """Sum over an episode, mean over episodes."""
-    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
-    """Every episode counts the same, however long (GRPO, arXiv:2402.03300)."""
-    SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
-    """Sum over all tokens, divided by a constant length (Dr. GRPO, arXiv:2503.20783)."""
-
-
-def token_weights(
-    mode: AggregationMode,
-    episodes: Tensor,
-    *,
-    num_tokens: int | None = None,
-    num_episodes: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Return the weight of each token's loss in the loss of one optimizer update.
-
-    Episodes of 1 and 3 tokens under seq-mean-token-mean give ``[1/2, 1/6, 1/6, 1/6]``, whether the 3 tokens are one
-    sequence or several. To leave tokens out, pass the episodes of the others only.
-
-    Args:
-        episodes: ``[T]`` int, the episode of each token; whole episodes.
-        num_tokens: Trained tokens of the update over all micro-batches and ranks. None: ``episodes``
-            is the whole update, as for the next two.
-        num_episodes: Episodes of the update that have a trained token.
-        scale: Divisor of seq-mean-token-sum-norm, in tokens. None: the length of the longest episode.
-
-    Returns:
-        ``[T]`` float64.
-
-    Raises:
-        ValueError: If ``episodes`` exceeds the given counts, or ``scale`` is not above 0.
-    """
+def token_weights(mode: AggregationMode, episodes: Tensor, *, scale: float | None = None) -> Tensor:
+    """Return ``[T]`` float64, the weight of each token's loss in the loss of one optimizer update of ``episodes [T]``.
+    Episodes of 1 and 3 tokens under seq-mean-token-mean give ``[1/2, 1/6, 1/6, 1/6]``. To leave tokens out, pass the
+    episodes of the others only. ``scale``, in tokens, divides in seq-mean-token-sum-norm; None: the length of the
+    longest episode."""
     index, counts = index_episodes(episodes)
-    num_tokens = len(episodes) if num_tokens is None else num_tokens
-    num_episodes = len(counts) if num_episodes is None else num_episodes
-    if num_tokens < len(episodes) or num_episodes < len(counts):
-        raise ValueError(
-            f"num_tokens is {num_tokens} and num_episodes {num_episodes}, but there are {len(episodes)} tokens of "
-            f"{len(counts)} episodes here: count over all micro-batches and ranks of the update"
-        )
-    if scale is not None and scale <= 0:
-        raise ValueError(f"scale is {scale}: it divides the loss and must be above 0")
-    if not len(episodes):
-        return torch.zeros(0, dtype=torch.float64, device=episodes.device)
     ones = torch.ones(len(episodes), dtype=torch.float64, device=episodes.device)
     match mode:
-        case AggregationMode.TOKEN_MEAN:
-            return ones / num_tokens
-        case AggregationMode.SEQ_MEAN_TOKEN_SUM:
-            return ones / num_episodes
-        case AggregationMode.SEQ_MEAN_TOKEN_MEAN:
-            return ones / counts[index] / num_episodes
-        case AggregationMode.SEQ_MEAN_TOKEN_SUM_NORM:
-            return ones / (counts.max() if scale is None else scale)
+        case "token-mean":
+            return ones / len(episodes)
+        case "seq-mean-token-sum":
+            return ones / len(counts)
+        case "seq-mean-token-mean":
+            return ones / counts[index] / len(counts)
+        case "seq-mean-token-sum-norm":
+            assert scale is not None
+            return ones / scale
 
 
 def aggregate(losses: Tensor, weights: Tensor) -> Tensor:
-    """Return ``sum(weights * losses)`` as a scalar of the losses' dtype, to be summed over micro-batches and ranks.
-
-    A token of weight 0 is left out: not even a NaN there reaches the sum. Without tokens the result is a 0 that can
-    be backpropagated, so that a rank without work still takes part in the gradient reduction.
-
-    Args:
-        losses: ``[T]``; carries gradient.
-        weights: ``[T]`` from :func:`token_weights`, times any correction weights.
-    """
-    if losses.shape != weights.shape:
-        raise ValueError(f"losses are {list(losses.shape)}, weights {list(weights.shape)}: give as many")
+    """Return ``sum(weights * losses)`` as a scalar, to be summed over micro-batches and ranks. A token of weight 0 is
+    left out: not even a NaN there reaches the sum. Without tokens the result can be backpropagated, so that a rank
+    without work still takes part in the gradient reduction."""
     weights = weights.to(losses.dtype)
     return torch.where(weights != 0, losses * weights, 0.0).sum()

@@ -11,7 +11,6 @@ Evolves", arXiv:2510.18855); rejection options named as in verl.
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -21,40 +20,20 @@ from areal_lite.trainer.objectives.aggregation import episode_max, episode_mean,
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio, kl_penalty
 
 
-class WeightLevel(StrEnum):
-    """Granularity of the importance ratio; a "sequence" is the trained tokens of an episode."""
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-
-
 @torch.no_grad()
 def importance_weights(
-    proximal: Tensor,
-    behaviour: Tensor,
-    episodes: Tensor,
-    *,
-    level: WeightLevel,
-    max_weight: float,
-    normalize: bool = False,
+    proximal: Tensor, behaviour: Tensor, episodes: Tensor, *, level: str, max_weight: float, normalize: bool = False
 ) -> Tensor:
-    """Return ``proximal / behaviour``, truncated from above.
-
-    Args:
-        level: A ratio per token, or the product over the episode for each of its tokens.
-        max_weight: Upper bound; a ratio of 3 with a bound of 2 becomes 2.
-        normalize: Divide by the mean (over tokens, or over episodes) to keep the step size.
-
-    Returns:
-        ``[T]`` above 0.
-    """
+    """Return ``[T]``, ``proximal / behaviour`` truncated to ``max_weight``: a ratio per token, or the product over the
+    episode for each of its tokens. ``normalize`` divides by the mean (over tokens, or over episodes) to keep the step
+    size."""
     log_ratio = proximal - behaviour
-    if level == WeightLevel.SEQUENCE:
+    if level == "sequence":
         log_ratio = episode_sum(log_ratio, episodes)
     weights = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=max_weight)
     if normalize and len(episodes):
         share = torch.ones_like(weights)
-        if level == WeightLevel.SEQUENCE:
+        if level == "sequence":
             index, counts = index_episodes(episodes)
             share /= counts[index]
         weights = weights * share.sum() / (weights * share).sum()
@@ -62,7 +41,7 @@ def importance_weights(
 
 
 def episode_weights(weights: Tensor, episodes: Tensor) -> Tensor:
-    """Return ``[T]``, the geometric mean of an episode's weights (above 0), for losses with one ratio per episode."""
+    """Return ``[T]``, the geometric mean of an episode's weights, for losses with one ratio per episode."""
     return episode_mean(weights.log(), episodes).exp()
 
 
@@ -75,23 +54,13 @@ def icepop_weights(proximal: Tensor, behaviour: Tensor, *, lower: float, upper: 
 
 @torch.no_grad()
 def rejection_mask(proximal: Tensor, behaviour: Tensor, episodes: Tensor, *, option: str, bounds: str) -> Tensor:
-    """Return True for the tokens to train on: those where the two policies agree within the bounds.
+    """Return ``[T]`` bool, True for the tokens to train on: those where the two policies agree within the bounds.
 
-    An option is a level and a measure. Levels: ``token``, and ``seq_sum``, ``seq_mean``, ``seq_max``, which judge
-    whole episodes. Measures: ``k1`` is the ratio ``proximal / behaviour`` itself, bounded by ``lower_upper`` (over
-    an episode: the product of ratios, or their geometric mean); ``k2`` and ``k3`` are the distances of
-    :func:`kl_penalty` in nats, with an upper bound. Several options are joined by commas; a token must pass all of
-    them. NaN log-probs are rejected.
-
-    ``token_k1`` with ``0.5_1.2`` keeps a ratio of 0.6 and rejects 1.6; ``seq_mean_k3,token_k2`` takes
-    ``0.05,0.4``.
-
-    Returns:
-        ``[T]`` bool.
-
-    Raises:
-        ConfigError: If an option or a bound is invalid, or their counts differ.
-    """
+    An option is a level and a measure. Levels: ``token``, and ``seq_sum``, ``seq_mean``, ``seq_max``, which judge whole
+    episodes. Measures: ``k1`` is the ratio ``proximal / behaviour`` itself, bounded by ``lower_upper`` (over an
+    episode: the product of ratios, or their geometric mean); ``k2`` and ``k3`` are the distances of :func:`kl_penalty`
+    in nats, with an upper bound. ``token_k1`` with ``0.5_1.2`` keeps a ratio of 0.6 and rejects 1.6. Options joined by
+    commas must all pass: ``seq_mean_k3,token_k2`` takes ``0.05,0.4``. NaN log-probs are rejected."""
     names, limits = option.split(","), bounds.split(",")
     if len(names) != len(limits):
         raise ConfigError(
@@ -109,13 +78,8 @@ def rejection_mask(proximal: Tensor, behaviour: Tensor, episodes: Tensor, *, opt
 def drifted_episodes(
     policy: Tensor, behaviour: Tensor, advantages: Tensor, episodes: Tensor, *, max_kl: float
 ) -> Tensor:
-    """Return ``[T]``, True for the tokens to mask because the policy has already moved away from a bad episode.
-
-    These are the tokens with a negative advantage in episodes whose mean of ``behaviour - policy`` exceeds
-    ``max_kl`` nats.
-
-    Source: off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556).
-    """
+    """Return ``[T]``, True for tokens of negative advantage in episodes whose mean of ``behaviour - policy`` exceeds
+    ``max_kl`` nats. Source: off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556)."""
     return (advantages < 0) & (episode_mean(behaviour - policy, episodes) > max_kl)
 
 

@@ -1,4 +1,5 @@
-"""Policy losses per token, by name; each is a pure function of detached data and the policy's log-probs.
+"""Policy losses per token, by name; each is a pure function of detached data and the policy's log-probs. At the end,
+the losses of values, and of pairs of answers (``[P]``).
 
 The trust region is drawn around the proximal policy. The weight ``proximal / behaviour`` for tokens sampled by
 another policy multiplies the losses afterwards (corrections.py), so every loss has a decoupled form. Without a
@@ -13,13 +14,15 @@ whole minibatch before the update, and then finds its choice in :attr:`PolicyInp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from areal_lite.config.trainer_config import AggregationMode
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, episode_mean, episode_sum
+from areal_lite.trainer.objectives.aggregation import LossTerms, episode_mean, episode_sum
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio
 from areal_lite.trainer.registry import Registry
 
@@ -49,47 +52,25 @@ class PolicyInputs:
     chosen: Tensor | None = None
     """bool, the loss's choice among the tokens of the minibatch; None when the inputs are the whole minibatch."""
 
-    def __post_init__(self) -> None:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shapes = {name: list(value.shape) for name, value in values.items() if value is not None}
-        if any(shape != [len(self.episodes)] for shape in shapes.values()):
-            raise ValueError(f"shapes differ: {shapes}: give [T] to all, one entry per trained token")
-
 
 def aggregation_of(loss: str, configured: AggregationMode | None = None, *, where: str) -> AggregationMode:
-    """Return the aggregation mode of ``loss``: the configured one, else that of its paper.
-
-    Raises:
-        ConfigError: If a loss with one ratio per episode is ``configured`` (by the key ``where``) with another mode
-            than a mean over episodes.
-    """
-    if loss in ("gspo", "gmpo") and configured not in (None, AggregationMode.SEQ_MEAN_TOKEN_MEAN):
+    """Return the aggregation mode of ``loss``: the one configured by the key ``where``, else that of its paper."""
+    if loss in ("gspo", "gmpo") and configured not in (None, "seq-mean-token-mean"):
         raise ConfigError(
-            f"{where} is {configured!s}: {loss} has one ratio per episode and is a mean over episodes; remove the key, "
-            f"or set {AggregationMode.SEQ_MEAN_TOKEN_MEAN!s}"
+            f"{where} is {configured}: {loss} has one ratio per episode and is a mean over episodes; remove the key, "
+            "or set seq-mean-token-mean"
         )
-    by_episode = loss in ("gspo", "gmpo", "sapo")
-    return configured or (AggregationMode.SEQ_MEAN_TOKEN_MEAN if by_episode else AggregationMode.TOKEN_MEAN)
+    return configured or ("seq-mean-token-mean" if loss in ("gspo", "gmpo", "sapo") else "token-mean")
 
 
 @POLICY_LOSSES.register("ppo")
 def ppo(
-    inputs: PolicyInputs,
-    *,
-    clip_eps: float = 0.2,
-    clip_eps_high: float | None = None,
-    dual_clip: float | None = None,
+    inputs: PolicyInputs, *, clip_eps: float = 0.2, clip_eps_high: float | None = None, dual_clip: float | None = None
 ) -> LossTerms:
-    """Return PPO's clipped loss: the larger of the losses with the free and with the clipped ratio.
-
-    Args:
-        clip_eps: Half-width of the trust region; the ratio is clipped to ``1 +- clip_eps``.
-        clip_eps_high: Upper half-width if it differs (clip-higher, DAPO, arXiv:2503.14476).
-        dual_clip: Above 1; caps the ratio of tokens with a negative advantage.
-
-    Source: PPO (arXiv:1707.06347); around the proximal policy: arXiv:2110.00641 and AReaL
-    (arXiv:2505.24298); dual clip: arXiv:1912.09729.
-    """
+    """Return PPO's clipped loss: the larger of the losses with the free and with the clipped ratio, ``1 +- clip_eps``.
+    ``clip_eps_high`` is another upper half-width (clip-higher, DAPO, arXiv:2503.14476); ``dual_clip``, above 1, caps
+    the ratio of tokens with a negative advantage (arXiv:1912.09729). Source: PPO (arXiv:1707.06347); around the
+    proximal policy: arXiv:2110.00641 and AReaL (arXiv:2505.24298)."""
     if dual_clip is not None and dual_clip <= 1:
         raise ConfigError(f"dual_clip is {dual_clip}: it caps ratios above 1 and must exceed 1; 3 is usual")
     advantages, log_ratio = inputs.advantages, clamped_log_ratio(inputs.policy, inputs.proximal)
@@ -105,15 +86,9 @@ def ppo(
 
 @POLICY_LOSSES.register("gspo")
 def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float | None = 4e-4) -> LossTerms:
-    """Return the clipped loss with one ratio per episode, the geometric mean of its tokens' ratios.
-
-    Each token carries its own gradient of that ratio, so advantages may differ along an episode (GSPO-token).
-
-    Args:
-        clip_eps: As in :func:`ppo`; ratios of episodes vary far less than those of tokens.
-
-    Source: GSPO (arXiv:2507.18071).
-    """
+    """Return the clipped loss with one ratio per episode, the geometric mean of its tokens' ratios. Each token carries
+    its own gradient of that ratio, so advantages may differ along an episode (GSPO-token). Source: GSPO
+    (arXiv:2507.18071)."""
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     log_mean = episode_mean(log_ratio.detach(), inputs.episodes) + (inputs.policy - inputs.policy.detach())
     ratio = log_mean.clamp(max=10.0).exp()
@@ -124,16 +99,8 @@ def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float |
 @POLICY_LOSSES.register("gmpo")
 def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | None = None) -> LossTerms:
     """Return the episode's ``-A * ratio`` at each of its tokens; the ratio is a geometric mean of clipped ratios.
-
-    Clipping is per token, in log space, on the side that the advantage pushes towards. ``A`` is the episode's
-    mean advantage.
-
-    Args:
-        clip_eps: Lower bound of a token's log-ratio is ``-clip_eps`` nats.
-        clip_eps_high: Upper bound in nats; None: ``clip_eps``.
-
-    Source: GMPO (arXiv:2507.20673).
-    """
+    Clipping is per token, to log-ratios of ``-clip_eps`` to ``clip_eps_high`` nats, on the side that the advantage
+    pushes towards. ``A`` is the episode's mean advantage. Source: GMPO (arXiv:2507.20673)."""
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     bounded = log_ratio.clamp(-clip_eps, clip_eps if clip_eps_high is None else clip_eps_high)
     sign = inputs.advantages.sign()
@@ -146,13 +113,8 @@ def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | 
 
 @POLICY_LOSSES.register("cispo")
 def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float | None = 0.28) -> LossTerms:
-    """Return ``-clip(ratio) * A * log p`` without gradient through the ratio: clipped tokens still train.
-
-    Args:
-        clip_eps: As in :func:`ppo`; 1 leaves ratios below 1 unclipped.
-
-    Source: CISPO, MiniMax-M1 (arXiv:2506.13585).
-    """
+    """Return ``-clip(ratio) * A * log p`` without gradient through the ratio: clipped tokens still train. A
+    ``clip_eps`` of 1 leaves ratios below 1 unclipped. Source: CISPO, MiniMax-M1 (arXiv:2506.13585)."""
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     ratio = log_ratio.detach().exp()
     clipped = _clip(ratio, clip_eps, clip_eps_high)
@@ -162,14 +124,8 @@ def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float |
 
 @POLICY_LOSSES.register("sapo")
 def sapo(inputs: PolicyInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossTerms:
-    """Return ``-A * (4 / tau) * sigmoid(tau * (ratio - 1))``: a smooth gate instead of a clip.
-
-    Args:
-        tau_positive: Steepness of the gate where the advantage is positive.
-        tau_negative: Steepness elsewhere.
-
-    Source: SAPO (arXiv:2511.20347).
-    """
+    """Return ``-A * (4 / tau) * sigmoid(tau * (ratio - 1))``: a smooth gate instead of a clip; its steepness ``tau``
+    depends on the sign of the advantage. Source: SAPO (arXiv:2511.20347)."""
     advantages, log_ratio = inputs.advantages, clamped_log_ratio(inputs.policy, inputs.proximal)
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     losses = -advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
@@ -179,10 +135,7 @@ def sapo(inputs: PolicyInputs, *, tau_positive: float = 1.0, tau_negative: float
 @POLICY_LOSSES.register("gpg")
 @POLICY_LOSSES.register("reinforce")
 def reinforce(inputs: PolicyInputs) -> LossTerms:
-    """Return ``-A * log p``.
-
-    Source: REINFORCE (Williams, 1992); GPG (arXiv:2504.02546) has the same loss.
-    """
+    """Return ``-A * log p``. Source: REINFORCE (Williams, 1992); GPG (arXiv:2504.02546) has the same loss."""
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     return LossTerms(-inputs.advantages * inputs.policy, _statistics(log_ratio))
 
@@ -197,17 +150,9 @@ def clip_cov(
     min_covariance: float = 1.0,
     max_covariance: float = 5.0,
 ) -> LossTerms:
-    """Return PPO's loss without a few tokens of high covariance, which reduce the entropy most.
-
-    Tokens are drawn from the unclipped tokens of the minibatch whose covariance of log-prob and advantage lies
-    between the bounds. The draw depends on their behaviour log-probs alone.
-
-    Args:
-        token_share: Share of the minibatch's tokens to drop; at least one, if any qualifies.
-        min_covariance: Exclusive lower bound.
-        max_covariance: Exclusive upper bound.
-
-    Source: Clip-Cov (arXiv:2505.22617).
+    """Return PPO's loss without a few tokens of high covariance, which reduce the entropy most. A ``token_share`` of
+    the minibatch's tokens, at least one, is drawn from the unclipped ones whose covariance of log-prob and advantage
+    lies between the bounds; the draw depends on their behaviour log-probs alone. Source: Clip-Cov (arXiv:2505.22617).
     """
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     losses, clipped = _clipped_losses(log_ratio.exp(), inputs.advantages, clip_eps, clip_eps_high)
@@ -223,14 +168,8 @@ def clip_cov(
 
 @POLICY_LOSSES.register("kl_cov")
 def kl_cov(inputs: PolicyInputs, *, token_share: float = 2e-4, kl_coef: float = 1.0) -> LossTerms:
-    """Return ``-A * ratio``, plus a penalty on the log-ratio of the tokens with the highest covariance.
-
-    Args:
-        token_share: Share of the minibatch's tokens to penalise; at least one.
-        kl_coef: Weight of the penalty ``|log ratio|``.
-
-    Source: KL-Cov (arXiv:2505.22617).
-    """
+    """Return ``-A * ratio``, plus ``kl_coef * |log ratio|`` for the ``token_share`` (at least one token) of the
+    minibatch with the highest covariance. Source: KL-Cov (arXiv:2505.22617)."""
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     penalised = inputs.chosen
     if penalised is None:
@@ -242,16 +181,9 @@ def kl_cov(inputs: PolicyInputs, *, token_share: float = 2e-4, kl_coef: float = 
 
 @POLICY_LOSSES.register("m2po")
 def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
-    """Return ``-A * ratio`` without the tokens whose log-prob changed most since they were sampled.
-
-    Tokens with the largest ``|policy - behaviour|`` of the minibatch are dropped first, until the mean square of the
-    rest is within the bound.
-
-    Args:
-        max_second_moment: Upper bound on the mean of ``(policy - behaviour)^2`` in nats squared.
-
-    Source: M2PO (arXiv:2510.01161).
-    """
+    """Return ``-A * ratio`` without the tokens whose log-prob changed most since they were sampled: those of the
+    largest ``|policy - behaviour|`` are dropped until the mean square of the rest (nats squared) is at most
+    ``max_second_moment``. Source: M2PO (arXiv:2510.01161)."""
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     keep = inputs.chosen
     if keep is None:
@@ -281,15 +213,12 @@ def _covariance(inputs: PolicyInputs) -> Tensor:
 
 
 def _mask_at(indices: Tensor, like: Tensor) -> Tensor:
-    """Return a bool mask of the length of ``like``, True at ``indices``."""
     return torch.zeros_like(like, dtype=torch.bool).index_fill(0, indices, True)
 
 
 def _draw(inputs: PolicyInputs) -> Tensor:
-    """Return ``[T]`` int64, pseudo-random numbers made from the behaviour log-probs of the token and its episode.
-
-    A draw therefore does not depend on the order of episodes, on rounding in the trainer, or on global random state.
-    """
+    """Return ``[T]`` int64, pseudo-random numbers made from the behaviour log-probs of the token and its episode: a
+    draw does not depend on the order of episodes, on rounding in the trainer, or on global random state."""
     bits = inputs.behaviour.float().view(torch.int32).long()
     mixed = bits + episode_sum(bits, inputs.episodes) * 0x2545F4914F6CDD1D
     for _ in range(2):
@@ -298,7 +227,6 @@ def _draw(inputs: PolicyInputs) -> Tensor:
 
 
 def _sides(clipped: Tensor, *, above: Tensor) -> dict[str, Tensor]:
-    """Return the clipped tokens, and those of them at the lower and at the upper bound."""
     return {"clip_fraction": clipped, "clip_fraction_low": clipped & ~above, "clip_fraction_high": clipped & above}
 
 
@@ -311,21 +239,9 @@ def _statistics(log_ratio: Tensor, **shares: Tensor) -> dict[str, Tensor]:
 
 
 def value_loss(values: Tensor, proximal_values: Tensor, returns: Tensor, *, clip: float | None = None) -> LossTerms:
-    """Return half the squared error of each token's value, with the values clipped around their proximal values.
-
-    The loss is the larger of the errors of the free and of the clipped value, so there is no gain in leaving the band.
-
-    Args:
-        values: ``[T]`` predictions of the weights being trained; carries gradient.
-        proximal_values: ``[T]`` predictions at the start of the step.
-        returns: ``[T]`` targets.
-        clip: Half-width of the band, in units of reward. None: no clipping.
-
-    Returns:
-        Losses ``[T]``; statistic ``value_clip_fraction``, 1 where the clipped value had the larger error.
-
-    Source: PPO's reference code (arXiv:1707.06347; arXiv:2005.12729 measures the effect of clipping).
-    """
+    """Return half the squared error of each token's value ``[T]``; statistic ``value_clip_fraction``. With ``clip``, in
+    units of reward, it is the larger of the errors of the free value and of the one clipped around the proximal value,
+    so there is no gain in leaving the band. Source: PPO's reference code (arXiv:1707.06347; arXiv:2005.12729)."""
     error = (values - returns).square()
     clipped_error = error
     if clip is not None:
@@ -333,3 +249,28 @@ def value_loss(values: Tensor, proximal_values: Tensor, returns: Tensor, *, clip
         clipped_error = (clipped - returns).square()
     statistics = {"value_clip_fraction": (clipped_error > error).to(values.dtype)}
     return LossTerms(torch.maximum(error, clipped_error) / 2, statistics)
+
+
+def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> LossTerms:
+    """Return the DPO loss of each pair, given the log-probs ``[P]`` of whole answers under the policy minus those under
+    the frozen reference. ``beta`` times this is the implicit reward; ``label_smoothing`` is the share of pairs assumed
+    to be mislabelled, 0 to 0.5. Source: DPO (arXiv:2305.18290); label smoothing makes it conservative DPO."""
+    chosen, rejected = beta * chosen, beta * rejected
+    margin = chosen - rejected
+    losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+    return LossTerms(losses, _pair_statistics(chosen, rejected))
+
+
+def reward_model_loss(chosen: Tensor, rejected: Tensor) -> LossTerms:
+    """Return ``-log sigmoid(chosen - rejected)`` of each pair of scores ``[P]``: Bradley-Terry (arXiv:2203.02155)."""
+    return LossTerms(-logsigmoid(chosen - rejected), _pair_statistics(chosen, rejected))
+
+
+def _pair_statistics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "accuracy": (chosen > rejected).to(chosen.dtype),
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }

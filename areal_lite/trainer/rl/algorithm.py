@@ -17,21 +17,9 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
-from areal_lite.trainer.estimators.reward_penalties import (
-    KLController,
-    kl_in_reward,
-    mean_kl,
-    overlong_penalty,
-)
-from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
-from areal_lite.trainer.objectives.corrections import (
-    WeightLevel,
-    drifted_episodes,
-    episode_weights,
-    icepop_weights,
-    importance_weights,
-    rejection_mask,
-)
+from areal_lite.trainer.estimators.reward_penalties import adapted_coef, mean_kl, overlong_penalty
+from areal_lite.trainer.objectives import corrections
+from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import (
     ONE_TOKEN_AT_A_TIME,
@@ -44,23 +32,17 @@ from areal_lite.trainer.rl.step_tokens import StepTokens
 
 
 class Algorithm:
-    """Rewards and log-probs in, advantages, losses and correction weights out.
-
-    Raises:
-        ConfigError: If a name is unknown, an option is not accepted, or settings contradict each other.
-    """
+    """Rewards and log-probs in, advantages, losses and correction weights out. Refuses settings that contradict each
+    other."""
 
     def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
         self.config = config
-        self._max_new_tokens = max_new_tokens
+        self.max_new_tokens = max_new_tokens
         self._estimate = ESTIMATORS.bound(config.advantage, config.advantage_kwargs, where="trainer.advantage")
         self._loss = POLICY_LOSSES.bound(config.loss, config.loss_kwargs, where="trainer.loss")
-        mode = None if config.loss_aggregation is None else AggregationMode(config.loss_aggregation)
-        self.aggregation = aggregation_of(config.loss, mode, where="trainer.loss_aggregation")
-        kl = config.kl
-        self.kl_controller = KLController(kl.coef, target=kl.target, horizon=kl.horizon) if kl else KLController(0.0)
-        self.needs: frozenset[str] = frozenset()
-        """Inputs that the estimator requests."""
+        self.aggregation = aggregation_of(config.loss, config.loss_aggregation, where="trainer.loss_aggregation")
+        self.kl_coef = config.kl.coef if config.kl else 0.0
+        self.needs: frozenset[str] = frozenset()  # inputs that the estimator requests
         self.chooses = self._dry_run().chosen is not None
         """True if the loss chooses among the tokens of a whole minibatch."""
 
@@ -93,16 +75,13 @@ class Algorithm:
         return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
 
     def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> dict[str, float]:
-        """Subtract the penalty on overlong answers from ``scores [E]`` and from the reward of their last tokens.
-
-        Returns:
-            Metrics of the penalty, if there is one.
-        """
+        """Subtract the penalty on overlong answers from ``scores [E]`` and from the rewards of their last tokens;
+        return metrics."""
         metrics = {}
         if self.config.overlong_buffer:
-            assert self._max_new_tokens is not None
+            assert self.max_new_tokens is not None
             lengths = torch.bincount(tokens.episodes, minlength=len(scores))
-            penalty = overlong_penalty(lengths, max_length=self._max_new_tokens, buffer=self.config.overlong_buffer)
+            penalty = overlong_penalty(lengths, max_length=self.max_new_tokens, buffer=self.config.overlong_buffer)
             scores += penalty
             tokens.rewards[tokens.ends] += penalty[tokens.episodes[tokens.ends]]
             metrics = {
@@ -113,13 +92,14 @@ class Algorithm:
 
     def penalize(self, tokens: StepTokens, num_episodes: int) -> dict[str, float]:
         """Subtract the KL penalty from the rewards, adapt its coefficient for the next step, and return metrics."""
-        assert self.config.kl is not None
-        controller = self.kl_controller
-        penalty = kl_penalty(tokens.proximal, tokens.reference, self.config.kl.estimator)
-        tokens.rewards = kl_in_reward(tokens.rewards, penalty, controller.coef)
-        metrics = {"reward_kl": mean_kl(penalty, tokens.episodes), "reward_kl_coef": controller.coef}
-        controller.update(metrics["reward_kl"], num_episodes)
-        return metrics
+        kl, coef = self.config.kl, self.kl_coef
+        assert kl is not None
+        penalty = kl_penalty(tokens.proximal, tokens.reference, kl.estimator)
+        tokens.rewards = tokens.rewards - coef * penalty
+        mean = mean_kl(penalty, tokens.episodes)
+        if kl.target is not None:
+            self.kl_coef = adapted_coef(coef, mean, num_episodes, target=kl.target, horizon=kl.horizon)
+        return {"reward_kl": mean, "reward_kl_coef": coef}
 
     def advantages(
         self,
@@ -129,14 +109,8 @@ class Algorithm:
         group_ids: list[str],
         turns: Turns | None = None,
     ) -> None:
-        """Fill in the advantages of ``tokens``, and the returns if the estimator computes them.
-
-        Args:
-            scores: ``[E]`` reward of each episode; the mean of its turns' rewards where these differ.
-            baselines: ``[E]`` reward of the greedy answer.
-            group_ids: ``[E]`` group of each episode.
-            turns: Rewards per turn, for the estimators that compare turns.
-        """
+        """Fill in the advantages of ``tokens``, and the returns if the estimator computes them. ``scores [E]`` are
+        rewards of episodes, ``baselines [E]`` those of greedy answers, ``group_ids [E]`` their groups."""
         config, early = self.config, self.needs_proximal_early
         available: dict[str, Any] = {
             "values": tokens.values if config.critic is not None else None,
@@ -157,23 +131,20 @@ class Algorithm:
         )
         self._check("advantage", estimate, tokens.episodes)
         tokens.advantages = normalize_advantages(
-            estimate.advantages,
-            tokens.episodes,
-            group_ids,
-            mean=config.advantage_mean,
-            std=config.advantage_std,
+            estimate.advantages, tokens.episodes, group_ids, mean=config.advantage_mean, std=config.advantage_std
         )
         if estimate.returns is not None:
             tokens.returns = estimate.returns
 
     def policy_loss(self, inputs: PolicyInputs) -> LossTerms:
-        """Return the losses of the tokens of whole episodes."""
         terms: LossTerms = self._loss(inputs)
         self._check("loss", terms, inputs.episodes)
         limit = self.config.correction.max_episode_kl
         if limit is None:
             return terms
-        drifted = drifted_episodes(inputs.policy, inputs.behaviour, inputs.advantages, inputs.episodes, max_kl=limit)
+        drifted = corrections.drifted_episodes(
+            inputs.policy, inputs.behaviour, inputs.advantages, inputs.episodes, max_kl=limit
+        )
         statistics = terms.statistics | {"drifted_fraction": drifted.to(terms.losses.dtype)}
         return LossTerms(torch.where(drifted, 0.0, terms.losses), statistics, terms.chosen)
 
@@ -183,21 +154,21 @@ class Algorithm:
         if config.level == "none":
             weights = torch.ones_like(proximal)
         elif config.outside == "mask":
-            weights = icepop_weights(proximal, behaviour, lower=config.min_weight, upper=config.max_weight)
+            weights = corrections.icepop_weights(proximal, behaviour, lower=config.min_weight, upper=config.max_weight)
         else:
-            weights = importance_weights(
+            weights = corrections.importance_weights(
                 proximal,
                 behaviour,
                 episodes,
-                level=WeightLevel(config.level),
+                level=config.level,
                 max_weight=config.max_weight,
                 normalize=config.normalize,
             )
             if self.config.loss == "gmpo":
-                weights = episode_weights(weights, episodes)
+                weights = corrections.episode_weights(weights, episodes)
         if config.reject is not None:
             bounds = config.reject_bounds or ""
-            weights *= rejection_mask(proximal, behaviour, episodes, option=config.reject, bounds=bounds)
+            weights *= corrections.rejection_mask(proximal, behaviour, episodes, option=config.reject, bounds=bounds)
         return weights
 
     def _check(self, key: str, returned: Estimate | LossTerms, episodes: Tensor) -> None:
@@ -228,7 +199,7 @@ class Algorithm:
         tokens.correction.fill_(1.0)
         tokens.returns.fill_(torch.nan)
         tokens.rewards[tokens.ends] = scores
-        if config.overlong_buffer and self._max_new_tokens is None:
+        if config.overlong_buffer and self.max_new_tokens is None:
             raise ConfigError("trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens")
         self.shape_rewards(scores, tokens)
         try:
@@ -301,7 +272,6 @@ class Algorithm:
 
     @contextmanager
     def _naming(self, key: str) -> Iterator[None]:
-        """Turn exceptions into config errors that name the function of the config ``key``."""
         try:
             yield
         except ConfigError:
@@ -314,15 +284,7 @@ class Algorithm:
 
 
 _RETURNS: dict[str, tuple[type, tuple[str, ...], str]] = {
-    "advantage": (
-        Estimate,
-        ("advantages", "returns"),
-        "inputs.per_token(values) expands one value per episode",
-    ),
-    "loss": (
-        LossTerms,
-        ("losses",),
-        "the trainer averages them, and inputs.episodes is the episode of each token",
-    ),
+    "advantage": (Estimate, ("advantages", "returns"), "inputs.per_token(values) expands one value per episode"),
+    "loss": (LossTerms, ("losses",), "the trainer averages them, and inputs.episodes is the episode of each token"),
 }
 """Expected return type, per-token fields and a hint, per config key."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,19 +21,10 @@ from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, kl_penalty
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
 
-class TokenColumns(NamedTuple):
-    """Values ``[T]``, one per trained token, sequence by sequence."""
-
-    advantages: Floats
-    returns: Floats | None = None
-    """None without a critic, like ``values``."""
-    values: Floats | None = None
-
-
 def batch_metrics(
     sequences: Sequence[TokenSequence],
     episodes: Sequence[int],
-    columns: TokenColumns,
+    columns: Mapping[str, Floats],
     *,
     version: int,
     penalised_rewards: Floats | None = None,
@@ -42,29 +32,15 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one training batch; mean, max and min of most.
 
-    Rewards count episodes, however many sequences these were cut into. A response begins at a sequence's first
-    trained token and ends with the sequence, so tool results in between count; sequences without a
-    trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the policy
-    wrote ``max_new_tokens`` tokens in one go; the others have ``terminated_length``. A turn is a run of trained tokens.
-
-    Args:
-        episodes: ``[B]`` the episode of each, numbered from 0.
-        penalised_rewards: ``[E]`` rewards of episodes minus the KL penalty, if any.
-        max_new_tokens: Most tokens of one model call; None omits the clip ratio.
-
-    Raises:
-        ValueError: If there are no sequences, or an array has another length.
-    """
-    if not sequences:
-        raise ValueError("there are no sequences to describe: give at least one")
+    ``columns`` are advantages and, with a critic, returns and values ``[T]``, one per trained token. Rewards count
+    episodes (``episodes [B]``, numbered from 0), however many sequences these were cut into. A response begins at a
+    sequence's first trained token and ends with the sequence, so tool results in between count; sequences without a
+    trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the policy wrote
+    ``max_new_tokens`` tokens in one go; the others have ``terminated_length``. A turn is a run of trained tokens."""
     counts = [sequence.num_trained_tokens for sequence in sequences]
-    advantages, returns, values = columns
-    per_token = {"advantage": advantages, "return": returns, "value": values}
-    for name, array in per_token.items():
-        _check_length(f"{name}s", array, sum(counts), "one per trained token: np.repeat(by_sequence, counts)")
+    advantages, returns, values = columns["advantage"], columns.get("return"), columns.get("value")
     numbers = np.asarray(episodes)
     sizes, firsts = np.bincount(numbers), np.unique(numbers, return_index=True)[1]
-    _check_length("penalised_rewards", penalised_rewards, len(sizes), "one per episode")
     rewards = np.bincount(numbers, [sequence.reward or 0.0 for sequence in sequences]) / sizes
     teaching = np.unique(np.repeat(numbers, counts)[np.asarray(advantages) != 0])
     metrics = {
@@ -76,7 +52,7 @@ def batch_metrics(
         "reward_group_std": _deviation_within(rewards, [sequences[first].group_id for first in firsts]),
         **_spread("turns", np.bincount(numbers, [len(_runs(sequence.loss_mask)) for sequence in sequences])),
         **_spread("penalised_reward", penalised_rewards),
-        **{key: number for name, array in per_token.items() for key, number in _spread(name, array).items()},
+        **{key: number for name, array in columns.items() for key, number in _spread(name, array).items()},
         "advantage_std": float(np.std(advantages, dtype=np.float64)) if len(advantages) else 0.0,
         "advantage_zero_fraction": 1 - len(teaching) / len(sizes),
         **_ages(sequences, version),
@@ -106,26 +82,10 @@ def _lengths(sequences: Sequence[TokenSequence], counts: Sequence[int], max_new_
 
 
 def _deviation_within(rewards: Floats, group_ids: Sequence[str]) -> float:
-    """Return the mean over groups of the standard deviation of the group's rewards."""
     groups: dict[str, list[float]] = {}
     for reward, name in zip(rewards.tolist(), group_ids, strict=True):
         groups.setdefault(name, []).append(reward)
     return float(np.mean([np.std(group) for group in groups.values()]))
-
-
-def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int) -> dict[str, float]:
-    """Return seconds and milliseconds per token by phase, and tokens per second of the whole.
-
-    Args:
-        total: Seconds of the whole, at least the sum of the phases; above 0.
-        num_tokens: Tokens that went through, prompts included; at least 1.
-    """
-    return {
-        **{f"seconds_{phase}": seconds for phase, seconds in phases.items()},
-        "seconds_step": total,
-        **{f"ms_per_token_{phase}": 1000 * seconds / num_tokens for phase, seconds in phases.items()},
-        "tokens_per_second": num_tokens / total,
-    }
 
 
 def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, float]:
@@ -133,22 +93,12 @@ def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, fl
     if array is None or not len(array):
         return {}
     exact = np.asarray(array, np.float64)
-    return {
-        f"{name}_mean": exact.mean().item(),
-        f"{name}_max": exact.max().item(),
-        f"{name}_min": exact.min().item(),
-    }
+    return {f"{name}_mean": exact.mean().item(), f"{name}_max": exact.max().item(), f"{name}_min": exact.min().item()}
 
 
 def _runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the lengths of the runs of True."""
     borders = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False]))))
     return borders[1::2] - borders[::2]
-
-
-def _check_length(name: str, array: Floats | None, length: int, fix: str) -> None:
-    if array is not None and np.shape(array) != (length,):
-        raise ValueError(f"{name} has shape {np.shape(array)}, it must be [{length}]: give {fix}")
 
 
 class PhaseClock:
@@ -170,34 +120,26 @@ class PhaseClock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
     def metrics(self, *, num_tokens: int) -> dict[str, float]:
-        """Return seconds and milliseconds per token by phase, and tokens per second since the clock was made."""
-        return timing_metrics(self._seconds, time.perf_counter() - self._began, num_tokens=num_tokens)
+        total = time.perf_counter() - self._began
+        return {
+            **{f"seconds_{phase}": seconds for phase, seconds in self._seconds.items()},
+            "seconds_step": total,
+            **{f"ms_per_token_{phase}": 1000 * seconds / num_tokens for phase, seconds in self._seconds.items()},
+            "tokens_per_second": num_tokens / total,
+        }
 
 
 @torch.no_grad()
 def mismatch_statistics(
     proximal: Tensor, behaviour: Tensor, versions: Tensor, episodes: Tensor, version: int
 ) -> dict[str, float]:
-    """Return metrics under ``engine_mismatch/`` and ``staleness_drift/``.
+    """Return metrics under ``engine_mismatch/`` and ``staleness_drift/``, from log-probs (nats) and versions ``[T]``.
 
     Tokens sampled under the policy version at the start of the step should have the trainer's own log-probs: a
-    difference is numerics (kernels, precision, quantised weights, truncated sampling) and should be fixed. Older
-    tokens also differ because the policy has changed: that is staleness, which the corrections handle.
-
-    Each has ``kl_k1`` and ``kl_k3`` of behaviour against proximal (nats), ``chi2_token`` and ``chi2_seq``, the
-    chi-square divergence of tokens and of whole episodes as in verl, ``log_prob_diff_mean`` and ``_max`` of
-    the absolute difference, ``prob_diff_mean``, ``_max`` and ``_std`` of probabilities, ``prob_pearson``,
-    ``proximal_perplexity`` and ``behaviour_perplexity`` (mean over episodes) and ``perplexity_ratio``, the mean over
-    episodes of the first over the second. A set without tokens is omitted, and so is the correlation of constant
-    probabilities.
-
-    Args:
-        proximal: ``[T]`` log-probs (nats) of the trainer at the start of the step.
-        behaviour: ``[T]`` log-probs the engine sampled with.
-        versions: ``[T]`` int, the policy version each token was sampled under.
-        episodes: ``[T]`` the episode of each token.
-        version: Policy version at the start of the step.
-    """
+    difference is numerics (kernels, precision, quantised weights, truncated sampling) and should be fixed. Older tokens
+    also differ because the policy has changed: that is staleness, which the corrections handle. docs/metrics.md has the
+    names; the chi-square divergence is verl's. A set without tokens is omitted, and so is the correlation of constant
+    probabilities."""
     current = versions == version
     metrics: dict[str, float] = {}
     for name, chosen in (("engine_mismatch", current), ("staleness_drift", ~current)):

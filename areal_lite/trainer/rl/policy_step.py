@@ -16,48 +16,37 @@ from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks, gather_json
 from areal_lite.trainer.estimators.inputs import Turns
-from areal_lite.trainer.rl.data_metrics import PhaseClock, TokenColumns, batch_metrics, mismatch_statistics
+from areal_lite.trainer.rl.algorithm import Algorithm
+from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
 from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode, number_episodes
 
-Batch = Sequence[Group] | DataProto
-"""Training data of one step."""
-ROUNDING = 1e-3
-"""A log-prob may be above 0 by this much, because engines round."""
+Batch = Sequence[Group] | DataProto  # training data of one step
+ROUNDING = 1e-3  # a log-prob may be above 0 by this much, because engines round
 
 
 @dataclass(slots=True)
 class Step:
     """One batch and what the stages compute from it."""
 
-    sequences: list[TokenSequence]
-    """Sequences of one episode are adjacent."""
-    episodes: list[int]
-    """The episode of each sequence."""
+    sequences: list[TokenSequence]  # sequences of one episode are adjacent
+    episodes: list[int]  # the episode of each sequence
     version: int
     tokens: StepTokens
     scores: Tensor
     """``[E]`` reward of each episode: the mean over its sequences, which share a reward or have one per turn."""
     clock: PhaseClock
-    baselines: Tensor | None = None
-    """``[E]`` reward of a greedy episode on the same row."""
-    minibatches: list[list[int]] = field(default_factory=list)
-    """Sequences of each update."""
+    baselines: Tensor | None = None  # ``[E]`` reward of a greedy episode on the same row
+    minibatches: list[list[int]] = field(default_factory=list)  # sequences of each update
     metrics: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """``[T]`` per-token statistics that the losses recorded, NaN where none."""
-    measured: bool = False
-    """True if every rank has the statistics of all tokens, because nothing trained."""
-    choice: Tensor | None = None
-    """``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses."""
+    measured: bool = False  # True if every rank has the statistics of all tokens, because nothing trained
+    choice: Tensor | None = None  # ``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses
 
     @classmethod
     def of(cls, batch: Batch, *, version: int, device: torch.device) -> Step:
-        """Return the step of accepted groups, or of a DataProto (:mod:`areal_lite.data.batch.training_batch`).
-
-        Raises:
-            ValueError: If a DataProto breaks a rule of a training batch.
-            TrainingError: If there is nothing to train, or a number is not finite; a log-prob may be NaN.
-        """
+        """Return the step of accepted groups, or of a DataProto (:mod:`areal_lite.data.batch.training_batch`). Numbers
+        must be finite; a log-prob may be NaN."""
         clock = PhaseClock(device)
         if isinstance(batch, DataProto):
             _check_proto(batch, version)
@@ -90,6 +79,8 @@ class Step:
         step.check_sampled()
         if (baselines := _baselines(batch)) is not None:
             step.baselines = torch.tensor([baselines[name] for name in step.group_ids], device=device)
+            broken = (~step.baselines.isfinite()).nonzero()[:, 0]
+            _refuse("baselines", broken, step.group_ids, version, _FINITE_EPISODES)
         return step
 
     @property
@@ -99,11 +90,10 @@ class Step:
 
     @property
     def all_indices(self) -> range:
-        """Indices of all sequences."""
         return range(len(self.sequences))
 
     def turns(self) -> Turns:
-        """Return the rewards per turn, for estimators that ask for them; each sequence is a rewarded turn."""
+        """Return the rewards per turn; each sequence is a rewarded turn."""
         device = self.scores.device
         return Turns(
             of_token=self.tokens.sequences,
@@ -132,11 +122,7 @@ class Step:
         ]
 
     def check_sampled(self) -> None:
-        """Check the log-probs and versions that the engine recorded for the trained tokens.
-
-        Raises:
-            TrainingError: Naming the tasks with an infinite or positive log-prob, or a version that is not trained yet.
-        """
+        """Check the log-probs and versions that the engine recorded for the trained tokens."""
         logprobs, versions, of_token = self.tokens.behaviour, self.tokens.versions, self.tokens.sequences
         task_ids = _task_ids(self.sequences)
         _refuse("logprobs", of_token[logprobs.isinf()], task_ids, self.version, _FINITE_EPISODES)
@@ -150,11 +136,7 @@ class Step:
                 _refuse(name, of_token[broken], task_ids, self.version, rule)
 
     def check_finite(self, *names: str) -> None:
-        """Check that the per-token values of these ``names`` are finite.
-
-        Raises:
-            TrainingError: Naming the tasks whose numbers are not finite.
-        """
+        """Check that the per-token values of these ``names`` are finite."""
         rule = (
             "must be finite and are not: the model has diverged on them: resume from an earlier checkpoint with a "
             "lower learning rate"
@@ -164,38 +146,30 @@ class Step:
             _refuse(name, self.tokens.sequences[broken], _task_ids(self.sequences), self.version, rule)
 
     def record_statistics(self, at: Tensor, statistics: Mapping[str, Tensor]) -> None:
-        """Record per-token statistics of a loss at the tokens ``at``."""
         for name, values in statistics.items():
             column = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
             column[at] = values.detach().float()
 
-    def all_metrics(
-        self,
-        *,
-        ranks: Ranks,
-        has_critic: bool,
-        penalized: bool,
-        compares_engine: bool,
-        max_new_tokens: int | None,
-    ) -> dict[str, float]:
-        """Return data, loss, token and timing metrics of the whole step."""
-        tokens = self.tokens
+    def all_metrics(self, algorithm: Algorithm, ranks: Ranks) -> dict[str, float]:
+        tokens, config = self.tokens, algorithm.config
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
         has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
         earned = torch.where(has_tokens, earned, self.scores)
-        columns = (tokens.advantages, tokens.returns, tokens.values) if has_critic else (tokens.advantages,)
+        columns = {"advantage": tokens.advantages}
+        if config.critic is not None:
+            columns |= {"return": tokens.returns, "value": tokens.values}
         return {
             **batch_metrics(
                 self.sequences,
                 self.episodes,
-                TokenColumns(*(column.cpu().numpy() for column in columns)),
+                {name: column.cpu().numpy() for name, column in columns.items()},
                 version=self.version,
-                penalised_rewards=earned.cpu().numpy() if penalized else None,
-                max_new_tokens=max_new_tokens,
+                penalised_rewards=earned.cpu().numpy() if algorithm.penalizes_reward else None,
+                max_new_tokens=algorithm.max_new_tokens,
             ),
             **self.metrics,
             **self._token_metrics(ranks),
-            **(self._engine_metrics(ranks) if compares_engine else {}),
+            **(self._engine_metrics(ranks) if config.proximal == "trainer" else {}),
             **self.clock.metrics(num_tokens=sum(map(len, self.sequences))),
         }
 
@@ -220,7 +194,6 @@ class Step:
         }
 
     def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return how far engine and trainer disagree, and how far the policy has moved."""
         tokens, own = self.tokens, self.tokens.computed
         proximal = tokens.proximal + tokens.log_kept
         recorded = ~tokens.behaviour.isnan()

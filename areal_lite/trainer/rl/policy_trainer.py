@@ -1,9 +1,7 @@
 """One step of reinforcement learning, stage by stage: log-probs, values, rewards, advantages, updates.
 
-Guarantees that loss and gradients do not depend on how the step is cut into micro-batches and over
-ranks, that the same seed and batch give bit-equal weights on one machine, and that a non-finite update
-is never applied. Knows nothing of servers or files: a batch comes in, metrics go out.
-"""
+Guarantees that loss and gradients do not depend on how the step is cut, that the same seed and batch give bit-equal
+weights on one machine, and that a non-finite update is never applied. Knows nothing of servers or files."""
 
 from __future__ import annotations
 
@@ -32,18 +30,15 @@ from areal_lite.trainer.forward.scalar_model import ValueScorer, load_critic
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.machine_metrics import FlopsMeter
 from areal_lite.trainer.rl.algorithm import Algorithm
-from areal_lite.trainer.rl.critic_update import CriticUpdate
-from areal_lite.trainer.rl.learner_passes import LearnerPasses, OnSkip
 from areal_lite.trainer.rl.policy_step import Batch, Step
-from areal_lite.trainer.rl.policy_update import PolicyUpdate
 from areal_lite.trainer.rl.step_tokens import StepCut, split_groups
 from areal_lite.trainer.rl.token_facts import TokenFacts, token_facts
+from areal_lite.trainer.rl.updates import CriticUpdate, LearnerPasses, OnSkip, PolicyUpdate
 from areal_lite.trainer.seeding import seed_process
 
 logger = logging.getLogger(__name__)
 
-OnFacts = Callable[[TokenFacts], None]
-"""Called on every rank with what each step computed for its tokens."""
+OnFacts = Callable[[TokenFacts], None]  # called on every rank with what each step computed for its tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +46,7 @@ class EngineSampling:
     """How the inference engine samples; the trainer's log-probs follow it."""
 
     temperature: float = 1.0
-    truncation: Truncation | None = None
-    """Truncated sampling, which the log-probs of the loss replay."""
+    truncation: Truncation | None = None  # truncated sampling, which the log-probs of the loss replay
     max_new_tokens: int | None = None
     """Length limit of an answer, for the share of truncated answers and the overlong penalty."""
 
@@ -61,17 +55,8 @@ class PolicyTrainer:
     """Owns the policy being trained, and the frozen reference and the critic if the config has them.
 
     A step is :meth:`begin`, the stages in source order, then :meth:`finish`; :meth:`train_step` runs all of them.
-
-    Args:
-        model_path: Folder of a Hugging Face causal LM, or a hub name.
-        seed: Seeds python, numpy and torch, and the order of minibatches.
-        on_skip: Called with updates that were skipped.
-        on_facts: Called at the end of each step; None saves the communication.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, the device is missing, the temperature is not above 0, or an
-            algorithm is unknown or lacks an input.
-    """
+    ``model_path`` is a folder of a Hugging Face causal LM, or a hub name; ``seed`` seeds python, numpy, torch and the
+    order of minibatches. ``on_skip`` gets updates that were skipped, ``on_facts`` what each step computed."""
 
     def __init__(
         self,
@@ -86,7 +71,6 @@ class PolicyTrainer:
         self.config = config
         self.seed = seed
         self.algorithm = Algorithm(config, max_new_tokens=sampling.max_new_tokens)
-        self._max_new_tokens = sampling.max_new_tokens
         seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
         self.device = resolve_device(config.device)
         recompute = config.gradient_checkpointing
@@ -113,33 +97,22 @@ class PolicyTrainer:
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.steps)
             self._critic_update = CriticUpdate(passes_of(self.critic, "critic"), config.critic)
-        self.total_tokens = 0
-        """Tokens of all batches so far, prompts included."""
+        self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
+        self._adapts_kl = config.kl is not None and config.kl.target is not None
         self._warned = False
 
     @property
     def steps_done(self) -> int:
-        """Training steps finished."""
         return self.learner.steps_done
 
     def train_step(self, batch: Batch, *, version: int) -> dict[str, float]:
-        """Train on one batch of groups and return its metrics.
+        """Train on one batch of groups, in any order, and return its metrics.
 
-        Sequences without a gradient (advantage 0 and neither KL nor entropy term, or no trained token) skip the
-        forward pass but stay in every denominator; the metrics ``computed_tokens`` and ``trained_tokens`` show how
-        many, and token statistics cover computed ones only.
-
-        Args:
-            batch: Groups as the engine returns them (only accepted ones train), or a ``DataProto`` with the keys of
-                :mod:`areal_lite.data.batch.training_batch`. Whole groups, in any order.
-
-        Raises:
-            ValueError: If a ``DataProto`` breaks a rule of a training batch.
-            ConfigError: If a trajectory has no reward.
-            TrainingError: If nothing in the batch trains, a sequence has multi-modal inputs, an input of the
-                advantages is not finite, or three updates in a row are not.
-        """
+        Sequences without a gradient (advantage 0 and neither KL nor entropy term, or no trained token) skip the forward
+        pass but stay in every denominator; the metrics ``computed_tokens`` and ``trained_tokens`` show how many, and
+        token statistics cover computed ones only. ``batch`` has groups as the engine returns them (only accepted ones
+        train), or is a ``DataProto`` with the keys of :mod:`areal_lite.data.batch.training_batch`."""
         step = self.begin(batch, version=version)
         self.score_proximal(step)
         self.score_reference(step)
@@ -151,8 +124,6 @@ class PolicyTrainer:
         self.update_policy(step)
         return self.finish(step)
 
-    # -- the stages, in order ----------------------------------------------------------------------
-
     def begin(self, batch: Batch, *, version: int) -> Step:
         """Check the batch, lay out its tokens and choose the minibatches; see :meth:`train_step`."""
         step = Step.of(batch, version=version, device=self.device)
@@ -163,9 +134,7 @@ class PolicyTrainer:
                 "but this trainer's forward pass reads tokens alone, so log-probs would be wrong: train on text only"
             )
         step.minibatches = split_groups(
-            step.sequences,
-            self.config.minibatches_per_step,
-            rng=np.random.default_rng([self.seed, self.steps_done]),
+            step.sequences, self.config.minibatches_per_step, rng=np.random.default_rng([self.seed, self.steps_done])
         )
         if not step.minibatches:
             raise TrainingError(
@@ -176,10 +145,8 @@ class PolicyTrainer:
         return step
 
     def score_proximal(self, step: Step) -> None:
-        """Fill in the log-probs at the start of the step, if a stage before the update needs them.
-
-        The first update's own forward pass runs on the same weights, so most steps need no pass of their own.
-        """
+        """Fill in the log-probs at the start of the step, if a stage before the update needs them; otherwise the first
+        update's own forward pass, on the same weights, gives them."""
         if self.config.proximal == "behaviour":
             if bool(step.tokens.behaviour.isnan().any()):
                 raise ConfigError(
@@ -192,7 +159,6 @@ class PolicyTrainer:
             self._policy_update.score_proximal(step, step.all_indices)
 
     def score_reference(self, step: Step) -> None:
-        """Fill in the frozen model's log-probs."""
         if (reference := self._reference) is None:
             return
         off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
@@ -206,7 +172,6 @@ class PolicyTrainer:
         step.tokens.fill(step.all_indices, scored)
 
     def score_values(self, step: Step) -> None:
-        """Fill in the critic's values."""
         if self._critic_update is not None:
             self._critic_update.score(step)
 
@@ -248,37 +213,26 @@ class PolicyTrainer:
                 return
 
     def update_critic(self, step: Step) -> None:
-        """Fit the critic's values to the returns, one update per minibatch."""
         if self._critic_update is not None:
             self._critic_update.update(step)
 
     def update_policy(self, step: Step) -> None:
-        """Train the policy, one update per minibatch."""
         self._policy_update.update(step)
 
     def finish(self, step: Step) -> dict[str, float]:
-        """Return the metrics of the step."""
         if self._on_facts is not None:
             with step.clock("facts"):
                 self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
         num_tokens = sum(map(len, step.sequences))
         self.total_tokens += num_tokens
-        metrics = step.all_metrics(
-            ranks=self.learner.ranks,
-            has_critic=self.critic is not None,
-            penalized=self.algorithm.penalizes_reward,
-            compares_engine=self.config.proximal == "trainer",
-            max_new_tokens=self._max_new_tokens,
-        )
+        metrics = step.all_metrics(self.algorithm, self.learner.ranks)
         mfu = self._meter.take_mfu(metrics["seconds_step"])
         return metrics | {"tokens": float(num_tokens), "total_tokens": float(self.total_tokens), "mfu": mfu}
 
     @torch.no_grad()
     def logprobs_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Return the policy's log-probs ``[S]`` of the sequences' trained tokens, on every rank.
-
-        They are of the whole vocabulary at temperature 1.
-        """
+        """Return the policy's log-probs ``[S]`` of the sequences' trained tokens, on every rank: of the whole
+        vocabulary at temperature 1."""
         cut = StepCut(sequences, self._policy, ranks=Ranks(), device=self.device)
         logprobs = torch.zeros(sum(sequence.num_trained_tokens for sequence in sequences), device=self.device)
         temperature, self._policy.temperature = self._policy.temperature, 1.0
@@ -290,18 +244,16 @@ class PolicyTrainer:
             self._policy.temperature = temperature
         return logprobs
 
-    # -- what a checkpoint holds beside the learners ------------------------------------------------
-
     @property
     def learners(self) -> dict[str, Learner]:
-        """The models being trained, by role."""
         return {"policy": self.learner} | ({"critic": self.critic} if self.critic is not None else {})
 
     def counters(self) -> dict[str, Any]:
         """Return the other state that a resumed run needs, as JSON values."""
-        return {"kl_controller": self.algorithm.kl_controller.state(), "total_tokens": self.total_tokens}
+        coef = {"coef": self.algorithm.kl_coef} if self._adapts_kl else {}
+        return {"kl_controller": coef, "total_tokens": self.total_tokens}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Restore :meth:`counters`."""
-        self.algorithm.kl_controller.load_state(counters["kl_controller"])
+        if self._adapts_kl:
+            self.algorithm.kl_coef = counters["kl_controller"].get("coef", self.algorithm.kl_coef)
         self.total_tokens = counters.get("total_tokens", 0)

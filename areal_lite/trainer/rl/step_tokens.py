@@ -27,35 +27,26 @@ from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 class StepTokens:
     """Per-token values of a step, ``[T]`` float32 unless noted; those that forward passes fill in start at 0."""
 
-    sequences: Tensor
-    """``[T]`` int64, the sequence of each token."""
-    episodes: Tensor
-    """``[T]`` int64, the episode of each token; non-decreasing."""
-    ends: Tensor
-    """``[T]`` bool, True at the last trained token of an episode."""
-    versions: Tensor
-    """``[T]`` int64, the policy version that sampled it, -1 where unknown."""
-    behaviour: Tensor
-    """NaN where the engine's log-probs were not recorded."""
+    sequences: Tensor  # ``[T]`` int64, the sequence of each token
+    episodes: Tensor  # ``[T]`` int64, the episode of each token; non-decreasing
+    ends: Tensor  # ``[T]`` bool, True at the last trained token of an episode
+    versions: Tensor  # ``[T]`` int64, the policy version that sampled it, -1 where unknown
+    behaviour: Tensor  # NaN where the engine's log-probs were not recorded
     proximal: Tensor
-    policy: Tensor
-    """Log-probs in the pass of the token's own update."""
+    policy: Tensor  # log-probs in the pass of the token's own update
     reference: Tensor
     sum_squared_probs: Tensor
     log_kept: Tensor
     """Log of the probability mass that truncated sampling kept, under the weights at the start of the step; 0 where the
     engine's log-probs are renormalized or nothing is truncated."""
     values: Tensor
-    correction: Tensor
-    """Factor of the token's loss that corrects for off-policy sampling."""
+    correction: Tensor  # factor of the token's loss that corrects for off-policy sampling
     rewards: Tensor
     """The token's own reward, or the episode's at its last trained token and 0 elsewhere; minus any KL penalty."""
     advantages: Tensor
     returns: Tensor
-    known: Tensor
-    """``[T]`` bool, True once the proximal log-prob is there."""
-    computed: Tensor
-    """``[T]`` bool, True once the policy's log-prob is there."""
+    known: Tensor  # ``[T]`` bool, True once the proximal log-prob is there
+    computed: Tensor  # ``[T]`` bool, True once the policy's log-prob is there
 
     @classmethod
     def of(cls, sequences: Sequence[TokenSequence], *, device: torch.device) -> StepTokens:
@@ -74,7 +65,7 @@ class StepTokens:
 
     @classmethod
     def zeros(cls, episodes: Tensor, sequences: Tensor | None = None) -> StepTokens:
-        """Return tokens of the given ``episodes [T]`` with nothing filled in; ``sequences`` None: one per episode."""
+        """Return tokens of ``episodes [T]`` with nothing filled in; ``sequences`` None: one per episode."""
         ends = torch.ones_like(episodes, dtype=torch.bool)
         ends[:-1] = episodes[1:] != episodes[:-1]
         given = {
@@ -93,7 +84,6 @@ class StepTokens:
         return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour - self.log_kept)
 
     def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
-        """Copy values ``[T]`` by name at the tokens of the sequences."""
         at = self.chosen(sequences)
         for name, values in scores.items():
             getattr(self, name)[at] = values[at]
@@ -106,7 +96,6 @@ class StepTokens:
 
 
 def episode_of(sequence: TokenSequence, index: int) -> Hashable:
-    """Return the key of the episode that the sequence at ``index`` belongs to."""
     return index if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
 
 
@@ -135,10 +124,8 @@ def _trained(sequences: Sequence[TokenSequence], name: str, missing: float, dtyp
 
 
 def _own_rewards(sequence: TokenSequence) -> NDArray[np.float32]:
-    """Return the rewards of a sequence's trained tokens; 0 if it is rewarded as a whole.
-
-    A reward at a token that does not train goes to the next one that does, or to the last: nothing is lost.
-    """
+    """Return the rewards of a sequence's trained tokens; 0 if it is rewarded as a whole. A reward at a token that does
+    not train goes to the next one that does, or to the last."""
     trained = np.flatnonzero(sequence.loss_mask)
     if sequence.token_rewards is None or not len(trained):
         return np.zeros(len(trained), np.float32)
@@ -148,21 +135,15 @@ def _own_rewards(sequence: TokenSequence) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward pass."""
-
     packed: PackedSequences
-    tokens: Tensor
-    """``[N]`` index into ``[T]`` of each token that ``packed`` predicts."""
-    counts: bool = True
-    """False for a dummy that keeps this rank in step with the others; its loss is 0."""
+    tokens: Tensor  # ``[N]`` index into ``[T]`` of each token that ``packed`` predicts
+    counts: bool = True  # False for a dummy that keeps this rank in step with the others; its loss is 0
 
 
 def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator) -> list[list[int]]:
-    """Return ``count`` shares of whole groups in random order; shares without a trained token are dropped.
-
-    Which groups share an update depends on the order in which they were drawn (the order of their numbers), not on
-    the order of the batch or on the first number, so a resumed run shares them alike.
-    """
+    """Return ``count`` shares of whole groups in random order; shares without a trained token are dropped. Which groups
+    share an update depends on the order in which they were drawn (the order of their numbers), so a resumed run shares
+    them alike."""
     groups: dict[str, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(sequence.group_id, []).append(index)
@@ -179,17 +160,9 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 class StepCut:
-    """Cuts sequences of one step into this rank's micro-batches for one model.
-
-    Args:
-        model: Its attributes say which layouts it supports.
-        ranks: Episodes are divided among them, with nearly equal numbers of tokens.
-        together: The unit of each sequence. A unit stays on one rank and in one micro-batch,
-            which losses over pairs or whole episodes need. None: micro-batches may divide an episode.
-
-    Raises:
-        TrainingError: If the model has no embedding of a token.
-    """
+    """Cuts sequences of one step into this rank's micro-batches for one model. Episodes are divided among the ranks,
+    with nearly equal numbers of tokens. A unit of ``together``, one for each sequence, stays on one rank and in one
+    micro-batch, which losses over pairs or whole episodes need; None: micro-batches may divide an episode."""
 
     def __init__(
         self,

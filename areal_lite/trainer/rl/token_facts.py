@@ -29,14 +29,11 @@ from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Step
 
-_ROW_GROUP = 64
-"""Rows that are decoded to read one of them."""
+_ROW_GROUP = 64  # rows that are decoded to read one of them
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFacts:
-    """The rows of one step."""
-
     step: int
     sequences: Sequence[TokenSequence]
     baselines: Sequence[float] | None
@@ -92,14 +89,8 @@ def _clipped(step: Step, loss: str) -> Tensor:
 
 
 class FactsWriter:
-    """Writes ``folder/STEP.parquet`` in a thread, one step behind at most; a context manager.
-
-    Args:
-        folder: None on ranks that write nothing.
-
-    Raises:
-        StorageError: From the next call, or at the end, if the disk is full or not writable.
-    """
+    """Writes ``folder/STEP.parquet`` in a thread, one step behind at most; a context manager. ``folder`` is None on
+    ranks that write nothing. A full disk is a StorageError of the next call, or at the end."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -107,7 +98,6 @@ class FactsWriter:
         self._pending: Future[None] | None = None
 
     def __call__(self, facts: TokenFacts) -> None:
-        """Write ``facts`` once the step before is written."""
         if self._folder is not None:
             self._wait()
             self._pending = self._thread.submit(write_facts, self._folder / f"{facts.step}.parquet", facts)
@@ -127,7 +117,6 @@ class FactsWriter:
 
 
 def write_facts(path: Path, facts: TokenFacts) -> None:
-    """Write the facts of one step."""
     import pyarrow as pa  # type: ignore[import-untyped]
     from pyarrow import parquet
 
@@ -161,10 +150,8 @@ def write_facts(path: Path, facts: TokenFacts) -> None:
 
 
 def _sample_indices(sequences: Sequence[TokenSequence]) -> Iterator[int | None]:
-    """Yield the ``sample_idx`` of each sequence's dumped line; None if its episode is unknown.
-
-    A dump has the lines of a task's episodes in order, and one line for an episode that left no sequence.
-    """
+    """Yield the ``sample_idx`` of each sequence's dumped line; None if its episode is unknown. A dump has the lines of
+    a task's episodes in order, and one line for an episode that left no sequence."""
     counts = Counter((sequence.task_id, sequence.member_idx) for sequence in sequences)
     passed: Counter[tuple[str, int]] = Counter()
     for sequence in sequences:

@@ -17,9 +17,9 @@ from areal_lite.models.lora import adapters_off
 from areal_lite.models.parallel.sharding import shard
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
-from areal_lite.trainer.forward.scalar_model import RewardScorer, ending, load_reward_model
+from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model
 from areal_lite.trainer.objectives.aggregation import LossTerms
-from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
+from areal_lite.trainer.objectives.policy_loss import dpo_loss, reward_model_loss
 from areal_lite.trainer.rl.step_tokens import Microbatch
 from areal_lite.trainer.supervised.supervised_trainer import C, Item, SupervisedStep, SupervisedTrainer, masked_sequence
 
@@ -31,7 +31,6 @@ class PreferenceTrainer(SupervisedTrainer[C]):
     together = True
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
-        """Return pair i's chosen sequence at 2i and its rejected one at 2i + 1."""
         return [
             masked_sequence(item[f"{name}_ids"], item[f"{name}_mask"], number)
             for number, item in enumerate(items)
@@ -44,10 +43,8 @@ class PreferenceTrainer(SupervisedTrainer[C]):
 
 
 class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
-    """Direct preference optimisation (arXiv:2305.18290) against the frozen starting model.
-
-    Under adapters the reference is the model without them, else a copy.
-    """
+    """Direct preference optimisation (arXiv:2305.18290) against the frozen starting model: a copy, or under adapters
+    the model without them."""
 
     def _load(self, model_path: str) -> PackedModel:
         scorer = super()._load(model_path)
@@ -62,15 +59,8 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
         return logprobs - reference
 
     def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
-        chosen, rejected = _pair_sums(scores, step.of_token[microbatch.tokens])
-        terms = dpo_loss(
-            chosen,
-            rejected,
-            torch.zeros_like(chosen),
-            torch.zeros_like(rejected),
-            beta=self.config.beta,
-            label_smoothing=self.config.label_smoothing,
-        )
+        pairs = _pair_sums(scores, step.of_token[microbatch.tokens])
+        terms = dpo_loss(*pairs, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
         return terms, step.weights[: len(terms.losses)]
 
     @torch.no_grad()
@@ -85,9 +75,7 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
 
 class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
     """Trains a reward model so that the chosen answer's reward is above the rejected one's (Bradley-Terry).
-
-    ``model_path`` is a causal LM, which gets a head with one output, or a reward model.
-    """
+    ``model_path`` is a causal LM, which gets a head with one output, or a reward model."""
 
     def _load(self, model_path: str) -> PackedModel:
         model = load_reward_model(
@@ -96,7 +84,7 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
             gradient_checkpointing=self.config.gradient_checkpointing,
             new_head=True,
         )
-        return RewardScorer(model)
+        return ValueScorer(model)
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
         return [ending(sequence) for sequence in super()._sequences(items)]

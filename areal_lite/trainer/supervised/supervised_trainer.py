@@ -1,12 +1,8 @@
 """Supervised updates: items with a known loss in, one optimizer update and its metrics out.
 
 Guarantees that loss and gradients do not depend on how an update is cut into micro-batches and over ranks, and that
-evaluation does not change the model. A subclass defines the sequences of an item and their loss.
-
-Packing is the same as in reinforcement learning (:class:`StepCut`): sequences are divided among the ranks with nearly
-equal tokens, then blocks of like length form micro-batches under the token cap. Sequences that share no prefix
-get blocks of their own, because a mask costs more than padding: ``benchmarks/packing.py`` measures both.
-"""
+evaluation does not change the model. A subclass defines the sequences of an item and their loss; packing is that of
+reinforcement learning (:class:`StepCut`)."""
 
 from __future__ import annotations
 
@@ -30,14 +26,13 @@ from areal_lite.trainer.forward.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.machine_metrics import FlopsMeter
-from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, aggregate, token_weights
+from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate, token_weights
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
 from areal_lite.trainer.seeding import seed_process
 
 Item = dict[str, Tensor]
 C = TypeVar("C", bound=SupervisedTrainerConfig)
-EVALUATED_AT_ONCE = 512
-"""Items that an evaluation holds in memory."""
+EVALUATED_AT_ONCE = 512  # items that an evaluation holds in memory
 WORTH_SHARING = 0.25
 """Compute a batch's common prefix (such as a system prompt) once if it has at least this share of the mean length;
 for a shorter one the mask costs more than it saves."""
@@ -48,29 +43,17 @@ class SupervisedStep:
     """The sequences of one update, or of one evaluation."""
 
     sequences: list[TokenSequence]
-    of_token: Tensor
-    """``[T]`` int64, the sequence of each trained token."""
-    weights: Tensor
-    """Weight of the loss of each token, or of each pair."""
-    totals: Tensor
-    """Weighted sum of each of the trainer's ``statistics``."""
+    of_token: Tensor  # ``[T]`` int64, the sequence of each trained token
+    weights: Tensor  # weight of the loss of each token, or of each pair
+    totals: Tensor  # weighted sum of each of the trainer's ``statistics``
 
 
 class SupervisedTrainer(ABC, Generic[C]):
-    """Owns the model being trained.
+    """Owns the model being trained. ``model_path`` is a folder of a Hugging Face causal LM, or a hub name; ``on_skip``
+    gets step, loss, gradient norm and rows of skipped updates."""
 
-    Args:
-        model_path: Folder of a Hugging Face causal LM, or a hub name.
-        on_skip: Called with updates that were skipped: step, loss, gradient norm and the rows of the batch.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, the device is missing, or the config contradicts itself.
-    """
-
-    statistics: ClassVar[tuple[str, ...]] = ()
-    """Metrics beside the loss."""
-    together: ClassVar[bool] = False
-    """True keeps the sequences of one group in one micro-batch."""
+    statistics: ClassVar[tuple[str, ...]] = ()  # metrics beside the loss
+    together: ClassVar[bool] = False  # True keeps the sequences of one group in one micro-batch
 
     def __init__(
         self,
@@ -87,8 +70,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.scorer = self._load(model_path)
         self.model: Any = self.scorer.model
         self.device: torch.device = self.model.device
-        self.total_tokens = 0
-        """Tokens of all updates so far, prompts included."""
+        self.total_tokens = 0  # tokens of all updates so far, prompts included
         self._meter = FlopsMeter(self.device, resolve_dtype(config.dtype, self.device))
         self.learner = Learner(
             self.scorer,
@@ -100,23 +82,15 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @property
     def learners(self) -> dict[str, Learner]:
-        """The models being trained, by role."""
         return {"policy": self.learner}
 
     def counters(self) -> dict[str, Any]:
-        """Return the other state of a checkpoint."""
         return {"total_tokens": self.total_tokens}
 
     def load_counters(self, counters: dict[str, Any]) -> None:
-        """Restore :meth:`counters`."""
         self.total_tokens = counters.get("total_tokens", 0)
 
     def train_step(self, items: Sequence[Item]) -> dict[str, float]:
-        """Apply one update over ``items`` and return its metrics.
-
-        Raises:
-            TrainingError: If several updates in a row were not finite.
-        """
         began = time.perf_counter()
         rate = self.learner.learning_rate
         step = self._lay_out(items)
@@ -145,10 +119,8 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @torch.no_grad()
     def evaluate(self, items: Iterable[Item]) -> dict[str, float]:
-        """Return loss and statistics over all of ``items``, as if they were one update, without training.
-
-        Reads :data:`EVALUATED_AT_ONCE` items at a time, so memory does not grow with their number.
-        """
+        """Return loss and statistics over all of ``items``, as if they were one update, without training;
+        :data:`EVALUATED_AT_ONCE` at a time, so memory does not grow with their number."""
         sums: Counter[str] = Counter()
         whole = 0
         remaining = iter(items)
@@ -168,7 +140,6 @@ class SupervisedTrainer(ABC, Generic[C]):
         return self.learner.ranks.sum_(self.learner.within_memory(on_this_rank, inference=True)).item()
 
     def _num_averaged(self, step: SupervisedStep) -> int:
-        """Return over how many losses a step's loss is the mean."""
         return len(step.weights)
 
     def _load(self, model_path: str) -> PackedModel:
@@ -240,7 +211,6 @@ def with_warmup(config: SupervisedTrainerConfig, total_steps: int) -> Supervised
 
 
 def masked_sequence(ids: Tensor, mask: Tensor, group: int) -> TokenSequence:
-    """Return ids ``[T]`` with their loss mask as a sequence of the group."""
     return TokenSequence(
         input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
     )
@@ -257,9 +227,7 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
         return [dataclasses.replace(one, group_id=str(number)) for number, one in enumerate(sequences)]
 
     def _weights(self, of_token: Tensor) -> Tensor:
-        by_token = self.config.averaging == "token"
-        mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
-        return token_weights(mode, of_token)
+        return token_weights("token-mean" if self.config.averaging == "token" else "seq-mean-token-mean", of_token)
 
     def _num_averaged(self, step: SupervisedStep) -> int:
         return len(step.weights if self.config.averaging == "token" else step.sequences)

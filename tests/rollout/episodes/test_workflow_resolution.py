@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_lite.api import RolloutWorkflow
 from areal_lite.config.dotted_path import load_object
+from areal_lite.config.rollout_config import AgentsConfig, InferenceEngineConfig
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
 from tests.agents.scripted_engine import tokenizer
@@ -56,13 +57,14 @@ instance = Workflow(3.0)
 
 
 class Wrapped(Workflow):
-    def __init__(self, agent: Any) -> None:
+    def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
         super().__init__()
         self.agent = agent
 
 
 def resolve(workflow: Any, **kwargs: Any) -> RolloutWorkflow:
-    return resolve_workflow(workflow, kwargs or None, wrap_agent=Wrapped)
+    config = InferenceEngineConfig(agents=AgentsConfig(workflow=f"{__name__}.Wrapped"))
+    return resolve_workflow(workflow, kwargs or None, config)
 
 
 def test_every_documented_form_resolves() -> None:

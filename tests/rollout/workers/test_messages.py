@@ -49,7 +49,7 @@ def test_a_trajectory_from_another_process_has_the_same_turns(data: st.DataObjec
 def arrived_extras(extras: dict[str, Any]) -> dict[str, Any]:
     trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, extras=extras)
     end, columns = pack_end(False, None, [Episode(trajectory=trajectory)])
-    (reply,) = read_end(*decode_reply(encode_reply(end, columns))).replies
+    _, _, (reply,) = read_end(*decode_reply(encode_reply(end, columns)))
     assert reply.trajectory is not None
     return reply.trajectory.extras
 

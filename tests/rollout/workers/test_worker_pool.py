@@ -37,7 +37,7 @@ from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from areal_lite.rollout.workers import worker as workers
-from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, WorkerSettings, read_end, read_report, request
+from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, read_end, read_report, request
 from areal_lite.rollout.workers.worker_process import WorkerProcess
 from tests.agents.isolated_agents import AsyncAgent, OneConversation, RecordingAgent
 from tests.agents.scripted_engine import tokenizer
@@ -533,7 +533,7 @@ class Line:
         self.socket, theirs = socket.socketpair()
         self._file = self.socket.makefile("rb")
         self.config = InferenceEngineConfig(**config)
-        self.process = WorkerProcess(theirs, WorkerSettings(self.config, {"areal_lite.of_a_worker": 37}))
+        self.process = WorkerProcess(theirs, self.config, {"areal_lite.of_a_worker": 37})
 
     def send(self, *messages: tuple[Any, ...]) -> None:
         """Send messages at once."""
@@ -719,7 +719,7 @@ async def test_a_worker_that_is_closed_before_it_runs_ends() -> None:
     worker = a_worker()
     worker.close()
     levels: dict[str, int] = {}
-    settings = pickled_object(WorkerSettings(InferenceEngineConfig(workers=2), levels), name="settings", hint="")
+    settings = pickled_object((InferenceEngineConfig(workers=2), levels), name="settings", hint="")
     await worker.open(settings)
     await worker.ended.wait()
     assert "ended with exit code 0" in worker.end

@@ -23,9 +23,8 @@ from areal_lite.trainer.checkpoint.checkpoint import (
     checkpoint_step,
     checkpoints,
     find_checkpoint,
-    load_checkpoint,
 )
-from areal_lite.trainer.checkpoint.snapshot import snapshot
+from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.seeding import restore_rng_state, rng_state, seed_process
 from tests.trainer.resume_loop import LoopTrainer
 
@@ -52,7 +51,7 @@ def test_training_resumes_bit_for_bit(
         if step == 2:
             folder = save(whole, tmp_path, step)
     resumed = LoopTrainer(model, lora=lora)
-    load_checkpoint(resumed, folder)
+    restore(resumed, folder)
     assert [resumed.train_step(batch) for batch in BATCHES[2:]] == lines[2:]
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
@@ -108,7 +107,7 @@ def test_a_trainer_that_never_updated_can_be_saved(tiny: Path, tmp_path: Path) -
     trainer.learners["policy"].skipped_in_a_row = 2
     folder = save(trainer, tmp_path, 1)
     resumed = LoopTrainer(tiny)
-    load_checkpoint(resumed, folder)
+    restore(resumed, folder)
     assert resumed.learners["policy"].skipped_in_a_row == 2
     assert resumed.train_step(BATCHES[0]) == LoopTrainer(tiny).train_step(BATCHES[0])
 
@@ -130,7 +129,7 @@ def test_a_rank_beyond_the_saved_number_keeps_its_random_state(tiny: Path, tmp_p
     folder = save(trainer, tmp_path, 1)
     (folder / "rng.json").write_text("[]")
     before = rng_state()
-    load_checkpoint(trainer, folder)
+    restore(trainer, folder)
     assert rng_state()["python"] == before["python"]
 
 
@@ -215,7 +214,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Path, untied: Path, tmp_
     folder = save(tied, tmp_path, 1)
     apart.model.resize_token_embeddings(300)
     with pytest.raises(CheckpointError, match=r"'model.embed_tokens.weight' was .*259.* and is .*300"):
-        load_checkpoint(apart, folder)
+        restore(apart, folder)
 
 
 def test_a_checkpoint_of_other_trained_weights_is_refused(tiny: Path, tmp_path: Path) -> None:
@@ -226,11 +225,11 @@ def test_a_checkpoint_of_other_trained_weights_is_refused(tiny: Path, tmp_path: 
     head.model.model.norm.weight.requires_grad_(False)
     head.learners["policy"].optimizer.param_groups[1]["params"].pop()
     with pytest.raises(CheckpointError, match="'model.norm.weight' was trained and is absent"):
-        load_checkpoint(head, folder)
+        restore(head, folder)
     two = LoopTrainer(tiny)
     two.learners["critic"] = two.learners["policy"]
     with pytest.raises(CheckpointError, match=r"holds \['policy'\] and this run trains \['critic', 'policy'\]"):
-        load_checkpoint(two, folder)
+        restore(two, folder)
 
 
 # -- under which config -----------------------------------------------------------------------------

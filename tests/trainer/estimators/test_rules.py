@@ -300,19 +300,3 @@ def test_unknown_estimator_options_are_refused() -> None:
     assert run("grpo", make_step([1.0, 0.0], "aa"), divide_by_std=False).tolist() == [0.5, -0.5]
     with pytest.raises(ConfigError, match="'dr_grpo' has no argument 'gamma'"):
         ESTIMATORS.bound("dr_grpo", {"gamma": 1.0}, where="trainer.advantage")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scores": torch.tensor([1.0, torch.inf])}, "scores holds inf in episode 1"),
-        ({"token_rewards": torch.tensor([0.0, 1.0, torch.nan])}, "token_rewards holds nan in episode 1"),
-        ({"scores": torch.ones(3)}, r"scores is \[3\]: give \[2\], one for each episode"),
-        ({"values": torch.ones(2)}, r"values is \[2\]: give \[3\], one for each token"),
-        ({"episodes": torch.tensor([0, 1, 0])}, "sort the tokens by episode"),
-        ({"episodes": torch.tensor([0, 1, 2])}, r"between 0 and 1 \(there are 2 group ids\)"),
-    ],
-)
-def test_bad_inputs_are_refused_and_name_the_episode(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(make_step([1.0, 0.0], "aa", [1, 2]), **change)

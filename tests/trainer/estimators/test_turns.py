@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators import COMPARES_GROUP, ESTIMATORS, EstimatorInputs, Turns
+from areal_lite.trainer.estimators import COMPARES_GROUP, ESTIMATORS, EstimatorInputs
 from areal_lite.trainer.estimators.group_estimators import STD_FLOOR
 from tests.trainer.turn_data import (
     Episode,
@@ -209,40 +209,3 @@ def test_a_turn_discount_must_be_between_0_and_1(gamma: float) -> None:
     step = make_turn_step([("a", line(1)), ("a", line(0))])
     with pytest.raises(ConfigError, match=f"the discount per turn is {gamma}: use 0 to 1"):
         run("turn_returns", step, gamma=gamma)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"index": torch.zeros(2, dtype=torch.int64)}, r"turns.index is \[2\]: give \[3\]"),
-        ({"rewards": torch.tensor([0.0, torch.nan, 1.0])}, "turns.rewards must be finite"),
-        ({"index": torch.tensor([0, 1, -1])}, "turns.index must be 0 or more"),
-        ({"of_token": torch.tensor([0, 2, 1])}, "turns.of_token go from 0 to 1: they must not decrease"),
-        ({"of_token": torch.tensor([0, 1, 3])}, "between 0 and 2"),
-        ({"parents": torch.tensor([-1, -1, 3])}, "turns.parents must be turns of the same episode"),
-        ({"parents": torch.tensor([-1, -1, 1])}, "turns.parents must be turns of the same episode"),
-        ({"parents": torch.tensor([-1, -1, 0])}, "turns.parents must be turns of the same episode"),
-        ({"parents": torch.tensor([1, -1, -1])}, "with a smaller index"),
-        ({"parents": torch.tensor([-1, 1, -1])}, "with a smaller index"),
-    ],
-)
-def test_inconsistent_turns_are_refused(change: dict[str, Tensor], message: str) -> None:
-    turns = make_turn_step([("a", line(1, 0)), ("a", line(0))]).turns
-    assert turns is not None
-    with pytest.raises(ValueError, match=message):
-        replace(turns, **change)
-
-
-def test_turns_belong_to_the_episodes_of_their_tokens() -> None:
-    step = make_turn_step([("a", line(1)), ("a", line(0))])
-    none = torch.tensor([-1, -1])
-    for episodes, message in (([1, 0], "a turn of the token's own episode"), ([0, 2], "lie between 0 and 1")):
-        turns = Turns(
-            of_token=torch.tensor([0, 1]),
-            rewards=torch.zeros(2),
-            episodes=torch.tensor(episodes),
-            index=torch.zeros(2, dtype=torch.int64),
-            parents=none,
-        )
-        with pytest.raises(ValueError, match=message):
-            replace(step, turns=turns)

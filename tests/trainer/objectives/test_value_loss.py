@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
+from areal_lite.trainer.objectives.aggregation import aggregate, token_weights
 from areal_lite.trainer.objectives.policy_loss import value_loss
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 
@@ -18,7 +18,7 @@ def test_loss_and_gradient_equal_verls(clip: float, mode: str, dtype: torch.dtyp
     mask = inputs("mask", dtype).bool()
     values = inputs("vpreds", dtype)[mask].requires_grad_()
     terms = value_loss(values, inputs("values", dtype)[mask], inputs("returns", dtype)[mask], clip=clip)
-    loss = aggregate(terms.losses, token_weights(AggregationMode(mode), mask.nonzero()[:, 0]))
+    loss = aggregate(terms.losses, token_weights(mode, mask.nonzero()[:, 0]))
     (gradient,) = torch.autograd.grad(loss, values)
     padded = torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, gradient)
 

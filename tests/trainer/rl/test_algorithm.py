@@ -236,7 +236,7 @@ def test_the_kl_penalty_lowers_rewards_and_adapts_its_coefficient() -> None:
     made = algorithm(kl=kl)
     assert made.penalize(tokens, 2) == {"reward_kl": 1.25, "reward_kl_coef": 0.5}
     assert tokens.rewards.tolist() == [0.0, 0.0, 0.5]
-    assert made.kl_controller.coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))
+    assert made.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))
 
 
 @pytest.mark.parametrize(

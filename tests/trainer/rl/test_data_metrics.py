@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal_lite.trainer.rl import data_metrics
-from areal_lite.trainer.rl.data_metrics import PhaseClock, TokenColumns, batch_metrics, timing_metrics
+from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics
 from tests.trainer.training_data import sequence
 
 SAMPLES = [
@@ -22,7 +22,7 @@ ADVANTAGES = np.array([1.0, 1.0, 4.0, 0.0, 0.0, 0.0])
 
 
 def test_v60_rewards_advantages_and_lengths() -> None:
-    assert batch_metrics(SAMPLES, EPISODES, TokenColumns(ADVANTAGES), version=5) == pytest.approx(
+    assert batch_metrics(SAMPLES, EPISODES, {"advantage": ADVANTAGES}, version=5) == pytest.approx(
         {
             "sequences": 3,
             "episodes": 3,
@@ -56,15 +56,15 @@ def test_v60_penalised_rewards_returns_and_values_if_present() -> None:
     metrics = batch_metrics(
         SAMPLES,
         EPISODES,
-        TokenColumns(
-            ADVANTAGES,
-            returns=np.array([0.0, 0.0, 0.0, 2.0, 2.0, 2.0]),
-            values=np.array([1.0, 0.0, 0.0, 2.0, 2.0, 1.0]),
-        ),
+        {
+            "advantage": ADVANTAGES,
+            "return": np.array([0.0, 0.0, 0.0, 2.0, 2.0, 2.0]),
+            "value": np.array([1.0, 0.0, 0.0, 2.0, 2.0, 1.0]),
+        },
         version=5,
         penalised_rewards=np.array([0.9, -0.3, 0.3]),
     )
-    without = batch_metrics(SAMPLES, EPISODES, TokenColumns(ADVANTAGES), version=5)
+    without = batch_metrics(SAMPLES, EPISODES, {"advantage": ADVANTAGES}, version=5)
     more = {name: metrics[name] for name in metrics.keys() - without.keys()}
     assert more == pytest.approx(
         {
@@ -84,7 +84,7 @@ def test_v60_penalised_rewards_returns_and_values_if_present() -> None:
 
 @pytest.mark.parametrize(("max_new_tokens", "ratio"), [(2, 2 / 3), (3, 1 / 3), (4, 0.0)])
 def test_v60_a_sequence_is_clipped_if_an_answer_reaches_the_length_limit(max_new_tokens: int, ratio: float) -> None:
-    metrics = batch_metrics(SAMPLES, EPISODES, TokenColumns(ADVANTAGES), version=5, max_new_tokens=max_new_tokens)
+    metrics = batch_metrics(SAMPLES, EPISODES, {"advantage": ADVANTAGES}, version=5, max_new_tokens=max_new_tokens)
     assert metrics["response_length_clip_ratio"] == pytest.approx(ratio)
     whole = {2: [], 3: [5], 4: [3, 5]}[max_new_tokens]  # responses without a cut answer
     figures = {name: metrics.get(f"terminated_length_{name}") for name in ("mean", "max", "min")}
@@ -93,45 +93,27 @@ def test_v60_a_sequence_is_clipped_if_an_answer_reaches_the_length_limit(max_new
 
 
 def test_a_batch_without_trained_tokens_has_no_lengths_or_advantages() -> None:
-    metrics = batch_metrics(SAMPLES[2:], [0], TokenColumns(np.zeros(0)), version=5, max_new_tokens=4)
+    metrics = batch_metrics(SAMPLES[2:], [0], {"advantage": np.zeros(0)}, version=5, max_new_tokens=4)
     assert metrics["advantage_zero_fraction"] == 1
     assert metrics["advantage_std"] == metrics["staleness_mean"] == metrics["staleness_max"] == 0
     assert not [name for name in metrics if name.endswith("_length_mean") or name == "advantage_mean"]
 
 
 def test_an_episode_in_two_sequences_counts_once() -> None:
-    metrics = batch_metrics([SAMPLES[0], SAMPLES[0], SAMPLES[1]], [0, 0, 1], TokenColumns(np.ones(9)), version=5)
+    metrics = batch_metrics([SAMPLES[0], SAMPLES[0], SAMPLES[1]], [0, 0, 1], {"advantage": np.ones(9)}, version=5)
     assert (metrics["episodes"], metrics["sequences"]) == (2, 3)
     assert (metrics["reward_mean"], metrics["turns_max"], metrics["advantage_zero_fraction"]) == (0.5, 2, 0)
 
 
 def test_equal_returns_have_no_variance_to_explain() -> None:
-    metrics = batch_metrics(SAMPLES, EPISODES, TokenColumns(ADVANTAGES, np.ones(6), ADVANTAGES), version=5)
-    assert "value_explained_variance" not in metrics
-    metrics = batch_metrics(SAMPLES, EPISODES, TokenColumns(ADVANTAGES, 2 * ADVANTAGES, np.ones(6)), version=5)
-    assert metrics["value_explained_variance"] == 0
-
-
-def test_values_of_the_wrong_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"advantages has shape \(3,\), it must be \[6\].*np.repeat"):
-        batch_metrics(SAMPLES, EPISODES, TokenColumns(np.zeros(3)), version=5)
-    with pytest.raises(ValueError, match="penalised_rewards"):
-        batch_metrics(SAMPLES, EPISODES, TokenColumns(ADVANTAGES), version=5, penalised_rewards=np.zeros(2))
-    with pytest.raises(ValueError, match="no sequences"):
-        batch_metrics([], [], TokenColumns(np.zeros(0)), version=5)
-
-
-def test_v60_timing_by_phase_and_tokens_per_second() -> None:
-    assert timing_metrics({"forward": 1.5, "backward": 2.0}, 4.0, num_tokens=1000) == pytest.approx(
-        {
-            "seconds_forward": 1.5,
-            "seconds_backward": 2.0,
-            "seconds_step": 4.0,
-            "ms_per_token_forward": 1.5,
-            "ms_per_token_backward": 2.0,
-            "tokens_per_second": 250.0,
-        }
+    metrics = batch_metrics(
+        SAMPLES, EPISODES, {"advantage": ADVANTAGES, "return": np.ones(6), "value": ADVANTAGES}, version=5
     )
+    assert "value_explained_variance" not in metrics
+    metrics = batch_metrics(
+        SAMPLES, EPISODES, {"advantage": ADVANTAGES, "return": 2 * ADVANTAGES, "value": np.ones(6)}, version=5
+    )
+    assert metrics["value_explained_variance"] == 0
 
 
 @pytest.mark.parametrize(("device", "forward"), [("cpu", 5), ("cuda", 11)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.api.trajectory import Group
-from areal_lite.config.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
+from areal_lite.config.trainer_config import AggregationMode, CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.data.batch.data_proto_file import load_data_proto, save_data_proto
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.trainer.estimators import ESTIMATORS
-from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.rl.policy_step import Batch, Step
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 from tests.trainer.episode_data import Call, Episode, group_of, line
@@ -159,7 +158,7 @@ SEQUENCE_LEVEL: list[dict[str, Any]] = [
 ]
 OBJECTIVES: list[dict[str, Any]] = [
     *({"loss": loss, "proximal": "behaviour"} for loss in ("ppo", "gspo", "gmpo", "cispo")),
-    *({"loss_aggregation": str(mode)} for mode in AggregationMode if not mode.endswith("norm")),
+    *({"loss_aggregation": mode} for mode in get_args(AggregationMode) if not mode.endswith("norm")),
     {"loss_aggregation": "seq-mean-token-sum-norm", "loss_scale": 16},
     *SEQUENCE_LEVEL,
 ]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence
+from areal_lite.config.trainer_config import CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import ROUNDING, Step
 from tests.trainer.episode_data import Episode, group_of, line
 from tests.trainer.training_data import sequence, training_batch
@@ -83,10 +86,9 @@ def test_greedy_rewards_are_there_if_all_accepted_groups_have_one(
     assert (None if step.baselines is None else step.baselines.tolist()) == expected
 
 
-def metrics_of(step: Step, *, has_critic: bool = False, penalized: bool = False) -> dict[str, float]:
-    return step.all_metrics(
-        ranks=Ranks(), has_critic=has_critic, penalized=penalized, compares_engine=True, max_new_tokens=None
-    )
+def metrics_of(step: Step, **settings: Any) -> dict[str, float]:
+    config = TrainerConfig(total_steps=1, learning_rate=1e-3, **settings)
+    return step.all_metrics(Algorithm(config, max_new_tokens=None), Ranks())
 
 
 def test_a_statistic_is_the_mean_of_the_tokens_that_have_it() -> None:
@@ -118,8 +120,8 @@ def test_engine_and_trainer_are_compared_at_computed_tokens_or_at_all_that_were_
 def test_penalised_rewards_are_those_of_the_tokens_where_an_episode_has_any() -> None:
     step = step_of([sequence(range(3, 6), trained, group=str(trained)) for trained in ([], [1], [1, 2])])
     step.tokens.rewards -= 0.25
-    metrics = metrics_of(step, penalized=True)
+    metrics = metrics_of(step, kl=KLConfig(coef=0.1, place="reward"))
     assert metrics["penalised_reward_mean"] == pytest.approx((1 + 0.75 + 0.5) / 3)
     assert "value_mean" not in metrics
     assert "penalised_reward_mean" not in metrics_of(step)
-    assert "value_mean" in metrics_of(step, has_critic=True)
+    assert "value_mean" in metrics_of(step, advantage="gae", critic=CriticConfig(learning_rate=1e-3))

@@ -13,7 +13,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.servers.weights.weight_folder import write_model
 from areal_lite.trainer.forward.microbatches import plan_blocks
 from areal_lite.trainer.forward.packed_model import pack
-from areal_lite.trainer.forward.scalar_model import RewardModel, RewardScorer, ending, load_reward_model
+from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model, rewards_of
 from tests.trainer.training_data import drawn_batch, sequence
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_rewards_equal_those_of_transformers(model: Any, max_tokens: int) -> Non
     batch = drawn_batch(5)
     batch += [sequence([*one.input_ids, 7, 8], [1], group=one.group_id) for one in batch]  # untrained tokens at the end
     batch.append(sequence(batch[0].input_ids[:3], [1], group=batch[0].group_id))  # the beginning of another
-    rewards = RewardModel(model).score(batch, max_tokens=max_tokens)
+    rewards = rewards_of(ValueScorer(model), batch, max_tokens=max_tokens)
     assert not rewards.requires_grad
     with torch.no_grad():
         expected = torch.stack([alone(model, one) for one in batch])
@@ -45,18 +45,18 @@ def test_rewards_equal_those_of_transformers(model: Any, max_tokens: int) -> Non
 
 
 def test_no_sequences_give_no_rewards(model: Any) -> None:
-    assert RewardModel(model).score([], max_tokens=10).tolist() == []
+    assert rewards_of(ValueScorer(model), [], max_tokens=10).tolist() == []
 
 
 def test_a_reward_depends_on_the_last_token(model: Any) -> None:
     batch = [sequence([5, 6, last], [1]) for last in (7, 8)]
-    first, second = RewardModel(model).score(batch, max_tokens=100).tolist()
+    first, second = rewards_of(ValueScorer(model), batch, max_tokens=100).tolist()
     assert abs(first - second) > 1e-3
 
 
 def test_an_empty_sequence_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="True at the first token"):
-        RewardModel(model).score([sequence([], [])], max_tokens=10)
+        rewards_of(ValueScorer(model), [sequence([], [])], max_tokens=10)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -65,7 +65,7 @@ def test_the_gradient_of_a_pair_equals_that_of_its_sequences_alone(tiny: Path, r
     torch.manual_seed(0)
     torch.nn.init.normal_(model.score.weight)
     pair = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2])]
-    scorer, endings = RewardScorer(model), [ending(one) for one in pair]
+    scorer, endings = ValueScorer(model), [ending(one) for one in pair]
     ((block,),) = plan_blocks(endings, [0, 1], max_tokens=100, balance_length=100)  # the prompt is computed once
     assert (block.sequences, block.shared, block.length) == ((0, 1), (0, 2), 5)
     gradients = []

@@ -1,30 +1,156 @@
-"""The policy in a step: log-probs at its start, the choice of a loss, and one update per minibatch."""
+"""The updates of a step: forward passes of one learner over its sequences, then those of the critic and the policy.
+
+Guarantees that results do not depend on how the step is cut into micro-batches and over ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lite.config.trainer_config import TrainerConfig
+from areal_lite.config.trainer_config import AggregationMode, CriticConfig, TrainerConfig
 from areal_lite.models.kernels.score_operations import TokenScores
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.packed_model import PackedSequences
-from areal_lite.trainer.learner import Update
-from areal_lite.trainer.objectives.aggregation import aggregate
+from areal_lite.trainer.learner import Learner, Update
+from areal_lite.trainer.machine_metrics import FlopsMeter
+from areal_lite.trainer.objectives.aggregation import aggregate, token_weights
 from areal_lite.trainer.objectives.kl import kl_penalty
-from areal_lite.trainer.objectives.policy_loss import PolicyInputs
+from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
 from areal_lite.trainer.rl.algorithm import Algorithm
-from areal_lite.trainer.rl.learner_passes import LearnerPasses, mean_update, zero_loss
 from areal_lite.trainer.rl.policy_step import Step
-from areal_lite.trainer.rl.step_tokens import Microbatch
+from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
+
+logger = logging.getLogger(__name__)
+
+OnSkip = Callable[[dict[str, Any]], None]
+"""Called with step, role, loss, gradient norm and task ids of a skipped non-finite update."""
+
+
+class LearnerPasses:
+    """Runs a learner on a step; ``role`` is its name in reports of skipped updates."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        role: str,
+        config: TrainerConfig,
+        algorithm: Algorithm,
+        meter: FlopsMeter,
+        on_skip: OnSkip | None,
+    ) -> None:
+        self.learner = learner
+        self.meter = meter
+        self._role = role
+        self._config = config
+        self._algorithm = algorithm
+        self._on_skip = on_skip
+
+    @torch.no_grad()
+    def scored(
+        self, step: Step, chosen: Sequence[int], model: Any, score: Callable[[PackedSequences], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
+
+        def run(max_tokens: int) -> dict[str, Tensor]:
+            scored: dict[str, Tensor] = {}
+            for microbatch in self._cut(step, model, chosen)(max_tokens):
+                self.meter.count(model.flops(microbatch.packed))
+                with self.learner.autocast():
+                    scores = score(microbatch.packed)
+                for name, values in scores.items():
+                    column = scored.setdefault(name, torch.zeros_like(step.tokens.proximal))
+                    if microbatch.counts:
+                        column[microbatch.tokens] = values.float()
+            return scored
+
+        return {name: self.learner.ranks.sum_(values) for name, values in self.learner.within_memory(run).items()}
+
+    def update(
+        self,
+        step: Step,
+        counted: Sequence[int],
+        computed: Sequence[int],
+        mode: AggregationMode,
+        loss: Callable[[Microbatch, Tensor], Tensor],
+    ) -> Update:
+        """Make one update: ``computed`` sequences go through the model, ``counted`` ones are averaged over."""
+        at = step.tokens.chosen(counted)
+        weights = torch.zeros_like(step.tokens.proximal)
+        weights[at] = token_weights(mode, step.tokens.episodes[at], scale=self._config.loss_scale).float()
+        cut = self._cut(step, self.learner.module, computed)
+        update = self.learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
+        if not update.applied:
+            task_ids = list(dict.fromkeys(step.sequences[index].task_id for index in counted))
+            skipped = {"step": self.learner.steps_done, "role": self._role, **update._asdict(), "task_ids": task_ids}
+            logger.warning("skipped a non-finite update: %s", skipped | {"task_ids": len(task_ids)})
+            if self._on_skip is not None:
+                self._on_skip(skipped)
+        self.learner.check(update)
+        return update
+
+    def _cut(self, step: Step, model: Any, chosen: Sequence[int]) -> Callable[[int], Iterator[Microbatch]]:
+        together = step.episodes if self._algorithm.couples_tokens else None
+        cut = StepCut(step.sequences, model, ranks=self.learner.ranks, device=step.scores.device, together=together)
+        return partial(cut, chosen)
+
+
+def zero_loss(outputs: Tensor) -> Tensor:
+    """Return a loss of 0 with a gradient, so that this rank joins the backward pass."""
+    return (outputs * 0.0).sum()
+
+
+def mean_update(updates: Sequence[Update], rate: float) -> dict[str, float]:
+    """Return loss and gradient norm averaged over a step's updates; 0 if there was none."""
+    return {
+        "loss": float(np.mean([update.loss for update in updates])) if updates else 0.0,
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])) if updates else 0.0,
+        "skipped_updates": float(sum(not update.applied for update in updates)),
+        "learning_rate": rate,
+    }
+
+
+class CriticUpdate:
+    def __init__(self, passes: LearnerPasses, config: CriticConfig) -> None:
+        self._passes = passes
+        self._learner = passes.learner
+        self._scorer: Any = passes.learner.module
+        self._clip_eps = config.clip_eps
+
+    def score(self, step: Step) -> None:
+        with step.clock("values"):
+            scored = self._passes.scored(
+                step, step.all_indices, self._scorer, lambda packed: {"values": self._scorer(packed)}
+            )
+        step.tokens.fill(step.all_indices, scored)
+
+    def update(self, step: Step) -> None:
+        tokens = step.tokens
+
+        def loss(microbatch: Microbatch, weights: Tensor) -> Tensor:
+            at = microbatch.tokens
+            self._passes.meter.count(self._learner.passes * self._scorer.flops(microbatch.packed))
+            with step.clock("forward"), self._learner.autocast():
+                values = self._scorer(microbatch.packed)
+            if not microbatch.counts:
+                return zero_loss(values)
+            terms = value_loss(values, tokens.values[at], tokens.returns[at], clip=self._clip_eps)
+            step.record_statistics(at, terms.statistics)
+            return aggregate(terms.losses, weights[at])
+
+        rate = self._learner.learning_rate
+        updates = [self._passes.update(step, chosen, chosen, "token-mean", loss) for chosen in step.minibatches]
+        self._learner.steps_done += 1
+        step.metrics |= {f"critic_{name}": value for name, value in mean_update(updates, rate).items()}
 
 
 class PolicyUpdate:
-    """Scores and trains the policy."""
-
     def __init__(self, passes: LearnerPasses, scorer: TokenScorer, config: TrainerConfig, algorithm: Algorithm) -> None:
         self._passes = passes
         self._learner = passes.learner
@@ -33,7 +159,6 @@ class PolicyUpdate:
         self._algorithm = algorithm
 
     def update(self, step: Step) -> None:
-        """Train the policy, one update per minibatch."""
         config, tokens = self._config, step.tokens
         rate = self._learner.learning_rate
         updates: list[Update] = []
