@@ -31,11 +31,7 @@ _SCHEMA = 1
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, version: int | None) -> None:
-    """Let ``write`` fill a temporary folder, add a manifest, and replace ``folder`` with it.
-
-    Raises:
-        StorageError: If the disk is full or not writable, or ``folder`` holds files without a manifest.
-    """
+    """Let ``write`` fill a temporary folder, add a manifest, and replace ``folder`` with it; raises StorageError."""
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / _MANIFEST).is_file():
             raise StorageError(
@@ -72,11 +68,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, ver
 
 
 def check_folder(folder: Path) -> None:
-    """Read back a folder of :func:`write_folder` and compare it with its manifest.
-
-    Raises:
-        CheckpointError: If the manifest is missing or has another schema, or a file differs from it.
-    """
+    """Read back a folder of :func:`write_folder` and compare it with its manifest; raises CheckpointError."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         if manifest["schema"] != _SCHEMA:

@@ -49,11 +49,7 @@ class CheckpointHeader:
 
 
 def read_checkpoint_header(path: Path) -> CheckpointHeader:
-    """Read names and shapes of a checkpoint directory.
-
-    Raises:
-        ConfigError: If there are no weights, or a file is truncated or not a safetensors file.
-    """
+    """Read names and shapes of a checkpoint directory; raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"model_path {str(path)!r} is not a directory; give one that a trainer wrote.")
     index = path / "model.safetensors.index.json"
@@ -105,12 +101,9 @@ def _read_file_header(file: Path) -> dict[str, tuple[tuple[int, ...], int, int]]
 
 
 def check_manifest(path: Path) -> None:
-    """Compare the files of ``path`` with its ``manifest.json``, if it has one.
+    """Compare the files of ``path`` with its ``manifest.json``, if it has one; raises ConfigError.
 
     The manifest is ``{"files": {NAME: {"size": BYTES, "sha256": HEX}}}``, written after the files.
-
-    Raises:
-        ConfigError: If a file is missing, or its size or hash differs.
     """
     manifest = path / "manifest.json"
     if not manifest.is_file():
@@ -137,17 +130,7 @@ def check_manifest(path: Path) -> None:
 def check_shapes(
     source: str, given: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
 ) -> None:
-    """Check that new weights fit the served model.
-
-    Args:
-        source: Where they come from, for messages.
-        given: Their names and shapes.
-        shapes: Names and shapes of the served model's weights, tied names included.
-        tied: Maps the second name of a tied weight to the first name of the same tensor.
-
-    Raises:
-        ConfigError: If a weight is missing or unknown or has a wrong shape.
-    """
+    """Check that new weights fit the served model; ``tied`` maps the second name of a tied weight to the first."""
     groups: dict[str, list[str]] = {}
     for name in shapes:
         groups.setdefault(tied.get(name, name), []).append(name)

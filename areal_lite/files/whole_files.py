@@ -35,11 +35,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
-    """Return ``path``; if it is missing, first create it with ``write``, which gets a temporary name.
-
-    Raises:
-        StorageError: If the folder is full or not writable.
-    """
+    """Return ``path``; if it is missing, first create it with ``write``, which gets a temporary name."""
     if path.exists():
         return path
     try:
@@ -71,15 +67,7 @@ def check_cache(folder: Path, error: BaseException) -> None:
 
 
 def local_copies(url: str, cache: Path) -> list[Path]:
-    """Return local copies of a remote file, or of all files that match a pattern; each is copied once.
-
-    Args:
-        url: Any address fsspec supports: https://, s3://, hf://, ...; ``*`` works if the protocol can list files.
-        cache: Folder of the copies; a copy is named by a digest of its address and its own name.
-
-    Raises:
-        ConfigError: If no file exists there, or it cannot be copied.
-    """
+    """Return local copies of a remote file, or of all files that match a pattern; each is copied once."""
     import fsspec  # type: ignore[import-untyped]
 
     try:

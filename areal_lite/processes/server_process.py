@@ -24,15 +24,6 @@ class ServerProcess(ABC):
     def __init__(
         self, name: str, *, model_path: str, weight_version: str, log_path: str | Path | None, start_timeout_s: float
     ) -> None:
-        """Describe the server; ``start`` runs it.
-
-        Args:
-            name: Its name in messages.
-            model_path: Directory of model and tokenizer, or a name on the Hugging Face Hub.
-            weight_version: Name of the weights in ``model_path``.
-            log_path: File to append the server's stdout and stderr to. None: a temporary file, for error messages.
-            start_timeout_s: Seconds in which it must be ready.
-        """
         self.name = name
         self.model_path = model_path
         self.weight_version = weight_version
@@ -86,12 +77,7 @@ class ServerProcess(ABC):
         self._child = self._launch(self._log)
 
     def wait_until_ready(self) -> None:
-        """Return once the server answers requests.
-
-        Raises:
-            ConfigError: If it cannot use a setting.
-            ServerError: If it ends or is not ready in time; with the end of its log.
-        """
+        """Return once the server answers requests; raises ConfigError or ServerError."""
         try:
             address = self._wait_for_answer(time.monotonic() + self._start_timeout_s)
             if address is None and (code := self.poll()) is not None:

@@ -70,11 +70,7 @@ class RLRun(TrainingRun[Evaluation]):
     """Moment of the last record, on the monotonic clock, and the tokens generated until then."""
 
     def run(self) -> Summary[Evaluation]:
-        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first.
-
-        Raises:
-            ConfigError: If a server serves another model, before the first step.
-        """
+        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first."""
         if self.start.checkpoint is None:
             if self.config.rollout.addresses:
                 self.publish()  # they may still serve the weights of an earlier run
@@ -169,11 +165,7 @@ class RLRun(TrainingRun[Evaluation]):
             self.record_evaluation(result, result.metrics())
 
     def on_lead_rank(self, work: Callable[[RolloutDriver], T]) -> T | None:
-        """Return the result of ``work`` on the first rank; the others wait for it and get None.
-
-        Raises:
-            Stopped: On every rank, if one was asked to stop; ``work`` is interrupted.
-        """
+        """Return the result of ``work`` on the first rank; the others wait for it and get None; raises Stopped."""
         result = None
         with suppress(Stopped):
             if self.driver is not None:
@@ -183,7 +175,6 @@ class RLRun(TrainingRun[Evaluation]):
         return result
 
     def resume_from(self, checkpoint: Path) -> None:
-        """Load the trainer's state and publish its weights."""
         super().resume_from(checkpoint)
         self.publish()
         self.compare_with_servers()
@@ -195,7 +186,6 @@ class RLRun(TrainingRun[Evaluation]):
         super().save()
 
     def data_state(self) -> dict[str, bytes]:
-        """Return the state of the data source."""
         assert self.driver is not None
         return {str(state_path("", self.step)): state_bytes(self.driver.data.source.state_dict())}
 
@@ -252,7 +242,6 @@ def rollout_inputs(
 
 
 def num_devices(config: RunConfig) -> int:
-    """Return the devices of a run: one for each rank of the trainer, and the GPUs of servers that it starts."""
     started = [] if config.rollout.addresses else gpu_groups(config.server)
     return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
 

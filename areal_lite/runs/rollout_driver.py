@@ -167,7 +167,6 @@ class RolloutDriver:
         return groups
 
     def _packed(self, groups: list[Group]) -> DataProto:
-        """Return the groups packed by the run's packer."""
         batch = training_batch(self.data.packer, groups)
         if self._inputs.baselines:
             baselines = {group.group_id: group.baseline for group in groups}

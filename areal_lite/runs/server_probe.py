@@ -42,11 +42,7 @@ def compare_logprobs(
 ) -> dict[str, float]:
     """Return the mean |difference| in nats of each server, by URL; call it on every rank.
 
-    Args:
-        warn_above: Warn of servers with a larger difference; None logs all figures and refuses another model.
-
-    Raises:
-        ConfigError: If a server's exceeds ``MAX_DIFFERENCE`` and ``warn_above`` is None.
+    With ``warn_above``, warn of servers beyond it; else log all figures, and raise ConfigError for another model.
     """
     sequences = []
     for _, tokens, logprobs in answers:

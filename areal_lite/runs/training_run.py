@@ -148,13 +148,7 @@ class TrainingRun(ABC, Generic[E]):
         """Seconds that training waited for the last save; None once recorded."""
 
     def run(self) -> Summary[E]:
-        """Resume, train up to ``total_steps``, and save the model.
-
-        Raises:
-            Stopped: On SIGINT or SIGTERM, after the same step on every rank, with a checkpoint of that step if the
-                run makes any.
-            TrainingError: With the checkpoint to resume from in a note.
-        """
+        """Resume, train up to ``total_steps``, and save the model; raises Stopped or TrainingError."""
         if self.start.checkpoint is not None:
             logger.info("resuming after step %d of %d from %s", self.step, self.total_steps, self.start.checkpoint)
             self.resume_from(self.start.checkpoint)
@@ -196,7 +190,6 @@ class TrainingRun(ABC, Generic[E]):
         """Return the checkpoint files that hold the position in the data; called on the first rank."""
 
     def resume_from(self, checkpoint: Path) -> None:
-        """Load the trainer's state."""
         load_checkpoint(self.trainer, checkpoint)
 
     # -- after a step ------------------------------------------------------------------------------
@@ -228,11 +221,7 @@ class TrainingRun(ABC, Generic[E]):
         self.files.record(self.step, metrics)
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if this step is due for one, the last save is long ago, or the machine expires soon.
-
-        Raises:
-            StorageError: If the write of the last one failed.
-        """
+        """Save a checkpoint if this step is due for one, the last save is long ago, or the machine expires soon."""
         config = self.config.checkpoint
         self.files.checkpoints.check()  # a failed write ends the run now, not at the next save
         if config.enabled and (self.is_due(config.every_steps or self.total_steps) or self.save_is_urgent()):
@@ -299,5 +288,4 @@ class TrainingRun(ABC, Generic[E]):
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics under ``prefix/name``."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -19,11 +19,7 @@ which is then twice as fast."""
 
 
 def load_run(options: argparse.Namespace, root: type[C]) -> C:
-    """Load the config of a command that is about to import torch.
-
-    Raises:
-        ConfigError: If the config cannot be used.
-    """
+    """Load the config of a command that is about to import torch; raises ConfigError."""
     config = load_config(options.config, options.overrides, root=root)
     logger.info("%s %s: loading torch and transformers", options.command, options.config)
     if not _computes_side_by_side(config):

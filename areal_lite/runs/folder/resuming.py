@@ -48,12 +48,7 @@ class Start:
 
 
 def find_start(config: _Config, total_steps: int) -> Start:
-    """Return where the run starts, as ``checkpoint.resume`` and the run's folder say.
-
-    Raises:
-        CheckpointError: If the checkpoint is missing or broken.
-        ConfigError: If it belongs to another config, or has more than ``total_steps``.
-    """
+    """Return where the run starts, as ``checkpoint.resume`` and the run's folder say."""
     from areal_lite.trainer.checkpoint.checkpoint import check_config, checkpoint_step, find_checkpoint
 
     run_dir = config.run_dir

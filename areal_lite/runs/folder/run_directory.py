@@ -25,15 +25,9 @@ _SKIPPED_UPDATES = "skipped_updates.jsonl"
 def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True) -> Iterator[Path]:
     """Make the run's folder, lock it while the context lasts, and save the config in it.
 
-    Args:
-        fresh: The run starts at step 0. A folder with metrics of another training run is refused, unless that run
-            made no step, or had this config and made no checkpoint; then its metrics are removed.
-        trains: False keeps the config that a training run saved there.
-
-    Raises:
-        RunDirBusyError: If another live process holds it.
-        ConfigError: If ``fresh`` and the folder holds a training run.
-        StorageError: If it is not writable.
+    With ``fresh`` (the run starts at step 0), a folder with metrics of another training run is refused, unless that run
+    made no step, or had this config and made no checkpoint; then its metrics are removed. Without ``trains``, the
+    config that a training run saved there stays.
     """
     path = config.run_dir
     try:

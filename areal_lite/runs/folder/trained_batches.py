@@ -49,14 +49,7 @@ class TrainedBatches:
 
     @classmethod
     def open(cls, run: Path, *, max_staleness: int) -> TrainedBatches:
-        """Return the batches of the run in the folder ``run``.
-
-        Args:
-            max_staleness: The run's ``max_head_offpolicyness``.
-
-        Raises:
-            ConfigError: If the run has no dumps or no ``batches.jsonl``, or a line of it is not a record.
-        """
+        """Return the batches of the run in the folder ``run``; raises ConfigError."""
         files: dict[str, list[Path]] = {}
         for path in sorted(run.glob("rollout/*/*.jsonl")):
             files.setdefault(path.name, []).append(path)
@@ -73,7 +66,6 @@ class TrainedBatches:
         return cls(run, max_staleness, _read(run / BATCHES), files)
 
     def __len__(self) -> int:
-        """Return the number of steps."""
         return len(self.records)
 
     @property
@@ -82,11 +74,7 @@ class TrainedBatches:
         return all("baselines" in record for record in self.records)
 
     def groups(self, step: int) -> list[Group]:
-        """Return the groups of a step, from 1 on.
-
-        Raises:
-            ConfigError: If a dump is missing, damaged, or not that of a group which the step trained.
-        """
+        """Return the groups of a step, from 1 on; raises ConfigError."""
         record = self.records[step - 1]
         groups = [
             read_group(self._file(step, task_id), oldest_schema=self.oldest_schema) for task_id in record["task_ids"]

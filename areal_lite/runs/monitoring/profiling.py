@@ -93,7 +93,6 @@ class MemorySnapshots:
 
 
 def _memory() -> dict[str, Any]:
-    """Return bytes of this process, and of its tensors by device, dtype and shape, largest first."""
     import torch
 
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -49,7 +49,6 @@ class OpenService(AgentService):
         self._gconfig = GenerationHyperparameters(max_new_tokens=length, max_tokens=length)
 
     def _session(self, key: str) -> ChatSession:
-        """Return a new session, whatever the key."""
         return ChatSession(cast(InferenceEngine, self._engine), self._renderer, self._gconfig, agent_samples=True)
 
 
@@ -61,12 +60,7 @@ class LocalEngine:
         self._protocol = SGLang(embedded=True)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Return the answer to one request; a client that leaves aborts it.
-
-        Raises:
-            ConfigError: If the request is invalid.
-            ServerError: If the server was paused, or its weights changed with ``abort_all_requests``.
-        """
+        """Return the answer to one request; a client that leaves aborts it; raises ConfigError or ServerError."""
         began, gconfig = time.time(), req.gconfig
         call = GenerationCall(
             input_ids=req.input_ids,
@@ -92,7 +86,6 @@ class LocalEngine:
         return response
 
     def _add(self, event: dict[str, Any], req: ModelRequest, response: ModelResponse) -> None:
-        """Add the tokens of an event to the response, and pass them on."""
         meta = event["meta_info"]
         finish = meta["finish_reason"]
         if finish is not None and finish["type"] == "abort":

@@ -24,12 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> NoReturn:
-    """Start the servers, print what a run needs to use them, and keep them running until a signal.
-
-    Raises:
-        ConfigError: If a setting cannot be used.
-        ServerError: If a server does not start, or ends too often.
-    """
+    """Start the servers, print what a run needs to use them, and keep them running until a signal."""
     settings = {name: value for name, value in vars(options).items() if name in ServerConfig.__dataclass_fields__}
     for name in settings.keys() & {"args", "env"}:
         try:

@@ -56,7 +56,6 @@ class Answer:
         return self.episode is not None and self.episode.interrupted
 
     def next_call(self, input_ids: list[int], budget: int, seed: int | None) -> GenerationCall:
-        """Return the request for the tokens that are missing."""
         gconfig, num_tokens = self.req.gconfig, len(self.tokens)
         return GenerationCall(
             input_ids=input_ids + self.tokens if num_tokens else input_ids,
@@ -104,11 +103,7 @@ class Answer:
         self.top_logprobs += chunk.top_logprobs
 
     def start_over(self) -> None:
-        """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens.
-
-        Raises:
-            ServerError: If its tokens were passed on.
-        """
+        """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens."""
         if self.req.on_tokens is not None and self.tokens:
             assert self.server is not None
             raise ServerError(
@@ -118,7 +113,6 @@ class Answer:
         self.tokens, self.logprobs, self.versions, self.top_logprobs = [], [], [], []
 
     def response(self, input_ids: list[int], stop_reason: str) -> ModelResponse:
-        """Return the complete answer."""
         return ModelResponse(
             input_tokens=input_ids,
             output_tokens=self.tokens,
@@ -138,15 +132,7 @@ class Answer:
 
 
 def token_budget(req: ModelRequest, num_accepted: int, limits: Limits) -> int:
-    """Return the maximum tokens of the answer.
-
-    Args:
-        num_accepted: Leading ids of the prompt that a server has taken before, which are not checked again.
-
-    Raises:
-        ConfigError: If no server can serve the request.
-        ContextOverflowError: If the prompt fills the window.
-    """
+    """Return the maximum tokens of the answer; the first ``num_accepted`` ids, which a server took, pass unchecked."""
     ids, gconfig = req.input_ids, req.gconfig
     if gconfig.n_samples != 1:
         raise ConfigError(

@@ -71,13 +71,6 @@ class EngineClient:
         identity: ModelIdentity | None = None,
         on_outage: Callable[[ServerError], None] | None = None,
     ) -> None:
-        """Start unconnected.
-
-        Args:
-            config: Addresses and limits.
-            identity: The run's model, which servers are compared with.
-            on_outage: Called when no server has been healthy for ``outage_patience_s``.
-        """
         check_engine(config)
         self.pool = ServerPool(config.addresses)
         self._config = config
@@ -92,19 +85,13 @@ class EngineClient:
         self._calls: set[Answer] = set()
 
     async def open(self) -> None:
-        """Open the connections and compare every server with what the run wants; see :class:`Reconciler`.
-
-        Raises:
-            ServerError: If no server answers.
-            ConfigError: If one speaks another protocol or serves another model.
-        """
+        """Open the connections and compare every server with what the run wants; see :class:`Reconciler`."""
         self._requests.open()
         await self._reconciler.open()
         if self._router is not None:
             await self._router.open()
 
     async def close(self) -> None:
-        """Close all connections; servers drop what they still generate for us."""
         if self._router is not None:
             await self._router.close()
         await self._reconciler.close()
@@ -131,19 +118,13 @@ class EngineClient:
             self._gate.end_update()
 
     def hold(self) -> None:
-        """Send no generation until :meth:`release`; holds nest."""
         self._gate.hold()
 
     def release(self) -> None:
-        """End one :meth:`hold`."""
         self._gate.release()
 
     async def probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
-        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
-
-        Raises:
-            ServerError: If none answers.
-        """
+        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
         gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=num_tokens, ignore_eos=True)
 
         async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
@@ -236,7 +217,6 @@ class EngineClient:
         await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
 
     def _seed(self, episode: Episode | None) -> int | None:
-        """Return the seed of the episode's next call, equal in every run with the same seed."""
         config = self._config
         if episode is None or episode.seed_name is None or config.seed is None or config.backend != "embedded":
             return None

@@ -36,11 +36,7 @@ class ModelIdentity:
         return cls(model, read_config(model))
 
     def check(self, url: str, info: ServerInfo) -> None:
-        """Compare with what the server at ``url`` reports; facts that either side lacks are not compared.
-
-        Raises:
-            ConfigError: If it serves another model.
-        """
+        """Compare with what the server at ``url`` reports; facts that either side lacks are not compared."""
         if not self.name:
             return
         served = info.model or "a model that it does not name"

@@ -130,7 +130,6 @@ class RequestSender:
             await asyncio.sleep(pause_s(sends))
 
     def addressed(self, body: dict[str, Any], server: Server) -> bytes:
-        """Return the body as JSON, with the adapter that the server has."""
         if server.adapter is None:
             return orjson.dumps(body)
         return orjson.dumps(body | self._requests.dialect.name_adapter(server.adapter))
@@ -154,13 +153,11 @@ class RequestSender:
         return OutdatedReplyError(f"{server.url}: {error.message}")
 
     def _affinity(self, answer: Answer) -> dict[str, str] | None:
-        """Return the header that makes the router send an episode's requests to one server."""
         if self._router is None or answer.episode is None:
             return None
         return {AFFINITY_HEADER: f"{id(self):x}-{id(answer.episode):x}"}
 
     def _record_failure(self, server: Server, error: Exception, sent: float) -> None:
-        """Update the state of the server that failed a request."""
         reason, keeper = reason_of(error), self._router or self._reconciler
         if isinstance(error, OutdatedReplyError):
             return
@@ -235,7 +232,6 @@ def reason_of(error: Exception) -> str:
 
 
 def _may_be_old_or_dead(error: Exception) -> bool:
-    """Return whether a server behind the router may be the cause."""
     return not isinstance(error, ErrorReply) or error.status in RETRY_STATUSES - {429}
 
 

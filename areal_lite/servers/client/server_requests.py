@@ -55,8 +55,6 @@ class RefusedError(ServerError):
 
 
 class _Request:
-    """A request whose task is cancelled when it is given up."""
-
     __slots__ = ("begun", "given_up", "server", "task")
 
     def __init__(self, server: Server) -> None:
@@ -89,7 +87,6 @@ class ServerRequests:
         """Policy version of tokens whose version a server does not report."""
 
     def open(self) -> None:
-        """Open the session."""
         count = 1 if self._config.router is None else len(self._config.addresses)
         # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
         connector = aiohttp.TCPConnector(
@@ -109,7 +106,6 @@ class ServerRequests:
         )
 
     async def close(self) -> None:
-        """Close all connections; servers drop what they still generate for us."""
         self._silences.close()
         if self._session is not None:
             await self._session.close()
@@ -123,20 +119,7 @@ class ServerRequests:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> Chunk:
-        """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given.
-
-        Args:
-            server: Receiver of the request.
-            body: ``call`` as JSON in the server's dialect.
-            call: The request, which the reply must fit.
-            stream: Reads the events of a streamed reply.
-            headers: Further headers.
-
-        Raises:
-            ErrorReply: If the server refused.
-            BadResponse: If the reply cannot be trusted or ends too early.
-            ReceiverError: If the receiver of the stream raised.
-        """
+        """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given."""
         version = self.version
         status, reply, retry_after_s = await self._post(server, body, stream, headers or {})
         if status != 200:
@@ -210,7 +193,6 @@ class ServerRequests:
                 request.give_up(reason)
 
     async def _feed(self, stream: TokenStream, reply: aiohttp.ClientResponse, request: _Request) -> None:
-        """Pass the body on as it arrives; each part restarts the timeout."""
         try:
             async for data in reply.content.iter_any():
                 self._silences.discard(request)
@@ -223,12 +205,7 @@ class ServerRequests:
                 raise
 
     async def info(self, server: Server) -> ServerInfo:
-        """Return what the server reports about itself; an unknown route reports nothing.
-
-        Raises:
-            ErrorReply: If none of its routes answers, with the status of the last.
-            aiohttp.ClientError, TimeoutError, OSError: If it cannot be reached.
-        """
+        """Return what the server reports about itself; an unknown route reports nothing; raises ErrorReply."""
         info, known = ServerInfo(), False
         for path in self.dialect.info_paths:
             status, body = await self._get(server, path)
@@ -262,12 +239,7 @@ class ServerRequests:
             return reply.status, await reply.read()
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Return the reply of a route that belongs to no dialect.
-
-        Raises:
-            ServerError: If it has a status from 300.
-            aiohttp.ClientError, TimeoutError, OSError: If it does not answer in time.
-        """
+        """Return the reply of a route that belongs to no dialect; raises ServerError."""
         assert self._session is not None, "open() first"
         timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
         data = None if body is None else orjson.dumps(body)
@@ -280,12 +252,7 @@ class ServerRequests:
         return text
 
     async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
-        """Send a request of the control plane.
-
-        Raises:
-            RefusedError: If the server refuses it.
-            aiohttp.ClientError, TimeoutError, OSError: If it does not answer within ``timeout_s``, or has an error.
-        """
+        """Send a request of the control plane; raises RefusedError."""
         assert self._session is not None, "open() first"
         timeout = aiohttp.ClientTimeout(total=timeout_s or CONTROL_TIMEOUT_S)
         body = orjson.dumps(call.body)

@@ -88,11 +88,7 @@ class Limits:
         self.vocab_size = min(filter(None, (self.vocab_size, info.vocab_size)), default=None)
 
     def check_reply(self, tokens: list[int], versions: list[int], num_tokens: int, budget: int) -> None:
-        """Check the next tokens of an answer, which then has ``num_tokens``.
-
-        Raises:
-            BadResponse: If they exceed the budget, the vocabulary or the newest version.
-        """
+        """Check the next tokens of an answer, which then has ``num_tokens``; raises BadResponse."""
         if num_tokens > budget:
             raise BadResponse(f"{num_tokens} tokens for a request of at most {budget}")
         if self.newest_version is not None and versions and versions[-1] > self.newest_version:
@@ -148,22 +144,13 @@ class Dialect(Protocol):
     """A schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
 
     def generate_body(self, call: GenerationCall) -> dict[str, Any]:
-        """Return the JSON body of one generation.
-
-        Raises:
-            ConfigError: If ``gconfig.extra`` has a parameter that another field sets.
-        """
+        """Return the JSON body of one generation; raises ConfigError."""
 
     def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
         """Return the tokens of a reply; raises BadResponse."""
 
     def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
-        """Return what an event adds to the ``received`` tokens of its stream; None if it is not about tokens.
-
-        Raises:
-            BadResponse: If the event cannot be trusted.
-            ErrorReply: If it reports an error.
-        """
+        """Return what an event adds to the ``received`` tokens of its stream; None if it is not about tokens."""
 
     def parse_info(self, reply: Any) -> ServerInfo:
         """Parse the reply of one of ``info_paths``; never raises."""
@@ -215,11 +202,7 @@ class Dialect(Protocol):
 
 
 def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters with ``gconfig.extra`` added.
-
-    Raises:
-        ConfigError: If both set the same parameter, or ``extra`` asks for several answers.
-    """
+    """Return the sampling parameters with ``gconfig.extra`` added; raises ConfigError."""
     if clash := sorted(extra.keys() & {*sampling, "n"}):
         raise ConfigError(
             f"gconfig.extra sets {clash[0]!r}, which the engine sets itself: remove it from extra and use gconfig's "
@@ -235,11 +218,7 @@ def checked_chunk(
     finish: str,
     top_logprobs: TopLogprobs | None = None,
 ) -> Chunk:
-    """Check lengths, token ids and log-probs, and return them as a chunk.
-
-    Raises:
-        BadResponse: If a check fails.
-    """
+    """Check lengths, token ids and log-probs, and return them as a chunk; raises BadResponse."""
     _check_tokens(tokens, logprobs, top_logprobs)
     if finish not in ("stop", "length", "abort"):
         raise BadResponse(f"the unknown finish reason {finish!r}")
@@ -294,11 +273,7 @@ def check_error_event(event: Any) -> None:
 
 
 def version_number(label: Any) -> int:
-    """Return a server's version label as a policy version; ``default`` is 0.
-
-    Raises:
-        BadResponse: If it is neither a number nor ``default``.
-    """
+    """Return a server's version label as a policy version; ``default`` is 0; raises BadResponse."""
     if label == "default":
         return 0
     try:

@@ -227,7 +227,6 @@ class SGLang:
 
 
 def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
-    """Return the parameters in SGLang's words, without those at their default."""
     sampling: dict[str, Any] = {
         "temperature": gconfig.effective_temperature,
         "skip_special_tokens": gconfig.skip_special_tokens,

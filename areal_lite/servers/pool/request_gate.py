@@ -25,12 +25,6 @@ class RequestGate:
     """Holds generations back, and lets them through to the servers of ``pool``."""
 
     def __init__(self, pool: ServerPool, *, on_outage: Callable[[ServerError], None] | None = None) -> None:
-        """Start open.
-
-        Args:
-            pool: Receivers of generations: the servers, or the router alone.
-            on_outage: Called when no server has been healthy for ``outage_patience_s``.
-        """
         self.pool = pool
         self.running = 0
         """Model calls that have not returned."""
@@ -57,12 +51,10 @@ class RequestGate:
     # -- holds -----------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Send no generation until :meth:`release`; holds nest."""
         self.holds += 1
         self._released.clear()
 
     def release(self) -> None:
-        """End one :meth:`hold`."""
         self.holds -= 1
         if self.holds == 0:
             self._released.set()
@@ -88,11 +80,7 @@ class RequestGate:
     # -- waiting for a server --------------------------------------------------------------------
 
     async def until_usable(self) -> None:
-        """Wait until a server may take a request.
-
-        Raises:
-            ServerError: If none has been healthy for ``outage_patience_s``.
-        """
+        """Wait until a server may take a request; raises ServerError."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:

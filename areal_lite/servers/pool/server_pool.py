@@ -190,13 +190,7 @@ class ServerPool:
     def start(
         self, server: Server, tokens: int, now: float, *, adapter: str | None = None, stays: bool = False
     ) -> None:
-        """Count a request that is sent to a server.
-
-        Args:
-            tokens: Of its prompt and its budget.
-            adapter: The adapter that it uses.
-            stays: Whether its answer could not be continued after an abort.
-        """
+        """Count a request that is sent to a server."""
         if not server.outstanding:
             server.busy_since = now
         server.outstanding += 1

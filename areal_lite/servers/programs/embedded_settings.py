@@ -48,16 +48,7 @@ def cpu_threads(config: EmbeddedServerConfig) -> int:
 
 
 def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer: bool = True) -> None:
-    """Check that a model directory can be loaded, or that the Hugging Face Hub or its cache has the name.
-
-    Args:
-        key: Config key the path comes from, for error texts.
-        has_tokenizer: Whether the directory must hold a tokenizer, too.
-
-    Raises:
-        ConfigError: If the path is neither a directory nor a name on the Hub, lacks config.json, tokenizer or weights,
-            or its weights are cut off.
-    """
+    """Check that a model directory can be loaded, or that the Hugging Face Hub or its cache has the name."""
     path = Path(model_path).expanduser()
     if not path.is_dir():
         if not is_hub_name(model_path):
@@ -83,11 +74,7 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
 
 
 def check_text_model(model_path: str) -> None:
-    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked.
-
-    Raises:
-        ConfigError: If its config.json has a vision part.
-    """
+    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked."""
     try:
         config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
     except (OSError, ValueError):

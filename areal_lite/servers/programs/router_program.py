@@ -29,7 +29,6 @@ class RouterProgram(ServerProcess):
     """
 
     def __init__(self, config: ServerConfig, *, log_path: Path) -> None:
-        """Describe the router; :func:`check_router_program` has checked the config."""
         super().__init__(
             "the sglang-router",
             model_path="",

@@ -108,7 +108,6 @@ class ServerGroup:
         return [server.address for server in self._servers]
 
     def __enter__(self) -> Self:
-        """Start all servers, and return once each answers requests."""
         if self._servers:
             logger.info("starting %s", ", ".join(server.name for server in self._servers))
         try:

@@ -63,16 +63,6 @@ class ServerProgram(ServerProcess):
         gpus: str | None,
         log_path: Path,
     ) -> None:
-        """Describe the server; :func:`check_program` has checked the config.
-
-        Args:
-            name: Its name in messages.
-            config: Program, its options and its environment.
-            model: The model that it serves.
-            port: Port to listen on.
-            gpus: Value of CUDA_VISIBLE_DEVICES; None leaves it.
-            log_path: File to append its output to.
-        """
         super().__init__(
             name,
             model_path=model.model_path,
@@ -129,7 +119,6 @@ class ServerProgram(ServerProcess):
         return None
 
     def _generates(self, address: str, *, timeout_s: float) -> bool:
-        """Return whether the server answers a prompt of a few tokens with tokens and log-probs."""
         dialect = dialect_of(self._backend)
         gconfig = GenerationHyperparameters(greedy=True, ignore_eos=True)
         rid = uuid.uuid4().hex
@@ -145,11 +134,7 @@ class ServerProgram(ServerProcess):
 
 
 def check_program(config: ServerConfig, backend: Backend) -> None:
-    """Check before anything starts that SGLang or vLLM is installed and its settings are possible.
-
-    Raises:
-        ConfigError: Naming the setting.
-    """
+    """Check before anything starts that SGLang or vLLM is installed and its settings are possible."""
     for name in config.args:
         flag = _flag(name).removeprefix("no-")
         if key := _OWN_KEYS.get(flag):
@@ -181,9 +166,6 @@ def gpu_groups(config: ServerConfig) -> list[str] | list[None]:
     """Return CUDA_VISIBLE_DEVICES of each replica: groups of its tensor parallel size, the last GPUs of the machine.
 
     None for each on a machine without GPUs.
-
-    Raises:
-        ConfigError: If there are fewer GPUs.
     """
     gpus = [] if config.device == "cpu" else visible_gpus()
     if not gpus:
@@ -212,16 +194,11 @@ def visible_gpus() -> list[str]:
 
 
 def interpreter(config: ServerConfig) -> str:
-    """Return the interpreter of SGLang or vLLM."""
     return config.python or sys.executable
 
 
 def server_ports(config: ServerConfig) -> list[int]:
-    """Return the port of each replica: from ``server.port`` on, or free ones.
-
-    Raises:
-        ConfigError: If there are not enough.
-    """
+    """Return the port of each replica: from ``server.port`` on, or free ones; raises ConfigError."""
     if config.port:
         return list(range(config.port, config.port + config.replicas))
     return free_ports(config.host, config.replicas)
@@ -255,7 +232,6 @@ def _flag(name: str) -> str:
 
 
 def _words(name: str, value: Any, backend: Backend) -> list[str]:
-    """Return one option as it stands on the command line."""
     if value is True:
         return [f"--{name}"]
     if value is False:

@@ -44,12 +44,7 @@ class BroadcastLoader:
         self._groups: dict[Server, WeightGroup] = {}
 
     async def load(self, server: Server, weights: WeightBroadcast, paused: Paused) -> None:
-        """Broadcast ``weights`` to a server, which generates meanwhile if it can; ``paused`` pauses it.
-
-        Raises:
-            RefusedError: If the server refused them and keeps what it has.
-            ServerError, aiohttp.ClientError, TimeoutError, OSError: If the broadcast failed.
-        """
+        """Broadcast ``weights`` to a server, which generates meanwhile if it can; ``paused`` pauses it."""
         if server in self._groups:
             with contextlib.suppress(RefusedError, OSError):  # the server may have restarted since the last update
                 return await self._broadcast(server, weights, paused)
@@ -62,7 +57,6 @@ class BroadcastLoader:
             group.close()
 
     def close(self) -> None:
-        """Close all groups."""
         for server in list(self._groups):
             self.drop(server)
 

@@ -68,7 +68,6 @@ class BroadcastGroup:
     """The trainer's end of a process group with one server."""
 
     def __init__(self, address: str, *, size: int, backend: Backend, device: torch.device) -> None:
-        """Listen at ``address`` for the server's processes."""
         self.name = f"areal-lite-{uuid.uuid4().hex[:12]}"
         self.master_address = address
         self.size = size
@@ -91,11 +90,7 @@ class BroadcastGroup:
         return self._closed.is_set()
 
     def join(self) -> None:
-        """Return once the server's processes have joined.
-
-        Raises:
-            OSError: If they do not in time, or the group was closed.
-        """
+        """Return once the server's processes have joined; raises OSError."""
         with self._working():
             deadline = time.monotonic() + JOIN_TIMEOUT_S
             while not self.closed and not self._store.num_keys():  # a server writes its first key when it connects
@@ -111,11 +106,7 @@ class BroadcastGroup:
                 raise OSError(f"joining the process group failed: {_first_line(error)}") from error
 
     def send(self, bucket: WeightBucket) -> None:
-        """Send the tensors of ``bucket``, one by one.
-
-        Raises:
-            OSError: If the server is gone or takes nothing, or the group was closed.
-        """
+        """Send the tensors of ``bucket``, one by one; raises OSError."""
         with self._working():
             for tensor in bucket.tensors.values():
                 self._check_open()

@@ -29,12 +29,7 @@ class WeightReceiver:
         self._groups: dict[str, tuple[Any, torch.device]] = {}
 
     def join(self, fields: dict[str, Any]) -> None:
-        """Join the group that ``/init_weights_update_group`` describes.
-
-        Raises:
-            BadRequest: If a field is missing or has a wrong type.
-            ServerError: If the trainer does not answer.
-        """
+        """Join the group that ``/init_weights_update_group`` describes; raises BadRequest or ServerError."""
         address, name, backend = (_field(fields, key, str) for key in ("master_address", "group_name", "backend"))
         port, rank, size = (_field(fields, key, int) for key in ("master_port", "rank_offset", "world_size"))
         if backend not in ("gloo", "nccl"):
@@ -58,12 +53,7 @@ class WeightReceiver:
         self.received, self.version = {}, None
 
     def receive(self, fields: dict[str, Any]) -> None:
-        """Receive the tensors that ``/update_weights_from_distributed`` names, into memory of the CPU.
-
-        Raises:
-            BadRequest: If a field is missing or has a wrong type.
-            ServerError: If no update is open, the group is unknown, or the trainer is gone or silent.
-        """
+        """Receive the tensors that ``/update_weights_from_distributed`` names, into memory of the CPU."""
         names, dtypes, shapes = (_field(fields, key, list) for key in ("names", "dtypes", "shapes"))
         received, (group, device) = self.received, self._groups.get(_field(fields, "group_name", str), (None, None))
         if received is None:

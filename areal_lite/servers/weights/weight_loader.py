@@ -62,7 +62,6 @@ class WeightLoader:
         return take_back
 
     def has_newest(self, server: Server) -> bool:
-        """Return whether a server has acknowledged the newest weights."""
         return self.wanted is not None and self._loaded.get(server) is self.wanted
 
     def forget(self, server: Server) -> None:
@@ -79,7 +78,6 @@ class WeightLoader:
         self._broadcasts.drop(server)
 
     def close(self) -> None:
-        """Close all process groups."""
         self._broadcasts.close()
 
     async def load(self, server: Server) -> None:
