@@ -10,12 +10,28 @@ import errno
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from areal_lite.errors import ConfigError, StorageError
+
+
+@contextmanager
+def storing(what: object, fix: str = "free disk space") -> Iterator[None]:
+    """Raise StorageError for an OSError: ``what`` cannot be written, and how to ``fix`` that."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what} cannot be written: {error}: {fix}") from error
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append to a file of records; raises StorageError."""
+    with storing(path), path.open("ab") as file:
+        file.write(line)
 
 
 def write_whole(path: Path, content: bytes) -> None:

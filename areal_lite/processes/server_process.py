@@ -13,6 +13,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes.child_process import ChildProcess
 
 _LOG_TAIL_LINES = 30
+_PROBE_SECONDS = 0.2
 
 
 class ServerProcess(ABC):
@@ -21,12 +22,8 @@ class ServerProcess(ABC):
     It ends with this process, and keeps its address when it is started again after its end.
     """
 
-    def __init__(
-        self, name: str, *, model_path: str, weight_version: str, log_path: str | Path | None, start_timeout_s: float
-    ) -> None:
+    def __init__(self, name: str, *, log_path: str | Path | None, start_timeout_s: float) -> None:
         self.name = name
-        self.model_path = model_path
-        self.weight_version = weight_version
         self.log_path = None if log_path is None else Path(log_path)
         self._start_timeout_s = start_timeout_s
         self._child: ChildProcess | None = None
@@ -39,9 +36,16 @@ class ServerProcess(ABC):
     def _launch(self, output: IO[bytes]) -> ChildProcess:
         """Start the program."""
 
-    @abstractmethod
+    def _answers(self, timeout_s: float) -> str | None:
+        """Return the address if the server answers a request."""
+        raise NotImplementedError
+
     def _wait_for_answer(self, deadline: float) -> str | None:
         """Return the address once the server answers requests; None if it ends, or at the monotonic ``deadline``."""
+        while (left_s := deadline - time.monotonic()) > 0 and self.wait(min(left_s, _PROBE_SECONDS)) is None:
+            if address := self._answers(max(1.0, left_s)):
+                return address
+        return None
 
     @property
     def address(self) -> str:

@@ -16,8 +16,8 @@ from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.servers.programs.embedded_settings import check_model_path
-from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
+from areal_lite.servers.programs.server_program import ServedModel
 
 logger = logging.getLogger(__name__)
 

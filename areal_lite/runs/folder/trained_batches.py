@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from areal_lite.api.trajectory import Group
-from areal_lite.errors import ConfigError, StorageError
+from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import append_line
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
 from areal_lite.rollout.episodes.staleness import cut_batch
@@ -27,12 +28,7 @@ def record_batch(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
     record: dict[str, Any] = {"step": step, "task_ids": [group.task_id for group in groups]}
     if groups[0].baseline is not None:
         record["baselines"] = [group.baseline for group in groups]
-    path = run_dir / BATCHES
-    try:
-        with path.open("ab") as file:
-            file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}: free disk space") from error
+    append_line(run_dir / BATCHES, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
 @dataclass(frozen=True)

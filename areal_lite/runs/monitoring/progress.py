@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from areal_lite.processes.torchrun import is_first_rank
+from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.runs.evaluation import Evaluation
 
 if TYPE_CHECKING:

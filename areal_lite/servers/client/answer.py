@@ -15,23 +15,6 @@ from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, Limits, T
 class Answer:
     """The tokens so far, and how they came about."""
 
-    __slots__ = (
-        "attempts",
-        "began",
-        "broken_streams",
-        "episode",
-        "first_token_at",
-        "logprobs",
-        "must_stay",
-        "parked",
-        "req",
-        "server",
-        "started",
-        "tokens",
-        "top_logprobs",
-        "versions",
-    )
-
     def __init__(self, req: ModelRequest, episode: Episode | None, *, must_stay: bool) -> None:
         self.req = req
         self.episode = episode

@@ -10,15 +10,8 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from areal_lite.servers.dialects.dialect import (
-    BadResponse,
-    Chunk,
-    Dialect,
-    GenerationCall,
-    Limits,
-    StreamEvent,
-    TopLogprobs,
-)
+from areal_lite.servers.dialects import Dialect
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, GenerationCall, Limits, StreamEvent, TopLogprobs
 
 Receiver = Callable[[Sequence[int], Sequence[float]], None]
 

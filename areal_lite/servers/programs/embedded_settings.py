@@ -1,9 +1,12 @@
-"""Checks of server settings that need no torch, so bad ones fail before a process starts."""
+"""Checks of server settings and ports that need no torch, so bad ones fail before a process starts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
+import socket
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +19,7 @@ from areal_lite.files.hub_name import check_hub_name, is_hub_name
 from areal_lite.files.model_folder import read_checkpoint_header
 
 C = TypeVar("C", bound=EmbeddedServerConfig)
+_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
 def server_config(**settings: Any) -> EmbeddedServerConfig:
@@ -84,3 +88,32 @@ def check_text_model(model_path: str) -> None:
             f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: trainer and "
             "embedded server take models of text only. Use the text model of the same family."
         )
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError if a server cannot listen on an address."""
+    if (reason := _fault(host, port)) is not None:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({reason}): stop the process that uses the port, choose another, or use "
+            "port 0 to take a free one."
+        )
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Return ports that nothing listens on; raises ConfigError if there are not enough."""
+    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _fault(host, port) is None)
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
+        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}: set server.port")
+    return ports
+
+
+def _fault(host: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None

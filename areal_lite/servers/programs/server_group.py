@@ -20,11 +20,12 @@ from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ArealLiteError, ServerError
 from areal_lite.processes.server_process import ServerProcess, cause_of_death
 from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProcess, EmbeddedServer
-from areal_lite.servers.programs.router_program import RouterProgram, check_router_program
-from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_program import (
+    RouterProgram,
+    ServedModel,
     ServerProgram,
     check_program,
+    check_router_program,
     gpu_groups,
     server_ports,
 )

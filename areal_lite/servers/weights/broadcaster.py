@@ -65,14 +65,13 @@ class WeightBroadcaster:
 
 
 class BroadcastGroup:
-    """The trainer's end of a process group with one server."""
+    """The trainer's end, rank 0, of a process group with one server; methods block, from any thread."""
 
     def __init__(self, address: str, *, size: int, backend: Backend, device: torch.device) -> None:
         self.name = f"areal-lite-{uuid.uuid4().hex[:12]}"
         self.master_address = address
         self.size = size
-        self.backend: str = backend
-        self._backend = backend
+        self.backend = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
@@ -100,7 +99,7 @@ class BroadcastGroup:
             self._check_open()
             try:
                 self._group = join_group(
-                    self.name, self._store, rank=0, size=self.size, backend=self._backend, timeout_s=JOIN_TIMEOUT_S
+                    self.name, self._store, rank=0, size=self.size, backend=self.backend, timeout_s=JOIN_TIMEOUT_S
                 )
             except RuntimeError as error:
                 raise OSError(f"joining the process group failed: {_first_line(error)}") from error
