@@ -14,7 +14,6 @@ from areal_lite.errors import ConfigError
 
 TIMEOUT_S = 1.5
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
-"""Files one of which a cached model or tokenizer has."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 

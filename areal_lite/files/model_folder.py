@@ -38,14 +38,12 @@ class CheckpointHeader:
     """File, first byte and end byte (exclusive) of each tensor's data."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Read the tensors, one at a time."""
         for file in self.files:
             with safe_open(str(file), framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 -- a safetensors file, not a mapping
                     yield name, shard.get_tensor(name)
 
     def same_data(self, name: str, other: str) -> bool:
-        """Return whether two tensors have the same bytes."""
         return self._hash(name) == self._hash(other)
 
     def _hash(self, name: str) -> bytes:

@@ -29,7 +29,6 @@ def storing(what: object, fix: str = "free disk space") -> Iterator[None]:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append to a file of records; raises StorageError."""
     with storing(path), path.open("ab") as file:
         file.write(line)
 

@@ -62,7 +62,6 @@ def loopback_names(host: str) -> frozenset[str]:
 
 
 def _name(host: str) -> str:
-    """Return a Host header without port and brackets."""
     if host.startswith("["):
         name, bracket, port = host[1:].lower().partition("]")
         return name if bracket and port[:1] in ("", ":") else ""

@@ -63,7 +63,6 @@ class CallPool:
             self._release(slot)
 
     def close(self) -> None:
-        """Kill all processes; the next call starts new ones."""
         for slot in self._slots:
             slot.kill()
 
@@ -151,7 +150,6 @@ class _Slot:
         return ours
 
     def kill(self) -> ChildProcess | None:
-        """Kill the process, if it runs, with its group; return it."""
         if self._running is None:
             return None
         (process, connection), self._running = self._running, None

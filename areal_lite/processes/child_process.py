@@ -38,7 +38,6 @@ class PickledObject(NamedTuple):
     """An object as a child process loads it: after ``multiprocessing.spawn.prepare(preparation)``."""
 
     name: str
-    """Its name in messages."""
     key: bytes
     preparation: dict[str, Any]
     pickled: bytes

@@ -49,18 +49,15 @@ class ServerProcess(ABC):
 
     @property
     def address(self) -> str:
-        """``http://HOST:PORT`` of the running server."""
         if self._address is None:
             raise ServerError(f"{self.name} is not running; call start(), or use a with statement.")
         return self._address
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before ``start``."""
         return None if self._child is None else self._child.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the server runs."""
         return self.wait(0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -100,7 +97,6 @@ class ServerProcess(ABC):
         return ServerError(f"{self.name} {cause_of_death(code)} before it was ready. {self.log_tail()}")
 
     def start(self) -> Self:
-        """Start the server and wait until it answers requests; raises like :meth:`wait_until_ready`."""
         self.launch()
         self.wait_until_ready()
         return self
@@ -118,7 +114,6 @@ class ServerProcess(ABC):
             self._child.stop(timeout_s)
 
     def terminate(self) -> None:
-        """Ask the server to end; ``stop`` must follow."""
         if self._child is not None:
             self._child.terminate()
 

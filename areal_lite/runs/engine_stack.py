@@ -92,7 +92,6 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
 
 
 def _adapters(config: RunConfig) -> AdapterShape | None:
-    """Return the shape of the adapters that the servers must be started for."""
     lora = config.trainer.lora
     if config.rollout.weight_update != "adapter" or lora is None or config.server.backend in (None, "embedded"):
         return None

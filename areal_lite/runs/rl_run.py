@@ -57,8 +57,6 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class RLRun(TrainingRun[Evaluation]):
-    """A reinforcement-learning run."""
-
     config: RunConfig
     trainer: PolicyTrainer
     driver: RolloutDriver | None
@@ -98,11 +96,9 @@ class RLRun(TrainingRun[Evaluation]):
             self.evaluate_if_due()
 
     def generate(self) -> Batch:
-        """Return the next batch with its rewards, the same on every rank."""
         return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
 
     def mark_trained(self, batch: Batch) -> None:
-        """Tell the data source that the batch of this step was trained."""
         if self.driver is not None:
             self.driver.mark_trained(self.step, batch)
 
@@ -160,7 +156,6 @@ class RLRun(TrainingRun[Evaluation]):
             self.record_step(record, began=began)
 
     def evaluate(self) -> None:
-        """Run the held-out rows, if there are any, and record their rewards."""
         if (result := self.on_lead_rank(RolloutDriver.evaluate)) is not None:
             self.record_evaluation(result, result.metrics())
 
@@ -247,7 +242,6 @@ def num_devices(config: RunConfig) -> int:
 
 
 def served_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype in which models are published and saved."""
     dtype: torch.dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
     return dtype
 
@@ -261,7 +255,6 @@ def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> Policy
 
 
 def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = None) -> PolicyTrainer:
-    """Return the policy trainer of a run."""
     gconfig = config.rollout.gconfig
     truncation = Truncation(
         top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=reports_truncated(config)

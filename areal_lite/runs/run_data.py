@@ -38,7 +38,6 @@ class TrainingData:
 
 
 def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> TrainingData:
-    """Return the training rows behind a new data source."""
     rows, workflow = config.train_dataset, workflow or WorkflowChoice.of(config)
     logger.info("loading the rows of %s", rows.path)
     generate = None if config.rollout_global_dataset else generator_of(rows)

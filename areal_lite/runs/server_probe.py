@@ -78,6 +78,5 @@ def compare_logprobs(
 
 
 def probe_prompt(tokenizer: Any) -> list[int]:
-    """Return the ids of the probe's prompt."""
     ids: list[int] = tokenizer.encode(PROMPT, add_special_tokens=False)
     return ids or [0]

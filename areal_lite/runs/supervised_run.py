@@ -43,7 +43,6 @@ _CLASSES: dict[type[SupervisedConfig], tuple[type[BaseDataset[Any]], type[Superv
     DPOConfig: (PreferenceDataset, DPOTrainer),
     RewardModelConfig: (PreferenceDataset, RewardModelTrainer),
 }
-"""The dataset and the trainer of each kind of run."""
 
 
 @dataclass(kw_only=True)

@@ -43,26 +43,20 @@ class StepMetrics(dict[str, float]):
     """Metrics of one step, and what the console shows beside them."""
 
     top_cause: str = ""
-    """Top cause of failed episodes so far."""
     total_steps: int | None = None
-    """Steps of the run; None if unknown."""
 
 
 E = TypeVar("E")
-"""The result of one evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary(Generic[E]):
-    """The result of a training run."""
-
     run_dir: Path
     steps: int
     seconds: float
     before: E | None
     """Evaluation of the untrained model; None if the run was resumed or skipped it."""
     after: E | None
-    """The last evaluation."""
     model_dir: Path | None
 
 
@@ -84,11 +78,9 @@ class RunFiles:
     run_dir: Path
     checkpoints: CheckpointWriter
     metrics: MetricsWriter | None
-    """None on ranks other than the first."""
     on_step: OnStep | None
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Append a record to metrics.jsonl and pass it to the caller of the run."""
         if self.metrics is not None:
             metrics.update(with_prefix("checkpoint", self.checkpoints.take_metrics()))
             self.metrics.write(step, metrics)
@@ -128,7 +120,6 @@ class TrainingRun(ABC, Generic[E]):
     """A :class:`PolicyTrainer` or a :class:`SupervisedTrainer`."""
     total_steps: int
     tokenizer_path: str
-    """Tokenizer that is saved beside the weights."""
     dtype: torch.dtype
     """Dtype in which models are written for use; checkpoints keep the dtype they are trained in."""
     started: float
@@ -136,7 +127,6 @@ class TrainingRun(ABC, Generic[E]):
     step: int = field(init=False)
     """Steps done. In RL, this is also the policy version."""
     evaluations: dict[int, E] = field(init=False, default_factory=dict)
-    """Results by step."""
 
     def __post_init__(self) -> None:
         self.step = self._saved_step = self.start.step
@@ -192,8 +182,6 @@ class TrainingRun(ABC, Generic[E]):
     def resume_from(self, checkpoint: Path) -> None:
         load_checkpoint(self.trainer, checkpoint)
 
-    # -- after a step ------------------------------------------------------------------------------
-
     def record_step(self, metrics: dict[str, float], *, began: float) -> None:
         """Record the metrics of a step that began at that moment of the monotonic clock."""
         self._longest_step_s = max(self._longest_step_s, time.monotonic() - began)
@@ -204,7 +192,6 @@ class TrainingRun(ABC, Generic[E]):
         self.files.record(self.step, metrics)
 
     def warn_of_skipped_updates(self) -> None:
-        """Log a warning if more than half of the updates were skipped."""
         updates = (self.step - self.start.step) * getattr(self.config.trainer, "minibatches_per_step", 1)
         if 2 * self._skipped_updates > updates and self.files.metrics is not None:
             logger.warning(
@@ -216,7 +203,6 @@ class TrainingRun(ABC, Generic[E]):
             )
 
     def record_evaluation(self, result: E, metrics: dict[str, float]) -> None:
-        """Keep an evaluation for the summary and record its metrics."""
         self.evaluations[self.step] = result
         self.files.record(self.step, metrics)
 
@@ -249,8 +235,6 @@ class TrainingRun(ABC, Generic[E]):
         )
         return bool(broadcast_json(urgent))  # clocks of ranks differ
 
-    # -- saving ------------------------------------------------------------------------------------
-
     def save(self) -> None:
         """Start writing a checkpoint of this step, unless it has one."""
         if self._saved_step == self.step:
@@ -270,7 +254,6 @@ class TrainingRun(ABC, Generic[E]):
         broadcast_json()  # when one rank exits, the launcher ends the others, and the first may be writing
 
     def save_model(self) -> Path:
-        """Write the trained model with its tokenizer and return its folder."""
         logger.info("saving the model")
         tokenizer = load_tokenizer(self.tokenizer_path)
         return save_model(self.trainer.model, tokenizer, self.files.run_dir / "model", dtype=self.dtype)

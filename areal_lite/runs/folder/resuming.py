@@ -30,7 +30,6 @@ from areal_lite.errors import ConfigError
 _Config = RunConfig | SupervisedConfig
 
 CHECKPOINTS = "checkpoints"
-"""Folder of a run's checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +37,7 @@ class Start:
     """Starting point of a run."""
 
     checkpoint: Path | None = None
-    """None starts fresh."""
     step: int = 0
-    """Steps already done."""
     evaluates: bool
     """Evaluate before the first step; a resumed run does only if metrics.jsonl lacks that evaluation."""
     is_done: bool = False

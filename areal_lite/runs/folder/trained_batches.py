@@ -39,9 +39,7 @@ class TrainedBatches:
     max_staleness: int
     records: list[dict[str, Any]]
     files: dict[str, list[Path]] = field(repr=False)
-    """Dumps by file name."""
     oldest_schema: int = SCHEMA
-    """Oldest schema of the dumps that is read."""
 
     @classmethod
     def open(cls, run: Path, *, max_staleness: int) -> TrainedBatches:
@@ -66,7 +64,6 @@ class TrainedBatches:
 
     @property
     def have_baselines(self) -> bool:
-        """True if each group has the reward of a greedy episode."""
         return all("baselines" in record for record in self.records)
 
     def groups(self, step: int) -> list[Group]:

@@ -36,8 +36,6 @@ _NO_TEMPLATE = "{{ raise_exception('the tokenizer has no chat template: send a p
 
 
 class OpenService(AgentService):
-    """The agents' APIs without keys."""
-
     def __init__(self, generation: GenerationRoutes, model_path: Path) -> None:
         super().__init__()
         tokenizer = load_tokenizer(str(model_path))
@@ -104,7 +102,6 @@ class LocalEngine:
 
 
 def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Application) -> None:
-    """Serve the paths of OpenAI's APIs."""
     service = OpenService(generation, model_path)
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -118,7 +115,6 @@ def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Applicat
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal; return the exit code."""
     return main(argv, extend=add_routes)
 
 

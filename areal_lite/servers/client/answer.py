@@ -29,13 +29,11 @@ class Answer:
         self.attempts = self.broken_streams = 0
         self.started, self.began = time.time(), time.monotonic()
         self.first_token_at = 0.0
-        """Monotonic time of the first token."""
         self.parked: asyncio.Event | None = None
         """Set once an interrupted call has kept its tokens."""
 
     @property
     def interrupted(self) -> bool:
-        """True once its episode is being stopped."""
         return self.episode is not None and self.episode.interrupted
 
     def next_call(self, input_ids: list[int], budget: int, seed: int | None) -> GenerationCall:
@@ -53,7 +51,6 @@ class Answer:
         )
 
     def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Pass tokens on to the receiver of a streamed answer."""
         self.first_token_at = self.first_token_at or time.monotonic()
         assert self.req.on_tokens is not None
         self.req.on_tokens(tokens, logprobs)

@@ -56,7 +56,6 @@ from areal_lite.servers.pool.sglang_router import Router, router_pool
 from areal_lite.servers.weights.published_weights import PublishedWeights
 
 MAX_FRUITLESS_ABORTS = 8
-"""Aborts in a row without a new token before a request fails."""
 INTERRUPT_GRACE_S = 2.0
 """Seconds a server has to return the tokens of interrupted calls."""
 
@@ -96,8 +95,6 @@ class EngineClient:
             await self._router.close()
         await self._reconciler.close()
         await self._requests.close()
-
-    # -- the run's side --------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -152,15 +149,12 @@ class EngineClient:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that servers answered with so far."""
         return sum(server.tokens for server in self._gate.pool.servers)
 
     @property
     def retried(self) -> int:
         """Requests that took more than one try."""
         return self._sender.retried
-
-    # -- generation ------------------------------------------------------------------------------
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer; see ``InferenceEngine.agenerate``."""
@@ -223,8 +217,6 @@ class EngineClient:
         name = f"{config.seed}/{episode.seed_name}/{episode.member_idx}/{episode.num_calls}"
         episode.num_calls += 1
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
-
-    # -- interruption ----------------------------------------------------------------------------
 
     async def interrupt(self, episodes: Sequence[Episode]) -> None:
         """End the calls of these episodes and record the tokens they have sampled.

@@ -27,12 +27,10 @@ class ModelIdentity:
 
     @classmethod
     def unknown(cls) -> Self:
-        """Return the identity that every server has."""
         return cls("", {})
 
     @classmethod
     def of(cls, model: str) -> Self:
-        """Return the identity of a model folder or hub name."""
         return cls(model, read_config(model))
 
     def check(self, url: str, info: ServerInfo) -> None:

@@ -60,7 +60,6 @@ class RequestSender:
         self._router = router
         self._gate = gate
         self.retried = 0
-        """Calls that took more than one try."""
 
     async def send(self, call: GenerationCall, answer: Answer) -> tuple[Chunk, int]:
         """Return the first usable reply, from ``answer.server`` if it can, and how often the call was sent.
@@ -191,7 +190,6 @@ class Failures:
     def __init__(self, max_tries: int) -> None:
         self._max_tries = max_tries
         self.servers: list[Server] = []
-        """Those to avoid."""
         self.last = ""
         self._tries = self._bad_replies = 0
 
@@ -209,7 +207,6 @@ class Failures:
         self._tries += not away
 
     def check(self) -> None:
-        """Raise ServerError if the request must not be sent again."""
         if self._tries >= self._max_tries or self._bad_replies > MAX_BAD_RESPONSES:
             raise ServerError(
                 f"no usable answer in {self._tries} tries; the last: {self.last}. Are the servers up, and does "

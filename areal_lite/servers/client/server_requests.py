@@ -182,7 +182,6 @@ class ServerRequests:
             request.give_up(f"no answer in {self._config.faults.request_timeout_s:g} s")
 
     def give_up(self, server: Server, reason: str) -> None:
-        """Fail the running generations of one server."""
         for request in self._silences.pending():
             if request.server is server:
                 request.give_up(reason)
@@ -214,7 +213,6 @@ class ServerRequests:
         return info
 
     async def adapters(self, server: Server) -> list[str]:
-        """Return the names of the adapters that runs have loaded into a server."""
         status, body = await self._send(server, "/v1/models")
         names = [str(model["id"]) for model in orjson.loads(body)["data"]] if status == 200 else []
         return [name for name in names if name.startswith(ADAPTER_PREFIX)]

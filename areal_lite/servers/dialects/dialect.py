@@ -43,8 +43,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """The new tokens of one event of a stream."""
-
     tokens: list[int]
     logprobs: list[float]
     top_logprobs: TopLogprobs
@@ -83,7 +81,6 @@ class Limits:
     """Newest policy version that any server was given."""
 
     def narrow(self, info: ServerInfo) -> None:
-        """Respect the limits of one more server."""
         self.context_length = min(filter(None, (self.context_length, info.context_length)), default=None)
         self.vocab_size = min(filter(None, (self.vocab_size, info.vocab_size)), default=None)
 
@@ -99,8 +96,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ControlCall:
-    """One request of the control plane."""
-
     path: str
     body: dict[str, Any] = field(default_factory=dict)
 
@@ -112,12 +107,10 @@ class ServerInfo:
     context_length: int | None = None
     vocab_size: int | None = None
     model: str | None = None
-    """Folder or name of the served model."""
     version: int | None = None
     """Version of its weights; 0 before the first update."""
     paused: bool | None = None
     device: str | None = None
-    """``cpu`` or ``cuda``."""
     num_ranks: int | None = None
     """Processes that hold a part of the model."""
 
@@ -128,7 +121,6 @@ class ServerInfo:
 
 
 def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters with ``gconfig.extra`` added; raises ConfigError."""
     if clash := sorted(extra.keys() & {*sampling, "n"}):
         raise ConfigError(
             f"gconfig.extra sets {clash[0]!r}, which the engine sets itself: remove it from extra and use gconfig's "

@@ -42,7 +42,6 @@ class TokenStream:
 
     @property
     def finished(self) -> bool:
-        """True once the answer is complete."""
         return self._finish is not None
 
     def __len__(self) -> int:

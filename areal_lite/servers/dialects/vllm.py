@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 _MOST_LOGPROBS = 20
 """vLLM's own limit, unless it is started with another."""
 _FINISH = {"repetition": "stop"}
-"""vLLM's finish reasons in our words."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank``."""
 
@@ -119,7 +118,6 @@ class VLLM:
             raise BadResponse(f"an event without the fields of /inference/v1/generate ({error!r})") from None
 
     def parse_info(self, reply: Any) -> ServerInfo:
-        """Return what the server reports: model and window, version, or whether it is paused."""
         if not isinstance(reply, dict):
             return ServerInfo()
         models = reply.get("data")
@@ -140,7 +138,6 @@ class VLLM:
         return ControlCall("/pause?mode=keep" if keep else "/pause?mode=abort")
 
     def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
-        """Load from disk on every worker, name the version, drop the prefix cache."""
         return [_on_workers("load_checkpoint_dir", weights_path=weights.path), *_name_version(weights.version)]
 
     def join_group(self, group: BroadcastGroup) -> ControlCall:
@@ -155,7 +152,6 @@ class VLLM:
         )
 
     def begin_broadcast(self) -> list[ControlCall]:
-        """Drop what an earlier broadcast left."""
         return [_on_workers("forget_received_weights")]
 
     def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
@@ -163,7 +159,6 @@ class VLLM:
         return _on_workers("receive_weights", name=group, **bucket.description())
 
     def end_broadcast(self, version: int) -> list[ControlCall]:
-        """Load what was received, name the version, drop the prefix cache."""
         return [_on_workers("load_received_weights"), *_name_version(version)]
 
     def abandon_broadcast(self) -> list[ControlCall]:

@@ -57,7 +57,6 @@ SILENCE_S = 60.0
 SILENT_PROBES = 2
 """Health probes that a silent server must miss before its requests go elsewhere."""
 START_TIMEOUT_S = 30.0
-"""Seconds a server has to answer at the start."""
 STRAGGLER_S = 30.0
 """Seconds that an update waits at least for other servers once one has it."""
 
@@ -88,8 +87,6 @@ class Reconciler:
         self._others: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._closed = False
-
-    # -- start and end ---------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Ask every server what it serves, resume it, and start to watch; raises ServerError or ConfigError."""
@@ -155,8 +152,6 @@ class Reconciler:
         except RefusedError as error:  # servers that only generate may have no control routes
             logger.debug("%s", error)
 
-    # -- changes of state ------------------------------------------------------------------------
-
     def failed(self, server: Server, reason: str, *, at_once: bool = False) -> None:
         """Count a failure; a server that fails too often rests until it answers a probe."""
         if self._pool.failed(server, reason, at_once=at_once):
@@ -217,8 +212,6 @@ class Reconciler:
             except (ConfigError, *_ERRORS) as error:
                 self._pool.rest(server, str(error) or type(error).__name__)
         self._gate.server_changed(server)
-
-    # -- updates ---------------------------------------------------------------------------------
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         """Have every server load ``weights``; raises ServerError.
@@ -282,8 +275,6 @@ class Reconciler:
                 )
             tasks = list(self._tasks.values())
             await asyncio.wait(tasks, timeout=min(WATCH_S, patience)) if tasks else await asyncio.sleep(0)
-
-    # -- watching --------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         while True:

@@ -165,13 +165,10 @@ class Router:
             await asyncio.wait(tasks, timeout=1.0)
 
     def check_fields(self, body: dict[str, Any]) -> None:
-        """Raise ConfigError if the router would drop a sampling parameter."""
         if dropped := sorted(body["sampling_params"].keys() - _PASSED_ON):
             raise ConfigError(
                 f"sglang-router does not pass on the sampling parameter {dropped[0]!r}: leave it out, or use no router"
             )
-
-    # -- as the keeper of the router's own state -----------------------------------------------------
 
     def failed(self, _: Server, reason: str, *, at_once: bool = False) -> None:
         self.pool.failed(self._target, reason, at_once=at_once)
@@ -203,8 +200,6 @@ class Router:
         with contextlib.suppress(*_ERRORS):
             await self.sync()
         return bad
-
-    # -- the list ------------------------------------------------------------------------------------
 
     async def sync(self) -> bool:
         """Make the router's list of servers ours; return whether it has one that answers; raises ServerError."""

@@ -31,13 +31,10 @@ class EmbeddedProcess:
     """How the child process of an embedded server is started."""
 
     name: str = "the embedded server"
-    """Its name in messages."""
     program: str = EMBEDDED_PROGRAM
     """Module that it runs, which takes the arguments of :mod:`areal_lite.embedded`."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Further environment variables."""
     start_timeout_s: float = 600.0
-    """Seconds in which it must be ready."""
 
 
 class EmbeddedServer(ServerProcess):
@@ -140,7 +137,6 @@ class EmbeddedServer(ServerProcess):
         ]
 
     def _environment(self) -> dict[str, str]:
-        """Return the child's environment: threads that wait sleep soon, and this package can be imported."""
         threads = str(cpu_threads(self.config))
         package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
         variables = os.environ | self._process.variables

@@ -23,7 +23,6 @@ _PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing con
 
 
 def server_config(**settings: Any) -> EmbeddedServerConfig:
-    """Build the settings of one embedded server from field names and values."""
     return checked_settings(EmbeddedServerConfig, settings)
 
 
@@ -91,7 +90,6 @@ def check_text_model(model_path: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise ConfigError if a server cannot listen on an address."""
     if (reason := _fault(host, port)) is not None:
         raise ConfigError(
             f"cannot listen on {host}:{port} ({reason}): stop the process that uses the port, choose another, or use "
@@ -100,7 +98,6 @@ def check_port(host: str, port: int) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return ports that nothing listens on; raises ConfigError if there are not enough."""
     free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _fault(host, port) is None)
     ports = list(itertools.islice(free, count))
     if len(ports) < count:

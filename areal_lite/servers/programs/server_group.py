@@ -85,7 +85,6 @@ def make_servers(
 
 
 def make_router(config: ServerConfig, log_dir: Path) -> list[ServerProcess]:
-    """Return the router of a checked config, not yet started; empty without one."""
     return [RouterProgram(config, log_path=log_dir / "router.log")] if config.router else []
 
 
@@ -105,7 +104,6 @@ class ServerGroup:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the servers; they stay the same."""
         return [server.address for server in self._servers]
 
     def __enter__(self) -> Self:
@@ -142,8 +140,6 @@ class ServerGroup:
         for server in self._servers:
             server.stop()
 
-    # -- the run's side --------------------------------------------------------------------------
-
     def attach(self, engine: RemoteInfEngine | None) -> None:
         """End the calls of this engine if the group fails."""
         with self._changed:
@@ -152,13 +148,10 @@ class ServerGroup:
                 engine.fail(self._failure)
 
     def wait_for_failure(self) -> NoReturn:
-        """Block until the group has failed, and raise its error."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure)
             assert self._failure is not None
             raise self._failure
-
-    # -- watching --------------------------------------------------------------------------------
 
     def _watch(self, server: ServerProcess) -> None:
         """Restart a server whenever it ends; runs in a thread of its own."""

@@ -56,7 +56,6 @@ class WeightBroadcaster:
         return group
 
     def close(self) -> None:
-        """Leave all groups; returns within seconds, also if a server hangs."""
         with self._lock:
             for group in self._groups:
                 group.close()
@@ -105,7 +104,6 @@ class BroadcastGroup:
                 raise OSError(f"joining the process group failed: {_first_line(error)}") from error
 
     def send(self, bucket: WeightBucket) -> None:
-        """Send the tensors of ``bucket``, one by one; raises OSError."""
         with self._working():
             for tensor in bucket.tensors.values():
                 self._check_open()
@@ -148,7 +146,6 @@ class BroadcastGroup:
 
 
 def _own_address(host: str) -> str:
-    """Return the address of this machine from which ``host`` is reached."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing

@@ -32,7 +32,6 @@ def open_store(address: str, port: int, size: int, *, timeout_s: float, listener
 
 
 def join_group(name: str, store: Any, *, rank: int, size: int, backend: Backend, timeout_s: float) -> Any:
-    """Return the process group once all ranks have joined."""
     device = "cuda" if backend == "nccl" else "cpu"
     for prefix in (name, f"{name}/", f"{device}/"):
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

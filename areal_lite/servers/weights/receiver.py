@@ -15,7 +15,6 @@ from areal_lite.servers.dialects.sglang_errors import wrong_type
 from areal_lite.servers.weights.process_group import JOIN_TIMEOUT_S, broadcast, join_group, open_store
 
 _SILENCE_S = 60.0
-"""Seconds without a tensor after which receiving fails."""
 
 
 class WeightReceiver:
@@ -23,7 +22,6 @@ class WeightReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self.received: dict[str, Tensor] | None = None
-        """None while no update is open."""
         self.version: str | None = None
         self._device = device
         self._groups: dict[str, tuple[Any, torch.device]] = {}
@@ -42,12 +40,10 @@ class WeightReceiver:
         self._groups = {name: (group, self._device if backend == "nccl" else torch.device("cpu"))}  # the newest only
 
     def leave(self, name: str) -> None:
-        """Leave a group; raises ServerError if there is none of this name."""
         if self._groups.pop(name, None) is None:
             raise ServerError("The group to be destroyed does not exist.")
 
     def begin(self) -> None:
-        """Open an update; raises ServerError if one is open."""
         if self.received is not None:
             raise ServerError("a weight-update session is already open; call end_weight_update() first")
         self.received, self.version = {}, None
@@ -76,7 +72,6 @@ class WeightReceiver:
             raise ServerError(f"Failed to receive weights: {error}") from error
 
     def end(self) -> dict[str, Tensor]:
-        """Close the update and return its tensors; raises ServerError if none is open."""
         if self.received is None:
             raise ServerError("no weight-update session is open; call begin_weight_update() first")
         received, self.received = self.received, None

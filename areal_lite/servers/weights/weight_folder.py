@@ -141,7 +141,6 @@ def in_parts(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> 
 
 
 def _name_parts(folder: Path, parts: list[Path]) -> None:
-    """Rename the files of weights to the names that Hugging Face's loaders expect."""
     if len(parts) == 1:
         parts[0].rename(folder / WEIGHTS_FILE)
         return

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Has servers load the newest weights."""
-
     def __init__(
         self, config: InferenceEngineConfig, pool: ServerPool, requests: ServerRequests, gate: RequestGate
     ) -> None:
@@ -81,7 +79,6 @@ class WeightLoader:
         self._broadcasts.close()
 
     async def load(self, server: Server) -> None:
-        """Have a server load the newest weights; raises what went wrong."""
         async with self._locks[server]:
             wanted = self.wanted
             assert wanted is not None
