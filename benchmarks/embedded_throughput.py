@@ -41,8 +41,8 @@ from areal_lite.api import GenerationHyperparameters
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.dialects.dialect import GenerationCall
-from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import check_servers, make_servers
+from areal_lite.servers.programs.server_program import ServedModel
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import decode_limit, limits
 from tests.fixtures.tiny_model import build_tiny_model

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from areal_lite.cli.commands import parse
 from areal_lite.errors import ArealLiteError
-from areal_lite.processes.torchrun import is_first_rank
+from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.runs.stopping import StopOnSignal
 
 # Threads that busy-wait take CPU time from the other processes on the machine.

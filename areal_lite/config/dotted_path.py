@@ -18,11 +18,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
 
 
 def load_object(path: str, *, where: str) -> Any:
-    """Import ``pkg.mod.Name`` (or ``pkg.mod:Name``) and return the object.
-
-    Raises:
-        ConfigError: If the path is malformed, or the module or attribute does not exist.
-    """
+    """Import ``pkg.mod.Name`` (or ``pkg.mod:Name``) and return the object; raises ConfigError."""
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         raise ConfigError(f"{where} is {path!r}: write a dotted path 'package.module.Name'")
     module_name, _, name = path.replace(":", ".").rpartition(".")
@@ -50,13 +46,10 @@ def load_object(path: str, *, where: str) -> Any:
 
 
 def load_class(config: ClassConfig, base: type, *, where: str) -> type:
-    """Import the class that ``config`` names.
+    """Import the class that ``config`` names; raises ConfigError.
 
     A file is executed once per process. Spawned worker processes do not know its module, so objects of its classes
     cannot be sent to them; objects of classes from an importable module can.
-
-    Raises:
-        ConfigError: If it cannot be loaded, or is not a subclass of ``base``.
     """
     module = _file_module(config.path, where) if config.path.endswith(".py") else config.path
     cls = load_object(f"{module}.{config.name}", where=where)

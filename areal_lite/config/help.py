@@ -92,11 +92,7 @@ def section_list(root: type[Any], width: int = 80) -> str:
 
 
 def help_text(root: type[Any], name: str, width: int = 80) -> str:
-    """Return the help of a section, a key, the keys outside of sections (``run``) or all keys (``all``).
-
-    Raises:
-        ConfigError: If there is no such section or key.
-    """
+    """Return the help of a section, a key, the keys outside of sections (``run``) or all keys (``all``)."""
     if name not in (TOP, ALL):
         return explain(name, [root], width)
     entries = list(describe_fields(root))
@@ -110,9 +106,6 @@ def explain(key: str, roots: Sequence[type[Any]], width: int = 80) -> str:
     """Return the help of one key: of a section all its keys, of a last part such as ``group_size`` every key with it.
 
     A section in a section is one entry, which says how to list it.
-
-    Raises:
-        ConfigError: If no config class has it; close keys are named.
     """
     known = {entry.key: entry for root in reversed(roots) for entry in describe_fields(root)}  # the first root wins
     found = [name for name in known if name == key or name.rpartition(".")[0] == key] or [

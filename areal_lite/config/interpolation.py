@@ -36,18 +36,7 @@ def resolve(
     default_of: Callable[[Key], Any],
     read_text: Callable[[Key, str], Any],
 ) -> dict[str, str]:
-    """Replace the references in ``values`` and return each value as it was written, by dotted key.
-
-    Args:
-        values: The config as nested mappings and lists.
-        where: Start of error texts.
-        default_of: Returns the default of a key that the config lacks; raises ConfigError if it has none.
-        read_text: Returns the value of a text for the key that it becomes the value of.
-
-    Raises:
-        ConfigError: If a key is unknown, a variable unset, a reference unfinished, or references form a cycle; all
-            errors, one per line.
-    """
+    """Replace the references in ``values`` and return each value as it was written, by dotted key."""
     written = [one for one in _texts(values, ()) if "${" in one.text]
     if not written:
         return {}
@@ -144,7 +133,6 @@ def escaped(value: Any) -> Any:
 
 
 def _texts(value: Any, path: tuple[Any, ...]) -> Iterator[_Text]:
-    """Yield each text in nested mappings and lists."""
     if isinstance(value, str):
         yield _Text(path, value)
     elif isinstance(value, dict | list):

@@ -64,11 +64,7 @@ def load_recorded(run: Path, overrides: Sequence[str] = (), *, root: type[C]) ->
 
 
 def describe_value(path: str | Path, overrides: Sequence[str], key: str, *, root: type[Any]) -> str:
-    """Return the value of a dotted key after loading, and where it comes from, as one line; empty if it has no value.
-
-    Raises:
-        ConfigError: As :func:`load_config`.
-    """
+    """Return the value of a dotted key after loading, and where it comes from, as one line; empty without a value."""
     loaded = _load(path, overrides, root)
     value: Any = dataclasses.asdict(loaded.config)
     written: Any = loaded.values
@@ -153,7 +149,6 @@ def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[A
 
 
 def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, where: str) -> str:
-    """Apply one ``a.b=value`` to ``values`` and return its key."""
     where = f"{where}, override {override!r}"
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -215,11 +210,6 @@ def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str
 
 
 def _default_of(root: type[Any], key: Key) -> Any:
-    """Return the default of a dotted key.
-
-    Raises:
-        ConfigError: If there is no such key, or it has no default.
-    """
     owner: type[Any] | None = root
     for depth, name in enumerate(key):
         if owner is None or name not in owner.__pydantic_fields__:

@@ -116,11 +116,7 @@ def reports_truncated(config: RunConfig) -> bool:
 
 
 def check_training(config: RunConfig) -> None:
-    """Check that groups can be trained on, and warn where servers and trainer compute different log-probs.
-
-    Raises:
-        ConfigError: If a batch has too few groups, or sampling leaves nothing to learn or no log-probs to learn from.
-    """
+    """Check that groups can be trained on, and warn where servers and trainer compute different log-probs."""
     rollout, minibatches = config.rollout, config.trainer.minibatches_per_step
     groups = rollout.consumer_batch_size
     if minibatches > groups:

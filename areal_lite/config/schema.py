@@ -34,7 +34,6 @@ def takes_text(root: type[Any], key: Sequence[str]) -> bool:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Return the types that an annotation names, at any depth."""
     inner = typing.get_args(annotation)
     origin = typing.get_origin(annotation)
     return {origin} if origin is Literal else {annotation, *(kind for one in inner for kind in _kinds(one))}

@@ -286,11 +286,7 @@ class TrainerConfig(LearnerConfig):
 
     @property
     def steps(self) -> int:
-        """``total_steps``; a run has counted those of ``total_epochs`` before it asks.
-
-        Raises:
-            ValueError: If it is null.
-        """
+        """``total_steps``; a run has counted those of ``total_epochs`` before it asks."""
         if self.total_steps is None:
             raise ValueError("trainer.total_steps is null: give it, because only a run counts the steps of its epochs")
         return self.total_steps

@@ -23,8 +23,6 @@ _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys."""
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, str]] = set()
         for key_node, _ in node.value:

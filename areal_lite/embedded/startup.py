@@ -20,8 +20,7 @@ from aiohttp import web
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.quick_import import quick_import
-from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model, cpu_threads
-from areal_lite.servers.programs.ports import check_port
+from areal_lite.servers.programs.embedded_settings import check_model_path, check_port, check_text_model, cpu_threads
 
 if TYPE_CHECKING:
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes

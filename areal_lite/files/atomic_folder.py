@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
@@ -26,20 +26,18 @@ Kind = Literal["weights", "model", "checkpoint"]
 
 _TEMPORARY = ".areal-lite-tmp-"
 """Prefix of folders that are being written or deleted."""
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _SCHEMA = 1
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a damaged manifest may raise."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, version: int | None) -> None:
-    """Let ``write`` fill a temporary folder, add a manifest, and replace ``folder`` with it.
-
-    Raises:
-        StorageError: If the disk is full or not writable, or ``folder`` holds files without a manifest.
-    """
+    """Let ``write`` fill a temporary folder, add a manifest, and replace ``folder`` with it; raises StorageError."""
     try:
-        if folder.exists() and any(folder.iterdir()) and not (folder / _MANIFEST).is_file():
+        if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
             raise StorageError(
-                f"{folder} holds files that areal_lite did not write ({_MANIFEST} is missing): choose another folder"
+                f"{folder} holds files that areal_lite did not write ({MANIFEST} is missing): choose another folder"
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
         sweep(folder.parent)
@@ -53,9 +51,9 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, ver
             _flush(path)
         files = {str(path.relative_to(temporary)): _digest(path) for path in paths if path.is_file()}
         manifest = {"schema": _SCHEMA, "version": version, "files": files}
-        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        (temporary / _MANIFEST).chmod(0o644)
-        _flush(temporary / _MANIFEST)
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (temporary / MANIFEST).chmod(0o644)
+        _flush(temporary / MANIFEST)
         _flush(temporary)
         crash_point(f"{kind}:after_manifest")
         if folder.exists():
@@ -72,22 +70,23 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, ver
 
 
 def check_folder(folder: Path) -> None:
-    """Read back a folder of :func:`write_folder` and compare it with its manifest.
-
-    Raises:
-        CheckpointError: If the manifest is missing or has another schema, or a file differs from it.
-    """
+    """Read back a folder of :func:`write_folder` and compare it with its manifest; raises CheckpointError."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["schema"] != _SCHEMA:
             raise CheckpointError(
                 f"{folder} has schema {manifest['schema']} and this version reads {_SCHEMA}: use the one that wrote it"
             )
-        for name, expected in manifest["files"].items():
-            if _digest(folder / name) != expected:
-                raise CheckpointError(f"{folder / name} differs from {_MANIFEST}: it was changed or cut")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        check_files(folder, manifest)
+    except DAMAGED as error:
         raise CheckpointError(f"{folder} is incomplete: {error}") from error
+
+
+def check_files(folder: Path, manifest: Any) -> None:
+    """Compare the files of a folder with its manifest; raises CheckpointError, or one of ``DAMAGED``."""
+    for name, expected in manifest["files"].items():
+        if _digest(folder / name) != expected:
+            raise CheckpointError(f"{folder / name} differs from {MANIFEST}: it was changed or cut")
 
 
 def remove_folder(folder: Path, *, kind: Kind) -> None:

@@ -14,7 +14,6 @@ from areal_lite.errors import ConfigError
 
 TIMEOUT_S = 1.5
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
-"""Files one of which a cached model or tokenizer has."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -25,11 +24,7 @@ def is_hub_name(path: str) -> bool:
 
 @functools.cache
 def check_hub_name(name: str, *, key: str = "model_path") -> None:
-    """Check that the hub or its cache has a model; ``key`` is the config key, for errors.
-
-    Raises:
-        ConfigError: If neither has it, or the hub cannot be reached.
-    """
+    """Check that the hub or its cache has a model; ``key`` is the config key, for errors; raises ConfigError."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 

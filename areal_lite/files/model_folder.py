@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from areal_lite.errors import ConfigError
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.files.atomic_folder import DAMAGED, MANIFEST, check_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,23 +38,23 @@ class CheckpointHeader:
     """File, first byte and end byte (exclusive) of each tensor's data."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Read the tensors, one at a time."""
         for file in self.files:
             with safe_open(str(file), framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 -- a safetensors file, not a mapping
                     yield name, shard.get_tensor(name)
 
     def same_data(self, name: str, other: str) -> bool:
-        """Return whether two tensors have the same bytes."""
-        return _tensor_hash(self, name) == _tensor_hash(self, other)
+        return self._hash(name) == self._hash(other)
+
+    def _hash(self, name: str) -> bytes:
+        file, start, end = self.locations[name]
+        with file.open("rb") as stream:
+            stream.seek(start)
+            return hashlib.sha256(stream.read(end - start)).digest()
 
 
 def read_checkpoint_header(path: Path) -> CheckpointHeader:
-    """Read names and shapes of a checkpoint directory.
-
-    Raises:
-        ConfigError: If there are no weights, or a file is truncated or not a safetensors file.
-    """
+    """Read names and shapes of a checkpoint directory; raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"model_path {str(path)!r} is not a directory; give one that a trainer wrote.")
     index = path / "model.safetensors.index.json"
@@ -105,49 +106,21 @@ def _read_file_header(file: Path) -> dict[str, tuple[tuple[int, ...], int, int]]
 
 
 def check_manifest(path: Path) -> None:
-    """Compare the files of ``path`` with its ``manifest.json``, if it has one.
+    """Compare the files of ``path`` with its ``manifest.json``, if it has one; raises ConfigError.
 
     The manifest is ``{"files": {NAME: {"size": BYTES, "sha256": HEX}}}``, written after the files.
-
-    Raises:
-        ConfigError: If a file is missing, or its size or hash differs.
     """
-    manifest = path / "manifest.json"
-    if not manifest.is_file():
-        return
-    try:
-        files = json.loads(manifest.read_text())["files"].items()
-        entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{manifest} is not a manifest ({error!r}); save the checkpoint again.") from error
-    for name, (size, sha256) in entries.items():
-        file = path / name
-        if not file.is_file():
-            raise ConfigError(f"{manifest} lists {name!r}, which is missing; save the checkpoint again.")
-        if file.stat().st_size != size:
-            raise ConfigError(
-                f"{file} has {file.stat().st_size} bytes, {manifest.name} says {size}; save the checkpoint again."
-            )
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != sha256:
-            raise ConfigError(f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save it again.")
+    if (path / MANIFEST).is_file():
+        try:
+            check_files(path, json.loads((path / MANIFEST).read_bytes()))
+        except (CheckpointError, *DAMAGED) as error:
+            raise ConfigError(f"{path} does not fit its {MANIFEST} ({error}); save the checkpoint again.") from error
 
 
 def check_shapes(
     source: str, given: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
 ) -> None:
-    """Check that new weights fit the served model.
-
-    Args:
-        source: Where they come from, for messages.
-        given: Their names and shapes.
-        shapes: Names and shapes of the served model's weights, tied names included.
-        tied: Maps the second name of a tied weight to the first name of the same tensor.
-
-    Raises:
-        ConfigError: If a weight is missing or unknown or has a wrong shape.
-    """
+    """Check that new weights fit the served model; ``tied`` maps the second name of a tied weight to the first."""
     groups: dict[str, list[str]] = {}
     for name in shapes:
         groups.setdefault(tied.get(name, name), []).append(name)
@@ -172,10 +145,3 @@ def check_tied(source: str, given: Collection[str], tied: Mapping[str, str], sam
                 f"{source} has different tensors for {first!r} and {second!r}, which the served "
                 "model ties; the server keeps its weights. Train with tied embeddings, or serve an untied model."
             )
-
-
-def _tensor_hash(header: CheckpointHeader, name: str) -> bytes:
-    file, start, end = header.locations[name]
-    with file.open("rb") as stream:
-        stream.seek(start)
-        return hashlib.sha256(stream.read(end - start)).digest()

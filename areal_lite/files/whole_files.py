@@ -10,12 +10,27 @@ import errno
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from areal_lite.errors import ConfigError, StorageError
+
+
+@contextmanager
+def storing(what: object, fix: str = "free disk space") -> Iterator[None]:
+    """Raise StorageError for an OSError: ``what`` cannot be written, and how to ``fix`` that."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what} cannot be written: {error}: {fix}") from error
+
+
+def append_line(path: Path, line: bytes) -> None:
+    with storing(path), path.open("ab") as file:
+        file.write(line)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -35,11 +50,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
-    """Return ``path``; if it is missing, first create it with ``write``, which gets a temporary name.
-
-    Raises:
-        StorageError: If the folder is full or not writable.
-    """
+    """Return ``path``; if it is missing, first create it with ``write``, which gets a temporary name."""
     if path.exists():
         return path
     try:
@@ -71,15 +82,7 @@ def check_cache(folder: Path, error: BaseException) -> None:
 
 
 def local_copies(url: str, cache: Path) -> list[Path]:
-    """Return local copies of a remote file, or of all files that match a pattern; each is copied once.
-
-    Args:
-        url: Any address fsspec supports: https://, s3://, hf://, ...; ``*`` works if the protocol can list files.
-        cache: Folder of the copies; a copy is named by a digest of its address and its own name.
-
-    Raises:
-        ConfigError: If no file exists there, or it cannot be copied.
-    """
+    """Return local copies of a remote file, or of all files that match a pattern; each is copied once."""
     import fsspec  # type: ignore[import-untyped]
 
     try:

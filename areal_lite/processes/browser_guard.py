@@ -20,13 +20,7 @@ class Refusal(NamedTuple):
 
 
 def refusal_of(headers: Mapping[str, str], *, has_body: bool, host_names: frozenset[str]) -> Refusal | None:
-    """Return why a request is refused; None if a program sent it.
-
-    Args:
-        headers: A mapping that ignores case.
-        has_body: Whether the request has a body; it must be JSON then.
-        host_names: Allowed hosts in lower case, without port; empty allows all.
-    """
+    """Return why a request is refused, None if a program sent it; empty ``host_names`` allow every host."""
     host = headers.get("Host", "")
     if host_names and _name(host) not in host_names:
         return Refusal(403, f"the Host is {host[:80]!r}: use {sorted(host_names)[0]}")
@@ -43,10 +37,7 @@ def foreign_page_refusal(
 ) -> Refusal | None:
     """Return why a server of pages refuses a request; None if a program or one of its own pages sent it.
 
-    Args:
-        headers: A mapping that ignores case.
-        host_names: Allowed hosts in lower case, without port.
-        is_document: Whether the request may come from a link on any page: what it gives, no other page can read.
+    A document may be opened by a link on any page, which cannot read what it gets.
     """
     host = headers.get("Host", "")
     if _name(host) not in host_names:
@@ -71,7 +62,6 @@ def loopback_names(host: str) -> frozenset[str]:
 
 
 def _name(host: str) -> str:
-    """Return a Host header without port and brackets."""
     if host.startswith("["):
         name, bracket, port = host[1:].lower().partition("]")
         return name if bracket and port[:1] in ("", ":") else ""

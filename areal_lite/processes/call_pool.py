@@ -54,19 +54,7 @@ class CallPool:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """Return ``target(*args, **kwargs)`` as JSON gives it.
-
-        Args:
-            target: A callable.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            timeout_s: Limit on the call, from when a process has loaded ``target``; None is unlimited.
-
-        Raises:
-            TimeoutError: After ``timeout_s``; the process is killed.
-            RuntimeError: If the process died.
-            Exception: What the call raised; see :func:`~areal_lite.processes.child_error.rebuilt`.
-        """
+        """Return ``target(*args, **kwargs)`` as JSON gives it, or raise its exception; kill it after ``timeout_s``."""
         call = pickle.dumps((args, kwargs or {}), pickle.HIGHEST_PROTOCOL)
         slot = await self._acquire()
         try:
@@ -75,7 +63,6 @@ class CallPool:
             self._release(slot)
 
     def close(self) -> None:
-        """Kill all processes; the next call starts new ones."""
         for slot in self._slots:
             slot.kill()
 
@@ -120,7 +107,6 @@ class _Slot:
 
     @property
     def is_warm(self) -> bool:
-        """True if its process runs."""
         return self._running is not None
 
     async def call(self, target: PickledObject, call: bytes, timeout_s: float | None) -> Any:
@@ -164,7 +150,6 @@ class _Slot:
         return ours
 
     def kill(self) -> ChildProcess | None:
-        """Kill the process, if it runs, with its group; return it."""
         if self._running is None:
             return None
         (process, connection), self._running = self._running, None

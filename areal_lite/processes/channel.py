@@ -51,11 +51,7 @@ def framed(body: bytes) -> bytes:
 
 
 def read_message(stream: Stream, *, max_bytes: int | None = None) -> bytes | None:
-    """Return the next body of a blocking stream; None at its end. The run's messages to a child have no bound.
-
-    Raises:
-        BrokenMessageError: If the stream ends within the message, or it is longer than ``max_bytes``.
-    """
+    """Return the next body of a blocking stream; None at its end. The run's messages to a child have no bound."""
     header = _read(stream, _LENGTH.size)
     if not header:
         return None
@@ -83,11 +79,7 @@ def _size_of(header: bytes | bytearray, max_bytes: int | None, start: int = 0) -
 
 
 async def receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, *, max_bytes: int = MAX_MESSAGE) -> bytes:
-    """Return the next body of a non-blocking socket, whose other side sends one message per request.
-
-    Raises:
-        BrokenMessageError: If the stream ends, or the message is longer than ``max_bytes``.
-    """
+    """Return the next body of a non-blocking socket, whose other side sends one message per request."""
     data = bytearray()
     end = None
     while end is None or len(data) < end:
@@ -108,11 +100,7 @@ class MessageSplitter:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[memoryview]:
-        """Add what arrived and yield the bodies that are complete; each is valid until the next one.
-
-        Raises:
-            BrokenMessageError: If a message is longer than the bound.
-        """
+        """Add what arrived and yield the bodies that are complete; each is valid until the next one."""
         buffer = self._buffer
         buffer += data
         start = 0
@@ -133,20 +121,13 @@ def encode_reply(head: Any, columns: Sequence[bytes] = ()) -> bytes:
     """Return the body of a child's message: ``head`` as JSON, then the bytes of ``columns``.
 
     Numbers of numpy and torch become Python's; what has no JSON form becomes its ``repr``.
-
-    Raises:
-        TypeError, ValueError: If a mapping's key has no JSON form, or an object contains itself.
     """
     text = _ENCODER.encode([head, [len(column) for column in columns]]).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *columns))
 
 
 def decode_reply(body: bytes | memoryview) -> tuple[Any, list[bytearray]]:
-    """Return head and columns of :func:`encode_reply`; tuples have become lists.
-
-    Raises:
-        BrokenMessageError: If the body is something else.
-    """
+    """Return head and columns of :func:`encode_reply`; tuples have become lists; raises BrokenMessageError."""
     try:
         at = _LENGTH.size + _LENGTH.unpack_from(body)[0]
         head, sizes = json.loads(bytes(body[_LENGTH.size : at]))

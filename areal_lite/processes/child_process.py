@@ -38,18 +38,13 @@ class PickledObject(NamedTuple):
     """An object as a child process loads it: after ``multiprocessing.spawn.prepare(preparation)``."""
 
     name: str
-    """Its name in messages."""
     key: bytes
     preparation: dict[str, Any]
     pickled: bytes
 
 
 def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
-    """Return what a child process needs to load ``value``.
-
-    Raises:
-        ConfigError: If it cannot be pickled, or loading it would run the main script again; with its ``name``.
-    """
+    """Return what a child process needs to load ``value``; raises ConfigError."""
     try:
         pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -82,7 +77,7 @@ def _is_guarded(script: str) -> bool:
 
 
 class ChildProcess:
-    """A running program, the leader of its process group."""
+    """A running program, the leader of its process group; a thread calls ``on_end`` once all of it has ended."""
 
     def __init__(
         self,
@@ -93,15 +88,6 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         on_end: Callable[[], object] = bool,
     ) -> None:
-        """Start the program.
-
-        Args:
-            command: Its path and arguments.
-            environment: All its variables.
-            output: Gets its stdout and stderr; None shares those of this process.
-            pass_fds: Open files that it gets.
-            on_end: Called in another thread once it and its process group have ended.
-        """
         life_line, self._held_open = os.pipe()  # one for each: the kernel signals one group per pipe
         try:
             self._process = subprocess.Popen(
@@ -128,7 +114,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, also of the group."""
         return self._process.pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -136,11 +121,9 @@ class ChildProcess:
         return self._process.returncode if self._ended.wait(timeout_s) else None
 
     def terminate(self) -> None:
-        """Ask the program to end."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the program and its process group."""
         self._signal(signal.SIGKILL)
 
     def stop(self, timeout_s: float) -> None:
@@ -167,14 +150,7 @@ class ChildProcess:
 def start_python(
     module: str, descriptors: Sequence[int], *arguments: int, on_end: Callable[[], object] = bool
 ) -> ChildProcess:
-    """Start a process that calls ``main(*descriptors, *arguments)`` of ``module`` and shares this one's output.
-
-    Args:
-        module: Found where this process finds it.
-        descriptors: Open files that it gets.
-        arguments: Further arguments.
-        on_end: See :class:`ChildProcess`.
-    """
+    """Start a process that calls ``main(*descriptors, *arguments)`` of ``module`` and shares this one's output."""
     return ChildProcess(
         main_command(module, *descriptors, *arguments),
         environment={"OMP_NUM_THREADS": "1", **os.environ},  # many of them share the cores

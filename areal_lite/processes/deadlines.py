@@ -33,15 +33,12 @@ class Deadlines(Generic[Key]):
             self._timer = loop.call_at(due, self._expire)
 
     def discard(self, key: Key) -> None:
-        """Remove ``key`` if present."""
         self._due.pop(key, None)
 
     def pending(self) -> list[Key]:
-        """Return the keys that are still there."""
         return list(self._due)
 
     def close(self) -> None:
-        """Remove all keys."""
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()

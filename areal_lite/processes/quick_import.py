@@ -1,8 +1,9 @@
-"""Imports of large libraries, without the garbage collector."""
+"""Before torch is loaded: imports of large libraries without the garbage collector, and the rank under torchrun."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,3 +28,8 @@ def quick_import() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def is_first_rank() -> bool:
+    """Return whether this is the only process, or the first rank under torchrun."""
+    return os.environ.get("RANK", "0") == "0"

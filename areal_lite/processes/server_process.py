@@ -13,6 +13,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes.child_process import ChildProcess
 
 _LOG_TAIL_LINES = 30
+_PROBE_SECONDS = 0.2
 
 
 class ServerProcess(ABC):
@@ -21,21 +22,8 @@ class ServerProcess(ABC):
     It ends with this process, and keeps its address when it is started again after its end.
     """
 
-    def __init__(
-        self, name: str, *, model_path: str, weight_version: str, log_path: str | Path | None, start_timeout_s: float
-    ) -> None:
-        """Describe the server; ``start`` runs it.
-
-        Args:
-            name: Its name in messages.
-            model_path: Directory of model and tokenizer, or a name on the Hugging Face Hub.
-            weight_version: Name of the weights in ``model_path``.
-            log_path: File to append the server's stdout and stderr to. None: a temporary file, for error messages.
-            start_timeout_s: Seconds in which it must be ready.
-        """
+    def __init__(self, name: str, *, log_path: str | Path | None, start_timeout_s: float) -> None:
         self.name = name
-        self.model_path = model_path
-        self.weight_version = weight_version
         self.log_path = None if log_path is None else Path(log_path)
         self._start_timeout_s = start_timeout_s
         self._child: ChildProcess | None = None
@@ -48,24 +36,28 @@ class ServerProcess(ABC):
     def _launch(self, output: IO[bytes]) -> ChildProcess:
         """Start the program."""
 
-    @abstractmethod
+    def _answers(self, timeout_s: float) -> str | None:
+        """Return the address if the server answers a request."""
+        raise NotImplementedError
+
     def _wait_for_answer(self, deadline: float) -> str | None:
         """Return the address once the server answers requests; None if it ends, or at the monotonic ``deadline``."""
+        while (left_s := deadline - time.monotonic()) > 0 and self.wait(min(left_s, _PROBE_SECONDS)) is None:
+            if address := self._answers(max(1.0, left_s)):
+                return address
+        return None
 
     @property
     def address(self) -> str:
-        """``http://HOST:PORT`` of the running server."""
         if self._address is None:
             raise ServerError(f"{self.name} is not running; call start(), or use a with statement.")
         return self._address
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before ``start``."""
         return None if self._child is None else self._child.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the server runs."""
         return self.wait(0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -86,12 +78,7 @@ class ServerProcess(ABC):
         self._child = self._launch(self._log)
 
     def wait_until_ready(self) -> None:
-        """Return once the server answers requests.
-
-        Raises:
-            ConfigError: If it cannot use a setting.
-            ServerError: If it ends or is not ready in time; with the end of its log.
-        """
+        """Return once the server answers requests; raises ConfigError or ServerError."""
         try:
             address = self._wait_for_answer(time.monotonic() + self._start_timeout_s)
             if address is None and (code := self.poll()) is not None:
@@ -110,7 +97,6 @@ class ServerProcess(ABC):
         return ServerError(f"{self.name} {cause_of_death(code)} before it was ready. {self.log_tail()}")
 
     def start(self) -> Self:
-        """Start the server and wait until it answers requests; raises like :meth:`wait_until_ready`."""
         self.launch()
         self.wait_until_ready()
         return self
@@ -128,7 +114,6 @@ class ServerProcess(ABC):
             self._child.stop(timeout_s)
 
     def terminate(self) -> None:
-        """Ask the server to end; ``stop`` must follow."""
         if self._child is not None:
             self._child.terminate()
 

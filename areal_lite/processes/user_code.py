@@ -28,7 +28,6 @@ def place_of(thread: threading.Thread) -> tuple[str, str] | None:
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those around it, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -17,8 +17,8 @@ from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.servers.programs.embedded_settings import check_model_path
-from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
+from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +113,6 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
 
 
 def _adapters(config: RunConfig) -> AdapterShape | None:
-    """Return the shape of the adapters that the servers must be started for."""
     lora = config.trainer.lora
     if config.rollout.weight_update != "adapter" or lora is None or config.server.backend in (None, "embedded"):
         return None

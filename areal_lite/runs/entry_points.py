@@ -99,7 +99,6 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
 
 
 def check_trainable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
-    """Check a training run's options, model folders and workflow; raises ConfigError."""
     check_startable(config, workflow)
     with quick_import():
         from areal_lite.models.policy_model import resolve_device

@@ -36,7 +36,6 @@ class Evaluation:
     """Means of what the episodes recorded, by metric name."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the record for metrics.jsonl."""
         return {
             **self.scalars,
             "eval/reward": self.reward,
@@ -73,7 +72,6 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row], wo
 
 
 def no_success(groups: Sequence[Group]) -> EpisodeError:
-    """Return the error of rows of which none was accepted."""
     causes = Counter(group.failure.summary if group.failure else group.rejection for group in groups)
     text = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
     kinds = {group.failure.kind for group in groups if group.failure is not None}

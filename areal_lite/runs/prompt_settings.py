@@ -40,13 +40,6 @@ def prompt_preparer(
 
     They are ``raw_prompt_ids`` for a workflow with ``takes_prompt_ids``, ``raw_prompt`` with return_raw_chat and
     ``full_prompts`` with return_full_prompt. A row that has one of them keeps its own.
-
-    Args:
-        target: The workflow, a class or an instance.
-        workflow_kwargs: Its constructor arguments.
-
-    Raises:
-        ConfigError: If a setting cannot act, with all of these, or the first row has no valid prompt.
     """
     key, section = rows.prompt_key, "eval_dataset" if rows is config.eval_dataset else "train_dataset"
     has_prompt = key in first_row if isinstance(first_row, Mapping) else True
@@ -131,7 +124,6 @@ def _check(config: RunConfig, rows: DatasetConfig, section: str, *, why: str, ha
 
 
 def _argument(target: Any, kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return the workflow's constructor argument ``name``; None if it has none."""
     if not inspect.isclass(target):
         return getattr(target, name, None)
     parameter = inspect.signature(target).parameters.get(name)

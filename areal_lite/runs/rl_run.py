@@ -56,8 +56,6 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class RLRun(TrainingRun[Evaluation]):
-    """A reinforcement-learning run."""
-
     config: RunConfig
     trainer: PolicyTrainer
     driver: RolloutDriver | None
@@ -69,11 +67,7 @@ class RLRun(TrainingRun[Evaluation]):
     """Moment of the last record, on the monotonic clock, and the tokens generated until then."""
 
     def run(self) -> Summary[Evaluation]:
-        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first.
-
-        Raises:
-            ConfigError: If a server serves another model, before the first step.
-        """
+        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first."""
         if self.start.checkpoint is None:
             if self.config.rollout.addresses:
                 self.publish()  # they may still serve the weights of an earlier run
@@ -101,11 +95,9 @@ class RLRun(TrainingRun[Evaluation]):
             self.evaluate_if_due()
 
     def generate(self) -> Batch:
-        """Return the next batch with its rewards, the same on every rank."""
         return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
 
     def mark_trained(self, batch: Batch) -> None:
-        """Tell the data source that the batch of this step was trained."""
         if self.driver is not None:
             self.driver.mark_trained(self.step, batch)
 
@@ -163,16 +155,11 @@ class RLRun(TrainingRun[Evaluation]):
             self.record_step(record, began=began)
 
     def evaluate(self) -> None:
-        """Run the held-out rows, if there are any, and record their rewards."""
         if (result := self.on_lead_rank(RolloutDriver.evaluate)) is not None:
             self.record_evaluation(result, result.metrics())
 
     def on_lead_rank(self, work: Callable[[RolloutDriver], T]) -> T | None:
-        """Return the result of ``work`` on the first rank; the others wait for it and get None.
-
-        Raises:
-            Stopped: On every rank, if one was asked to stop; ``work`` is interrupted.
-        """
+        """Return the result of ``work`` on the first rank; the others wait for it and get None; raises Stopped."""
         result = None
         with suppress(Stopped):
             if self.driver is not None:
@@ -182,7 +169,6 @@ class RLRun(TrainingRun[Evaluation]):
         return result
 
     def resume_from(self, checkpoint: Path) -> None:
-        """Load the trainer's state and publish its weights."""
         super().resume_from(checkpoint)
         self.publish()
         self.compare_with_servers()
@@ -194,7 +180,6 @@ class RLRun(TrainingRun[Evaluation]):
         super().save()
 
     def data_state(self) -> dict[str, bytes]:
-        """Return the state of the data source."""
         assert self.driver is not None
         return {str(state_path("", self.step)): state_bytes(self.driver.data.source.state_dict())}
 
@@ -251,7 +236,6 @@ def rollout_inputs(
 
 
 def num_devices(config: RunConfig) -> int:
-    """Return the devices of a run: one for each rank of the trainer, and the GPUs of servers that it starts."""
     started = [] if config.rollout.addresses else gpu_groups(config.server)
     return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
 
@@ -265,7 +249,6 @@ def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> Policy
 
 
 def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = None) -> PolicyTrainer:
-    """Return the policy trainer of a run."""
     gconfig = config.rollout.gconfig
     truncation = Truncation(
         top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=reports_truncated(config)

@@ -45,16 +45,13 @@ class RolloutInputs:
     """Inputs of rollouts, loaded and checked before anything starts."""
 
     data: TrainingData
-    """Training rows."""
     workflow: WorkflowChoice
     held_out: Sequence[Row] = ()
-    """Rows to evaluate on."""
     reward_model: ValueScorer | None = None
     """Scores whole sequences in place of the workflow's rewards."""
     baselines: bool = False
     """True if the estimator needs the reward of a greedy answer per row."""
     cache: BatchCache | None = None
-    """Store of batches that are reused."""
 
 
 def load_rollout_inputs(
@@ -133,12 +130,10 @@ class RolloutDriver:
             self.data.dataset.on_batch_end(proto)
 
     def evaluate(self) -> Evaluation | None:
-        """Run the held-out rows and return their rewards; None if there are none."""
         held_out = self._inputs.held_out
         return evaluate(self.engine, self._config, held_out, self._inputs.workflow) if held_out else None
 
     def metrics(self) -> dict[str, float]:
-        """Return the engine's metrics and the position in the data."""
         source = self.data.source
         metadata = {name: value for name, value in source.get_metadata().items() if isinstance(value, int | float)}
         return {
@@ -167,7 +162,6 @@ class RolloutDriver:
         return groups
 
     def _packed(self, groups: list[Group]) -> DataProto:
-        """Return the groups packed by the run's packer."""
         batch = training_batch(self.data.packer, groups)
         if self._inputs.baselines:
             baselines = {group.group_id: group.baseline for group in groups}
@@ -212,7 +206,6 @@ class RolloutDriver:
 
 
 def make_reward_model(config: RunConfig) -> ValueScorer | None:
-    """Return the run's reward model, if it has one."""
     if config.reward_model is None:
         return None
     return ValueScorer(load_reward_model(config.reward_model, device=resolve_device(config.trainer.device)))

@@ -38,7 +38,6 @@ class TrainingData:
 
 
 def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> TrainingData:
-    """Return the training rows behind a new data source."""
     rows, workflow = config.train_dataset, workflow or WorkflowChoice.of(config)
     logger.info("loading the rows of %s", rows.path)
     generate = None if config.rollout_global_dataset else generator_of(rows)
@@ -73,11 +72,7 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
 
 
 def with_steps(config: RunConfig, num_rows: int) -> RunConfig:
-    """Return the config with the steps of ``trainer.total_epochs`` over ``num_rows`` rows as ``total_steps``.
-
-    Raises:
-        ConfigError: If they fill no batch, or are too few for the rest of the config.
-    """
+    """Return the config with the steps of ``trainer.total_epochs`` over ``num_rows`` rows as ``total_steps``."""
     trainer, size = config.trainer, config.rollout.consumer_batch_size
     if trainer.total_epochs is None:
         return config
@@ -115,7 +110,6 @@ def workflow_rows(
 
 
 def tokenizer_path(config: RunConfig) -> str:
-    """Return the folder of the run's tokenizer."""
     return config.rollout.tokenizer_path or config.model_path
 
 
@@ -129,11 +123,7 @@ class WorkflowChoice:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Return the choice of the YAML.
-
-        Raises:
-            ConfigError: If it names no workflow.
-        """
+        """Return the choice of the YAML; raises ConfigError."""
         if config.workflow is None:
             raise ConfigError(
                 "workflow is missing: name a class in the YAML (workflow: package.module.Name), or pass it from Python "
@@ -207,7 +197,6 @@ def _check_keys(config: RunConfig, workflow: Any) -> None:
 
 
 def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the constructor's parameters; none of an instance."""
     return inspect.signature(target).parameters if inspect.isclass(target) else {}
 
 

@@ -44,11 +44,7 @@ def compare_logprobs(
 ) -> dict[str, float]:
     """Return the mean |difference| in nats of each server, by URL; call it on every rank.
 
-    Args:
-        warn_above: Warn of servers with a larger difference; None logs all figures and refuses another model.
-
-    Raises:
-        ConfigError: If a server's exceeds ``MAX_DIFFERENCE`` and ``warn_above`` is None.
+    With ``warn_above``, warn of servers beyond it; else log all figures, and raise ConfigError for another model.
     """
     sequences = []
     for _, tokens, logprobs in answers:
@@ -84,6 +80,5 @@ def compare_logprobs(
 
 
 def probe_prompt(tokenizer: Any) -> list[int]:
-    """Return the ids of the probe's prompt."""
     ids: list[int] = tokenizer.encode(PROMPT, add_special_tokens=False)
     return ids or [0]

@@ -153,17 +153,7 @@ def expires_soon(
 ) -> bool:
     """Return whether to save now, because the machine may be reclaimed during the next step.
 
-    A run saves once in that window before the machine expires, and not after it.
-
-    Args:
-        environment: Environment variables, with the platform's expiration time in seconds since the epoch.
-        now: Seconds since the epoch.
-        margin_s: Seconds that saving takes, with some to spare.
-        longest_step_s: Seconds of the longest step so far.
-        saved_at: Time of the last checkpoint, in seconds since the epoch.
-
-    Raises:
-        ConfigError: If the platform's value is not a number.
+    A run saves once in that window before the machine expires, and not after it. Times are in seconds since the epoch.
     """
     name = next((name for name in _VARIABLES if environment.get(name)), None)
     if name is None:

@@ -41,19 +41,15 @@ _CLASSES: dict[type[SupervisedConfig], tuple[type[BaseDataset[Any]], type[Superv
     DPOConfig: (PreferenceDataset, DPOTrainer),
     RewardModelConfig: (PreferenceDataset, RewardModelTrainer),
 }
-"""The dataset and the trainer of each kind of run."""
 
 
 @dataclass(kw_only=True)
 class SupervisedRun(TrainingRun[dict[str, float]]):
-    """A supervised run."""
-
     trainer: SupervisedTrainer[Any]
     loader: ResumableLoader
     held_out: BaseDataset[Any] | None
 
     def fit(self) -> None:
-        """Train up to ``total_steps``; evaluate and save when due."""
         batches = _endless(self.loader)
         while self.step < self.total_steps:
             began = time.monotonic()
@@ -65,7 +61,6 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
             self.evaluate_if_due()
 
     def evaluate(self) -> None:
-        """Record the loss on the held-out rows, if there are any."""
         if self.held_out is not None:
             logger.info("evaluating %d held-out rows", len(self.held_out))
             alone = self.trainer.learner.ranks.size == 1
@@ -75,7 +70,6 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
             self.record_evaluation(metrics, with_prefix("eval", metrics))
 
     def data_state(self) -> dict[str, bytes]:
-        """Return the position of the loader."""
         return {_LOADER_FILE: json.dumps(self.loader.state_dict()).encode()}
 
 

@@ -43,26 +43,20 @@ class StepMetrics(dict[str, float]):
     """Metrics of one step, and what the console shows beside them."""
 
     top_cause: str = ""
-    """Top cause of failed episodes so far."""
     total_steps: int | None = None
-    """Steps of the run; None if unknown."""
 
 
 E = TypeVar("E")
-"""The result of one evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary(Generic[E]):
-    """The result of a training run."""
-
     run_dir: Path
     steps: int
     seconds: float
     before: E | None
     """Evaluation of the untrained model; None if the run was resumed or skipped it."""
     after: E | None
-    """The last evaluation."""
     model_dir: Path | None
 
 
@@ -84,11 +78,9 @@ class RunFiles:
     run_dir: Path
     checkpoints: CheckpointWriter
     metrics: MetricsWriter | None
-    """None on ranks other than the first."""
     on_step: OnStep | None
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Append a record to metrics.jsonl and pass it to the caller of the run."""
         if self.metrics is not None:
             metrics.update(with_prefix("checkpoint", self.checkpoints.take_metrics()))
             self.metrics.write(step, metrics)
@@ -128,7 +120,6 @@ class TrainingRun(ABC, Generic[E]):
     """A :class:`PolicyTrainer` or a :class:`SupervisedTrainer`."""
     total_steps: int
     tokenizer_path: str
-    """Tokenizer that is saved beside the weights."""
     dtype: torch.dtype
     """Dtype in which models are written for use; checkpoints keep the dtype they are trained in."""
     started: float
@@ -136,7 +127,6 @@ class TrainingRun(ABC, Generic[E]):
     step: int = field(init=False)
     """Steps done. In RL, this is also the policy version."""
     evaluations: dict[int, E] = field(init=False, default_factory=dict)
-    """Results by step."""
 
     def __post_init__(self) -> None:
         self.step = self._saved_step = self.start.step
@@ -148,13 +138,7 @@ class TrainingRun(ABC, Generic[E]):
         """Seconds that training waited for the last save; None once recorded."""
 
     def run(self) -> Summary[E]:
-        """Resume, train up to ``total_steps``, and save the model.
-
-        Raises:
-            Stopped: On SIGINT or SIGTERM, after the same step on every rank, with a checkpoint of that step if the
-                run makes any.
-            TrainingError: With the checkpoint to resume from in a note.
-        """
+        """Resume, train up to ``total_steps``, and save the model; raises Stopped or TrainingError."""
         if self.start.checkpoint is not None:
             logger.info("resuming after step %d of %d from %s", self.step, self.total_steps, self.start.checkpoint)
             self.resume_from(self.start.checkpoint)
@@ -196,10 +180,7 @@ class TrainingRun(ABC, Generic[E]):
         """Return the checkpoint files that hold the position in the data; called on the first rank."""
 
     def resume_from(self, checkpoint: Path) -> None:
-        """Load the trainer's state."""
         restore(self.trainer, checkpoint)
-
-    # -- after a step ------------------------------------------------------------------------------
 
     def record_step(self, metrics: dict[str, float], *, began: float) -> None:
         """Record the metrics of a step that began at that moment of the monotonic clock."""
@@ -211,7 +192,6 @@ class TrainingRun(ABC, Generic[E]):
         self.files.record(self.step, metrics)
 
     def warn_of_skipped_updates(self) -> None:
-        """Log a warning if more than half of the updates were skipped."""
         updates = (self.step - self.start.step) * getattr(self.config.trainer, "minibatches_per_step", 1)
         if 2 * self._skipped_updates > updates and self.files.metrics is not None:
             logger.warning(
@@ -223,16 +203,11 @@ class TrainingRun(ABC, Generic[E]):
             )
 
     def record_evaluation(self, result: E, metrics: dict[str, float]) -> None:
-        """Keep an evaluation for the summary and record its metrics."""
         self.evaluations[self.step] = result
         self.files.record(self.step, metrics)
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if this step is due for one, the last save is long ago, or the machine expires soon.
-
-        Raises:
-            StorageError: If the write of the last one failed.
-        """
+        """Save a checkpoint if this step is due for one, the last save is long ago, or the machine expires soon."""
         config = self.config.checkpoint
         self.files.checkpoints.check()  # a failed write ends the run now, not at the next save
         if config.enabled and (self.is_due(config.every_steps or self.total_steps) or self.save_is_urgent()):
@@ -260,8 +235,6 @@ class TrainingRun(ABC, Generic[E]):
         )
         return bool(broadcast_json(urgent))  # clocks of ranks differ
 
-    # -- saving ------------------------------------------------------------------------------------
-
     def save(self) -> None:
         """Start writing a checkpoint of this step, unless it has one."""
         if self._saved_step == self.step:
@@ -281,7 +254,6 @@ class TrainingRun(ABC, Generic[E]):
         broadcast_json()  # when one rank exits, the launcher ends the others, and the first may be writing
 
     def save_model(self) -> Path:
-        """Write the trained model with its tokenizer and return its folder."""
         logger.info("saving the model")
         tokenizer = load_tokenizer(self.tokenizer_path)
         return save_model(self.trainer.model, tokenizer, self.files.run_dir / "model", dtype=self.dtype)
@@ -299,5 +271,4 @@ class TrainingRun(ABC, Generic[E]):
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics under ``prefix/name``."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

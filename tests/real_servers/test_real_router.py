@@ -20,7 +20,7 @@ from areal_lite.config.server_config import ServerConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.entry_points import run_training
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
-from areal_lite.servers.programs.router_program import RouterProgram
+from areal_lite.servers.programs.server_program import RouterProgram
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.real_servers.contract import generate
 from tests.real_servers.launch import SETTINGS, server_settings

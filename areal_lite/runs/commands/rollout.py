@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from areal_lite.config.command import add_config
+from areal_lite.config.command import add_config, load_run
 from areal_lite.config.run_config import RolloutConfig, RunConfig
-from areal_lite.processes.torchrun import is_first_rank
-from areal_lite.runs.commands.loading import load_run
+from areal_lite.processes.quick_import import is_first_rank
 
 if TYPE_CHECKING:
     from areal_lite.runs.monitoring.run_metrics import OnStep

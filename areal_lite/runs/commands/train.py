@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from areal_lite.config.command import add_config
+from areal_lite.config.command import add_config, load_run
 from areal_lite.config.run_config import RunConfig
-from areal_lite.processes.quick_import import quick_import
-from areal_lite.processes.torchrun import is_first_rank
-from areal_lite.runs.commands.loading import load_run
+from areal_lite.processes.quick_import import is_first_rank, quick_import
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,6 @@ from areal_lite.errors import ConfigError
 _Config = RunConfig | SupervisedConfig
 
 CHECKPOINTS = "checkpoints"
-"""Folder of a run's checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +37,7 @@ class Start:
     """Starting point of a run."""
 
     checkpoint: Path | None = None
-    """None starts fresh."""
     step: int = 0
-    """Steps already done."""
     evaluates: bool
     """Evaluate before the first step; a resumed run does only if metrics.jsonl lacks that evaluation."""
     is_done: bool = False
@@ -48,12 +45,7 @@ class Start:
 
 
 def find_start(config: _Config, total_steps: int) -> Start:
-    """Return where the run starts, as ``checkpoint.resume`` and the run's folder say.
-
-    Raises:
-        CheckpointError: If the checkpoint is missing or broken.
-        ConfigError: If it belongs to another config, or has more than ``total_steps``.
-    """
+    """Return where the run starts, as ``checkpoint.resume`` and the run's folder say."""
     from areal_lite.trainer.checkpoint.checkpoint import check_config, checkpoint_step, find_checkpoint
 
     run_dir = config.run_dir

@@ -13,8 +13,8 @@ from typing import Any
 
 from areal_lite.config.loader import dump_config
 from areal_lite.config.run_config import ExperimentConfig
-from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
-from areal_lite.files.whole_files import write_whole
+from areal_lite.errors import ConfigError, RunDirBusyError
+from areal_lite.files.whole_files import append_line, storing, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -25,24 +25,14 @@ _SKIPPED_UPDATES = "skipped_updates.jsonl"
 def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True) -> Iterator[Path]:
     """Make the run's folder, lock it while the context lasts, and save the config in it.
 
-    Args:
-        fresh: The run starts at step 0. A folder with metrics of another training run is refused, unless that run
-            made no step, or had this config and made no checkpoint; then its metrics are removed.
-        trains: False keeps the config that a training run saved there.
-
-    Raises:
-        RunDirBusyError: If another live process holds it.
-        ConfigError: If ``fresh`` and the folder holds a training run.
-        StorageError: If it is not writable.
+    With ``fresh`` (the run starts at step 0), a folder with metrics of another training run is refused, unless that run
+    made no step, or had this config and made no checkpoint; then its metrics are removed. Without ``trains``, the
+    config that a training run saved there stays.
     """
     path = config.run_dir
-    try:
+    with storing(f"the run directory {path}", "set fileroot to a writable folder"):
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StorageError(
-            f"the run directory {path} cannot be written: {error}. Set fileroot to a writable folder"
-        ) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,10 +49,8 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         if trains or not (path / "config.yaml").exists():
-            try:
+            with storing(path / "config.yaml"):
                 write_whole(path / "config.yaml", dump_config(config).encode())
-            except OSError as error:
-                raise StorageError(f"cannot save the config in {path}: {error}: free disk space") from error
         yield path
     finally:
         os.close(lock)
@@ -92,9 +80,4 @@ def append_skipped_update(run_dir: Path, update: Mapping[str, Any]) -> None:
     """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl."""
     # JSON has no nan and no infinity.
     record = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
-    path = run_dir / _SKIPPED_UPDATES
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}: free disk space") from error
+    append_line(run_dir / _SKIPPED_UPDATES, json.dumps(record).encode() + b"\n")

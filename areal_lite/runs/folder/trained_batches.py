@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from areal_lite.api.trajectory import Group
-from areal_lite.errors import ConfigError, StorageError
+from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import append_line
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
 from areal_lite.rollout.episodes.staleness import cut_batch
@@ -27,12 +28,7 @@ def record_batch(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
     record: dict[str, Any] = {"step": step, "task_ids": [group.task_id for group in groups]}
     if groups[0].baseline is not None:
         record["baselines"] = [group.baseline for group in groups]
-    path = run_dir / BATCHES
-    try:
-        with path.open("ab") as file:
-            file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}: free disk space") from error
+    append_line(run_dir / BATCHES, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
 @dataclass(frozen=True)
@@ -43,20 +39,11 @@ class TrainedBatches:
     max_staleness: int
     records: list[dict[str, Any]]
     files: dict[str, list[Path]] = field(repr=False)
-    """Dumps by file name."""
     oldest_schema: int = SCHEMA
-    """Oldest schema of the dumps that is read."""
 
     @classmethod
     def open(cls, run: Path, *, max_staleness: int) -> TrainedBatches:
-        """Return the batches of the run in the folder ``run``.
-
-        Args:
-            max_staleness: The run's ``max_head_offpolicyness``.
-
-        Raises:
-            ConfigError: If the run has no dumps or no ``batches.jsonl``, or a line of it is not a record.
-        """
+        """Return the batches of the run in the folder ``run``; raises ConfigError."""
         files: dict[str, list[Path]] = {}
         for path in sorted(run.glob("rollout/*/*.jsonl")):
             files.setdefault(path.name, []).append(path)
@@ -73,20 +60,14 @@ class TrainedBatches:
         return cls(run, max_staleness, _read(run / BATCHES), files)
 
     def __len__(self) -> int:
-        """Return the number of steps."""
         return len(self.records)
 
     @property
     def have_baselines(self) -> bool:
-        """True if each group has the reward of a greedy episode."""
         return all("baselines" in record for record in self.records)
 
     def groups(self, step: int) -> list[Group]:
-        """Return the groups of a step, from 1 on.
-
-        Raises:
-            ConfigError: If a dump is missing, damaged, or not that of a group which the step trained.
-        """
+        """Return the groups of a step, from 1 on; raises ConfigError."""
         record = self.records[step - 1]
         groups = [
             read_group(self._file(step, task_id), oldest_schema=self.oldest_schema) for task_id in record["task_ids"]

@@ -26,7 +26,6 @@ class StepProfiler:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Profile the block if ``step`` is one of the chosen steps."""
         if step in self._steps:
             self._last = step
             if self._profile is None:
@@ -71,7 +70,6 @@ class MemorySnapshots:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Take a snapshot at the end of the block if ``step`` is one of the chosen steps."""
         if step not in self._steps:
             yield
             return
@@ -93,7 +91,6 @@ class MemorySnapshots:
 
 
 def _memory() -> dict[str, Any]:
-    """Return bytes of this process, and of its tensors by device, dtype and shape, largest first."""
     import torch
 
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

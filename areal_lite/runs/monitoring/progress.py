@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from areal_lite.processes.torchrun import is_first_rank
+from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.runs.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ class TrainingProgress:
     def __init__(self, total_steps: int | None, *, console: Console | None = None) -> None:
         self.console = console or Console(quiet=not is_first_rank())
         self.last: dict[str, float] = {}
-        """The newest value of each metric."""
         self._bar = Progress(
             TextColumn("[bold]training"),
             BarColumn(),
@@ -129,7 +128,6 @@ def _column(evaluation: Evaluation | None) -> list[str]:
 
 
 def progress_line(step: int, metrics: Mapping[str, float]) -> str:
-    """Return one record of a supervised run as a line of text."""
     scope = "eval" if "eval/loss" in metrics else "train"
     formats = {"loss": ".4f", "accuracy": ".3f", "margin": "+.3f", "learning_rate": ".2e", "grad_norm": ".2f"}
     formats["tokens_per_second"] = ".0f"

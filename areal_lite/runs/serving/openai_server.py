@@ -36,8 +36,6 @@ _NO_TEMPLATE = "{{ raise_exception('the tokenizer has no chat template: send a p
 
 
 class OpenService(AgentService):
-    """The agents' APIs without keys."""
-
     def __init__(self, generation: GenerationRoutes, model_path: Path) -> None:
         super().__init__()
         tokenizer = load_tokenizer(str(model_path))
@@ -49,7 +47,6 @@ class OpenService(AgentService):
         self._gconfig = GenerationHyperparameters(max_new_tokens=length, max_tokens=length)
 
     def _session(self, key: str) -> ChatSession:
-        """Return a new session, whatever the key."""
         return ChatSession(cast(InferenceEngine, self._engine), self._renderer, self._gconfig, agent_samples=True)
 
 
@@ -61,12 +58,7 @@ class LocalEngine:
         self._protocol = SGLang(embedded=True)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Return the answer to one request; a client that leaves aborts it.
-
-        Raises:
-            ConfigError: If the request is invalid.
-            ServerError: If the server was paused, or its weights changed with ``abort_all_requests``.
-        """
+        """Return the answer to one request; a client that leaves aborts it; raises ConfigError or ServerError."""
         began, gconfig = time.time(), req.gconfig
         call = GenerationCall(
             input_ids=req.input_ids,
@@ -92,7 +84,6 @@ class LocalEngine:
         return response
 
     def _add(self, event: dict[str, Any], req: ModelRequest, response: ModelResponse) -> None:
-        """Add the tokens of an event to the response, and pass them on."""
         meta = event["meta_info"]
         finish = meta["finish_reason"]
         if finish is not None and finish["type"] == "abort":
@@ -111,7 +102,6 @@ class LocalEngine:
 
 
 def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Application) -> None:
-    """Serve the paths of OpenAI's APIs."""
     service = OpenService(generation, model_path)
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -125,7 +115,6 @@ def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Applicat
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal; return the exit code."""
     return main(argv, extend=add_routes)
 
 

@@ -13,8 +13,8 @@ from areal_lite.config.server_config import ServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.errors import ConfigError
 from areal_lite.servers.programs.embedded_settings import check_model_path, checked_settings
-from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
+from areal_lite.servers.programs.server_program import ServedModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> NoReturn:
-    """Start the servers, print what a run needs to use them, and keep them running until a signal.
-
-    Raises:
-        ConfigError: If a setting cannot be used.
-        ServerError: If a server does not start, or ends too often.
-    """
+    """Start the servers, print what a run needs to use them, and keep them running until a signal."""
     settings = {name: value for name, value in vars(options).items() if name in ServerConfig.__dataclass_fields__}
     for name in settings.keys() & {"args", "env"}:
         try:

@@ -15,23 +15,6 @@ from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, Limits, T
 class Answer:
     """The tokens so far, and how they came about."""
 
-    __slots__ = (
-        "attempts",
-        "began",
-        "broken_streams",
-        "episode",
-        "first_token_at",
-        "logprobs",
-        "must_stay",
-        "parked",
-        "req",
-        "server",
-        "started",
-        "tokens",
-        "top_logprobs",
-        "versions",
-    )
-
     def __init__(self, req: ModelRequest, episode: Episode | None, *, must_stay: bool) -> None:
         self.req = req
         self.episode = episode
@@ -46,17 +29,14 @@ class Answer:
         self.attempts = self.broken_streams = 0
         self.started, self.began = time.time(), time.monotonic()
         self.first_token_at = 0.0
-        """Monotonic time of the first token."""
         self.parked: asyncio.Event | None = None
         """Set once an interrupted call has kept its tokens."""
 
     @property
     def interrupted(self) -> bool:
-        """True once its episode is being stopped."""
         return self.episode is not None and self.episode.interrupted
 
     def next_call(self, input_ids: list[int], budget: int, seed: int | None) -> GenerationCall:
-        """Return the request for the tokens that are missing."""
         gconfig, num_tokens = self.req.gconfig, len(self.tokens)
         return GenerationCall(
             input_ids=input_ids + self.tokens if num_tokens else input_ids,
@@ -71,7 +51,6 @@ class Answer:
         )
 
     def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Pass tokens on to the receiver of a streamed answer."""
         self.first_token_at = self.first_token_at or time.monotonic()
         assert self.req.on_tokens is not None
         self.req.on_tokens(tokens, logprobs)
@@ -104,11 +83,7 @@ class Answer:
         self.top_logprobs += chunk.top_logprobs
 
     def start_over(self) -> None:
-        """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens.
-
-        Raises:
-            ServerError: If its tokens were passed on.
-        """
+        """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens."""
         if self.req.on_tokens is not None and self.tokens:
             assert self.server is not None
             raise ServerError(
@@ -118,7 +93,6 @@ class Answer:
         self.tokens, self.logprobs, self.versions, self.top_logprobs = [], [], [], []
 
     def response(self, input_ids: list[int], stop_reason: str) -> ModelResponse:
-        """Return the complete answer."""
         return ModelResponse(
             input_tokens=input_ids,
             output_tokens=self.tokens,
@@ -138,15 +112,7 @@ class Answer:
 
 
 def token_budget(req: ModelRequest, num_accepted: int, limits: Limits) -> int:
-    """Return the maximum tokens of the answer.
-
-    Args:
-        num_accepted: Leading ids of the prompt that a server has taken before, which are not checked again.
-
-    Raises:
-        ConfigError: If no server can serve the request.
-        ContextOverflowError: If the prompt fills the window.
-    """
+    """Return the maximum tokens of the answer; the first ``num_accepted`` ids, which a server took, pass unchecked."""
     ids, gconfig = req.input_ids, req.gconfig
     if gconfig.n_samples != 1:
         raise ConfigError(

@@ -56,7 +56,6 @@ from areal_lite.servers.pool.sglang_router import Router, router_pool
 from areal_lite.servers.weights.published_weights import PublishedWeights
 
 MAX_FRUITLESS_ABORTS = 8
-"""Aborts in a row without a new token before a request fails."""
 INTERRUPT_GRACE_S = 2.0
 """Seconds a server has to return the tokens of interrupted calls."""
 
@@ -71,13 +70,6 @@ class EngineClient:
         identity: ModelIdentity | None = None,
         on_outage: Callable[[ServerError], None] | None = None,
     ) -> None:
-        """Start unconnected.
-
-        Args:
-            config: Addresses and limits.
-            identity: The run's model, which servers are compared with.
-            on_outage: Called when no server has been healthy for ``outage_patience_s``.
-        """
         check_engine(config)
         self.pool = ServerPool(config.addresses)
         self._config = config
@@ -92,25 +84,17 @@ class EngineClient:
         self._calls: set[Answer] = set()
 
     async def open(self) -> None:
-        """Open the connections and compare every server with what the run wants; see :class:`Reconciler`.
-
-        Raises:
-            ServerError: If no server answers.
-            ConfigError: If one speaks another protocol or serves another model.
-        """
+        """Open the connections and compare every server with what the run wants; see :class:`Reconciler`."""
         self._requests.open()
         await self._reconciler.open()
         if self._router is not None:
             await self._router.open()
 
     async def close(self) -> None:
-        """Close all connections; servers drop what they still generate for us."""
         if self._router is not None:
             await self._router.close()
         await self._reconciler.close()
         await self._requests.close()
-
-    # -- the run's side --------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -131,19 +115,13 @@ class EngineClient:
             self._gate.end_update()
 
     def hold(self) -> None:
-        """Send no generation until :meth:`release`; holds nest."""
         self._gate.hold()
 
     def release(self) -> None:
-        """End one :meth:`hold`."""
         self._gate.release()
 
     async def probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
-        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
-
-        Raises:
-            ServerError: If none answers.
-        """
+        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
         gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=num_tokens, ignore_eos=True)
 
         async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
@@ -171,15 +149,12 @@ class EngineClient:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that servers answered with so far."""
         return sum(server.tokens for server in self._gate.pool.servers)
 
     @property
     def retried(self) -> int:
         """Requests that took more than one try."""
         return self._sender.retried
-
-    # -- generation ------------------------------------------------------------------------------
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer; see ``InferenceEngine.agenerate``."""
@@ -236,15 +211,12 @@ class EngineClient:
         await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
 
     def _seed(self, episode: Episode | None) -> int | None:
-        """Return the seed of the episode's next call, equal in every run with the same seed."""
         config = self._config
         if episode is None or episode.seed_name is None or config.seed is None or config.backend != "embedded":
             return None
         name = f"{config.seed}/{episode.seed_name}/{episode.member_idx}/{episode.num_calls}"
         episode.num_calls += 1
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
-
-    # -- interruption ----------------------------------------------------------------------------
 
     async def interrupt(self, episodes: Sequence[Episode]) -> None:
         """End the calls of these episodes and record the tokens they have sampled.

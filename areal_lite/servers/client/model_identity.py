@@ -27,20 +27,14 @@ class ModelIdentity:
 
     @classmethod
     def unknown(cls) -> Self:
-        """Return the identity that every server has."""
         return cls("", {})
 
     @classmethod
     def of(cls, model: str) -> Self:
-        """Return the identity of a model folder or hub name."""
         return cls(model, read_config(model))
 
     def check(self, url: str, info: ServerInfo) -> None:
-        """Compare with what the server at ``url`` reports; facts that either side lacks are not compared.
-
-        Raises:
-            ConfigError: If it serves another model.
-        """
+        """Compare with what the server at ``url`` reports; facts that either side lacks are not compared."""
         if not self.name:
             return
         served = info.model or "a model that it does not name"

@@ -60,7 +60,6 @@ class RequestSender:
         self._router = router
         self._gate = gate
         self.retried = 0
-        """Calls that took more than one try."""
 
     async def send(self, call: GenerationCall, answer: Answer) -> tuple[Chunk, int]:
         """Return the first usable reply, from ``answer.server`` if it can, and how often the call was sent.
@@ -130,7 +129,6 @@ class RequestSender:
             await asyncio.sleep(pause_s(sends))
 
     def addressed(self, body: dict[str, Any], server: Server) -> bytes:
-        """Return the body as JSON, with the adapter that the server has."""
         if server.adapter is None:
             return orjson.dumps(body)
         return orjson.dumps(body | self._requests.dialect.name_adapter(server.adapter))
@@ -154,13 +152,11 @@ class RequestSender:
         return OutdatedReplyError(f"{server.url}: {error.message}")
 
     def _affinity(self, answer: Answer) -> dict[str, str] | None:
-        """Return the header that makes the router send an episode's requests to one server."""
         if self._router is None or answer.episode is None:
             return None
         return {AFFINITY_HEADER: f"{id(self):x}-{id(answer.episode):x}"}
 
     def _record_failure(self, server: Server, error: Exception, sent: float) -> None:
-        """Update the state of the server that failed a request."""
         reason, keeper = reason_of(error), self._router or self._reconciler
         if isinstance(error, OutdatedReplyError):
             return
@@ -194,7 +190,6 @@ class Failures:
     def __init__(self, max_tries: int) -> None:
         self._max_tries = max_tries
         self.servers: list[Server] = []
-        """Those to avoid."""
         self.last = ""
         self._tries = self._bad_replies = 0
 
@@ -212,7 +207,6 @@ class Failures:
         self._tries += not away
 
     def check(self) -> None:
-        """Raise ServerError if the request must not be sent again."""
         if self._tries >= self._max_tries or self._bad_replies > MAX_BAD_RESPONSES:
             raise ServerError(
                 f"no usable answer in {self._tries} tries; the last: {self.last}. Are the servers up, and does "
@@ -235,7 +229,6 @@ def reason_of(error: Exception) -> str:
 
 
 def _may_be_old_or_dead(error: Exception) -> bool:
-    """Return whether a server behind the router may be the cause."""
     return not isinstance(error, ErrorReply) or error.status in RETRY_STATUSES - {429}
 
 

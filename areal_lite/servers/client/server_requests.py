@@ -21,11 +21,11 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
 from areal_lite.servers.client.model_identity import read_config
+from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import (
     BadResponse,
     Chunk,
     ControlCall,
-    Dialect,
     ErrorReply,
     GenerationCall,
     Limits,
@@ -55,10 +55,6 @@ class RefusedError(ServerError):
 
 
 class _Request:
-    """A request whose task is cancelled when it is given up."""
-
-    __slots__ = ("begun", "given_up", "server", "task")
-
     def __init__(self, server: Server) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -89,7 +85,6 @@ class ServerRequests:
         """Policy version of tokens whose version a server does not report."""
 
     def open(self) -> None:
-        """Open the session."""
         count = 1 if self._config.router is None else len(self._config.addresses)
         # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
         connector = aiohttp.TCPConnector(
@@ -109,7 +104,6 @@ class ServerRequests:
         )
 
     async def close(self) -> None:
-        """Close all connections; servers drop what they still generate for us."""
         self._silences.close()
         if self._session is not None:
             await self._session.close()
@@ -123,20 +117,7 @@ class ServerRequests:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> Chunk:
-        """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given.
-
-        Args:
-            server: Receiver of the request.
-            body: ``call`` as JSON in the server's dialect.
-            call: The request, which the reply must fit.
-            stream: Reads the events of a streamed reply.
-            headers: Further headers.
-
-        Raises:
-            ErrorReply: If the server refused.
-            BadResponse: If the reply cannot be trusted or ends too early.
-            ReceiverError: If the receiver of the stream raised.
-        """
+        """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given."""
         version = self.version
         status, reply, retry_after_s = await self._post(server, body, stream, headers or {})
         if status != 200:
@@ -178,11 +159,8 @@ class ServerRequests:
                     await self._feed(stream, reply, request)
                     return 200, b"", 0.0
                 after = "" if reply.status == 200 else reply.headers.get("Retry-After", "")
-                return (
-                    reply.status,
-                    await reply.read(),
-                    min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0,
-                )
+                wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
+                return reply.status, await reply.read(), wait_s
         except asyncio.CancelledError:
             if request.given_up is not None and request.task.uncancel() == 0:
                 if stream is not None and stream.finished:  # only the connection's end is missing
@@ -204,13 +182,11 @@ class ServerRequests:
             request.give_up(f"no answer in {self._config.faults.request_timeout_s:g} s")
 
     def give_up(self, server: Server, reason: str) -> None:
-        """Fail the running generations of one server."""
         for request in self._silences.pending():
             if request.server is server:
                 request.give_up(reason)
 
     async def _feed(self, stream: TokenStream, reply: aiohttp.ClientResponse, request: _Request) -> None:
-        """Pass the body on as it arrives; each part restarts the timeout."""
         try:
             async for data in reply.content.iter_any():
                 self._silences.discard(request)
@@ -223,85 +199,60 @@ class ServerRequests:
                 raise
 
     async def info(self, server: Server) -> ServerInfo:
-        """Return what the server reports about itself; an unknown route reports nothing.
-
-        Raises:
-            ErrorReply: If none of its routes answers, with the status of the last.
-            aiohttp.ClientError, TimeoutError, OSError: If it cannot be reached.
-        """
+        """Return what the server reports about itself; an unknown route reports nothing; raises ErrorReply."""
         info, known = ServerInfo(), False
         for path in self.dialect.info_paths:
-            status, body = await self._get(server, path)
+            status, body = await self._send(server, path)
             if status == 200:
                 known = True
                 with contextlib.suppress(orjson.JSONDecodeError):
                     info = info.merged(self.dialect.parse_info(orjson.loads(body)))
-        if not known and (status := (await self._get(server, self.dialect.health_path))[0]) != 200:
+        if not known and (status := (await self._send(server, self.dialect.health_path))[0]) != 200:
             paths = ", ".join((*self.dialect.info_paths, self.dialect.health_path))
             raise ErrorReply(status, f"{server.url} said HTTP {status} to {paths}")
         return info
 
     async def adapters(self, server: Server) -> list[str]:
-        """Return the names of the adapters that runs have loaded into a server."""
-        status, body = await self._get(server, "/v1/models")
+        status, body = await self._send(server, "/v1/models")
         names = [str(model["id"]) for model in orjson.loads(body)["data"]] if status == 200 else []
         return [name for name in names if name.startswith(ADAPTER_PREFIX)]
 
     async def is_healthy(self, server: Server) -> bool:
         """Return whether the health route answers in time; SGLang's takes 20 s to say that it is stuck."""
         try:
-            status, _ = await self._get(server, self.dialect.health_path)
+            status, _ = await self._send(server, self.dialect.health_path)
         except REQUEST_ERRORS:
             return False
         return status < 500
 
-    async def _get(self, server: Server, path: str) -> tuple[int, bytes]:
+    async def _send(
+        self, server: Server, path: str, *, method: str = "GET", body: Any = None, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
         assert self._session is not None, "open() first"
-        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
-        async with self._session.get(server.url + path, allow_redirects=False, timeout=timeout) as reply:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        fields = {} if body is None else {"data": orjson.dumps(body), "headers": _JSON}
+        async with self._session.request(
+            method, server.url + path, allow_redirects=False, timeout=timeout, **fields
+        ) as reply:
             return reply.status, await reply.read()
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Return the reply of a route that belongs to no dialect.
-
-        Raises:
-            ServerError: If it has a status from 300.
-            aiohttp.ClientError, TimeoutError, OSError: If it does not answer in time.
-        """
-        assert self._session is not None, "open() first"
-        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
-        data = None if body is None else orjson.dumps(body)
-        async with self._session.request(
-            method, server.url + path, data=data, headers=_JSON, allow_redirects=False, timeout=timeout
-        ) as reply:
-            text = await reply.read()
-        if reply.status >= 300:
-            raise ServerError(f"{server.url}{path} said HTTP {reply.status}: {_message(text)}")
+        """Return the reply of a route that belongs to no dialect; raises ServerError for a status from 300."""
+        status, text = await self._send(server, path, method=method, body=body)
+        if status >= 300:
+            raise ServerError(f"{server.url}{path} said HTTP {status}: {_message(text)}")
         return text
 
-    async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
-        """Send a request of the control plane.
-
-        Raises:
-            RefusedError: If the server refuses it.
-            aiohttp.ClientError, TimeoutError, OSError: If it does not answer within ``timeout_s``, or has an error.
-        """
-        assert self._session is not None, "open() first"
-        timeout = aiohttp.ClientTimeout(total=timeout_s or CONTROL_TIMEOUT_S)
-        body = orjson.dumps(call.body)
-        async with self._session.post(
-            server.url + call.path, data=body, headers=_JSON, allow_redirects=False, timeout=timeout
-        ) as reply:
-            status, text = reply.status, await reply.read()
+    async def control(self, server: Server, call: ControlCall, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Send a request of the control plane; raises RefusedError if the server refuses it."""
+        status, text = await self._send(server, call.path, method="POST", body=call.body, timeout_s=timeout_s)
         if status != 200:
             kind = OSError if status in (429, 502, 503, 504) else RefusedError
             raise kind(f"{server.url}{call.path} said HTTP {status}: {_message(text)}")
-        try:
-            error = self.dialect.update_error(orjson.loads(text))
-        except orjson.JSONDecodeError:
-            return
-        if error is not None:
-            raise RefusedError(f"{server.url}{call.path}: {error}")
+        with contextlib.suppress(orjson.JSONDecodeError):
+            if (error := self.dialect.update_error(orjson.loads(text))) is not None:
+                raise RefusedError(f"{server.url}{call.path}: {error}")
 
 
 def _check_not_empty(chunk: Chunk) -> None:

@@ -1,15 +1,15 @@
-"""The interface of a server's protocol to the engine client."""
+"""The records that cross between the engine client and a dialect, and the checks that dialects share."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeVar
 
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError
-from areal_lite.models.adapter_shape import AdapterShape
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder, WeightGroup
 
+T = TypeVar("T")
+FINISHES = ("stop", "length", "abort")
 TopLogprobs = list[list[tuple[int, float]]]
 """Per token, ``(id, log-prob)``, best first."""
 
@@ -43,8 +43,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """The new tokens of one event of a stream."""
-
     tokens: list[int]
     logprobs: list[float]
     top_logprobs: TopLogprobs
@@ -83,16 +81,11 @@ class Limits:
     """Newest policy version that any server was given."""
 
     def narrow(self, info: ServerInfo) -> None:
-        """Respect the limits of one more server."""
         self.context_length = min(filter(None, (self.context_length, info.context_length)), default=None)
         self.vocab_size = min(filter(None, (self.vocab_size, info.vocab_size)), default=None)
 
     def check_reply(self, tokens: list[int], versions: list[int], num_tokens: int, budget: int) -> None:
-        """Check the next tokens of an answer, which then has ``num_tokens``.
-
-        Raises:
-            BadResponse: If they exceed the budget, the vocabulary or the newest version.
-        """
+        """Check the next tokens of an answer, which then has ``num_tokens``; raises BadResponse."""
         if num_tokens > budget:
             raise BadResponse(f"{num_tokens} tokens for a request of at most {budget}")
         if self.newest_version is not None and versions and versions[-1] > self.newest_version:
@@ -103,8 +96,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ControlCall:
-    """One request of the control plane."""
-
     path: str
     body: dict[str, Any] = field(default_factory=dict)
 
@@ -116,12 +107,10 @@ class ServerInfo:
     context_length: int | None = None
     vocab_size: int | None = None
     model: str | None = None
-    """Folder or name of the served model."""
     version: int | None = None
     """Version of its weights; 0 before the first update."""
     paused: bool | None = None
     device: str | None = None
-    """``cpu`` or ``cuda``."""
     num_ranks: int | None = None
     """Processes that hold a part of the model."""
 
@@ -131,95 +120,7 @@ class ServerInfo:
         return replace(self, **known)
 
 
-class Dialect(Protocol):
-    """One backend's wire protocol, without any I/O."""
-
-    generate_path: str
-    health_path: str
-    info_paths: tuple[str, ...]
-    """Routes that describe the server; the facts of later ones win."""
-    receives_while_generating: bool
-    """A server takes broadcast weights while it generates, and need pause only to load them."""
-    adapter_variables: dict[str, str]
-    """Environment variables with which a server loads adapters."""
-    keeps_adapter: bool
-    """A request keeps its adapter until it ends, also if it stays on the server over an update."""
-    continues_constraints: bool
-    """A schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
-
-    def generate_body(self, call: GenerationCall) -> dict[str, Any]:
-        """Return the JSON body of one generation.
-
-        Raises:
-            ConfigError: If ``gconfig.extra`` has a parameter that another field sets.
-        """
-
-    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
-        """Return the tokens of a reply; raises BadResponse."""
-
-    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
-        """Return what an event adds to the ``received`` tokens of its stream; None if it is not about tokens.
-
-        Raises:
-            BadResponse: If the event cannot be trusted.
-            ErrorReply: If it reports an error.
-        """
-
-    def parse_info(self, reply: Any) -> ServerInfo:
-        """Parse the reply of one of ``info_paths``; never raises."""
-
-    def abort(self, rid: str) -> ControlCall:
-        """Return the call that aborts one running request, which returns its tokens so far."""
-
-    def pause(self, *, keep: bool = False) -> ControlCall:
-        """Return the call that aborts running requests, which return their tokens so far.
-
-        With ``keep`` they stay on the server instead and continue after :meth:`resume`, with the new weights.
-        """
-
-    def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
-        """Return the calls that load a checkpoint folder."""
-
-    def join_group(self, group: WeightGroup) -> ControlCall:
-        """Return the call with which the server's processes join a process group as the ranks from 1 on."""
-
-    def begin_broadcast(self) -> list[ControlCall]:
-        """Return the calls before the first bucket; refused if an earlier broadcast broke off."""
-
-    def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
-        """Return the call that receives one bucket; ``version`` is the policy version in the last, else None."""
-
-    def end_broadcast(self, version: int) -> list[ControlCall]:
-        """Return the calls after the last bucket."""
-
-    def abandon_broadcast(self) -> list[ControlCall]:
-        """Return the calls that end an earlier broadcast, which broke off."""
-
-    def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
-        """Return the options with which a server loads adapters of this shape."""
-
-    def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
-        """Return the calls that load adapters under a new name."""
-
-    def name_adapter(self, name: str) -> dict[str, Any]:
-        """Return the field of a generation's body that chooses an adapter by its name."""
-
-    def unload_adapter(self, name: str) -> ControlCall:
-        """Return the call that unloads an adapter; it may wait for the requests that use it."""
-
-    def resume(self) -> ControlCall:
-        """Return the call that ends :meth:`pause`."""
-
-    def update_error(self, reply: Any) -> str | None:
-        """Return why a reply with status 200 is a failed update, or None."""
-
-
 def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters with ``gconfig.extra`` added.
-
-    Raises:
-        ConfigError: If both set the same parameter, or ``extra`` asks for several answers.
-    """
     if clash := sorted(extra.keys() & {*sampling, "n"}):
         raise ConfigError(
             f"gconfig.extra sets {clash[0]!r}, which the engine sets itself: remove it from extra and use gconfig's "
@@ -228,41 +129,12 @@ def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any
     return sampling | extra
 
 
-def checked_chunk(
-    tokens: list[int],
-    logprobs: list[float],
-    versions: list[int] | None,
-    finish: str,
-    top_logprobs: TopLogprobs | None = None,
-) -> Chunk:
-    """Check lengths, token ids and log-probs, and return them as a chunk.
-
-    Raises:
-        BadResponse: If a check fails.
-    """
-    _check_tokens(tokens, logprobs, top_logprobs)
-    if finish not in ("stop", "length", "abort"):
+def check_tokens(
+    tokens: list[int], logprobs: list[float], top_logprobs: TopLogprobs | None, finish: str | None, *, ends: bool = True
+) -> None:
+    """Check lengths, token ids, log-probs and the reason of the end, which a stream's event may lack."""
+    if finish not in FINISHES and (ends or finish is not None):
         raise BadResponse(f"the unknown finish reason {finish!r}")
-    return Chunk(tokens, logprobs, versions, finish, top_logprobs or [])  # type: ignore[arg-type]
-
-
-def checked_event(
-    tokens: list[int],
-    logprobs: list[float],
-    top_logprobs: TopLogprobs | None,
-    *,
-    version: int | None,
-    all_versions: list[int] | None,
-    finish: str | None,
-) -> StreamEvent:
-    """Check an event like :func:`checked_chunk`; raises BadResponse."""
-    _check_tokens(tokens, logprobs, top_logprobs)
-    if finish not in ("stop", "length", "abort", None):
-        raise BadResponse(f"the unknown finish reason {finish!r}")
-    return StreamEvent(tokens, logprobs, top_logprobs or [], version, all_versions, finish)  # type: ignore[arg-type]
-
-
-def _check_tokens(tokens: list[int], logprobs: list[float], top_logprobs: TopLogprobs | None) -> None:
     if len(tokens) != len(logprobs):
         raise BadResponse(f"{len(tokens)} tokens, {len(logprobs)} log-probs")
     _check_pairs(tokens, logprobs)
@@ -293,12 +165,14 @@ def check_error_event(event: Any) -> None:
         raise ErrorReply(code if type(code) is int else 500, str(message))
 
 
-def version_number(label: Any) -> int:
-    """Return a server's version label as a policy version; ``default`` is 0.
+def reported(reply: dict[str, Any], name: str, kind: type[T]) -> T | None:
+    """Return a fact that a server reports about itself; None if it is missing or of another type."""
+    value = reply.get(name)
+    return value if isinstance(value, kind) else None
 
-    Raises:
-        BadResponse: If it is neither a number nor ``default``.
-    """
+
+def version_number(label: Any) -> int:
+    """Return a server's version label as a policy version; ``default`` is 0; raises BadResponse."""
     if label == "default":
         return 0
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.generation import CONSTRAINTS, GenerationHyperparameters
 from areal_lite.models.adapter_shape import AdapterShape
@@ -16,14 +16,17 @@ from areal_lite.servers.dialects.dialect import (
     StreamEvent,
     TopLogprobs,
     check_error_event,
-    checked_chunk,
-    checked_event,
+    check_tokens,
+    reported,
     spans_to_versions,
     version_number,
     version_or_none,
     with_extra,
 )
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder, WeightGroup
+from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder
+
+if TYPE_CHECKING:
+    from areal_lite.servers.weights.broadcaster import BroadcastGroup
 
 
 class SGLang:
@@ -39,6 +42,7 @@ class SGLang:
     generate_path = "/generate"
     health_path = "/health"
     info_paths: tuple[str, ...] = ("/server_info", "/model_info")
+    """Routes that describe the server; the facts of later ones win."""
 
     def __init__(self, *, embedded: bool = False) -> None:
         """Speak to SGLang, or to the embedded server, which understands two more fields and loads weights later.
@@ -46,12 +50,15 @@ class SGLang:
         It needs no options for adapters, and has one for all its requests.
         """
         self.adapter_variables: dict[str, str] = {}
+        """Environment variables with which a server loads adapters."""
         self.keeps_adapter = not embedded
+        """A request keeps its adapter until it ends, also if it stays on the server over an update."""
         self.continues_constraints = embedded
+        """A schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
         self.receives_while_generating = embedded
+        """A server takes broadcast weights while it generates, and need pause only to load them."""
 
     def generate_body(self, call: GenerationCall) -> dict[str, Any]:
-        """Return the JSON body of one generation."""
         sampling = _sampling_params(call.gconfig)
         sampling["max_new_tokens"] = call.max_new_tokens
         if call.min_new_tokens:
@@ -93,23 +100,28 @@ class SGLang:
             top = _top_logprobs(meta.get("output_top_logprobs") or []) if top_logprobs else None
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise BadResponse(f"a reply without the fields of /generate ({error!r})") from None
-        return checked_chunk(tokens, logprobs, versions, finish, top)
+        check_tokens(tokens, logprobs, top, finish)
+        return Chunk(tokens, logprobs, versions, finish, top or [])
 
     def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
-        """Return the new tokens of an event, whose lists hold all tokens so far or only the new ones."""
+        """Return what an event adds to the ``received`` tokens of its stream; None if it is not about tokens.
+
+        SGLang's lists hold all tokens so far or only the new ones.
+        """
         check_error_event(event)
         try:
             meta = event["meta_info"]
-            finish = meta["finish_reason"]
-            if finish is not None and finish["type"] == "abort" and finish.get("status_code"):
-                raise ErrorReply(int(finish["status_code"]), str(finish.get("message")))
+            reason = meta["finish_reason"]
+            finish = None if reason is None else reason["type"]
+            if finish == "abort" and reason.get("status_code"):
+                raise ErrorReply(int(reason["status_code"]), str(reason.get("message")))
             total = meta.get("completion_tokens", received)  # a call aborted in the queue has none
             pairs = meta.get("output_token_logprobs") or []
             new = total - received
             if not 0 <= new <= len(pairs):
                 raise BadResponse(f"{len(pairs)} log-probs for {new} new tokens")
             pairs = pairs[len(pairs) - new :]
-            tokens = [pair[1] for pair in pairs]
+            tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
             ids = event.get("output_ids")
             if ids is not None and ids[len(ids) - new :] != tokens:
                 raise BadResponse("output_ids that differ from the ids with log-probs")
@@ -118,14 +130,10 @@ class SGLang:
             if top_logprobs:
                 rows = meta.get("output_top_logprobs") or []
                 top = _top_logprobs(rows[max(0, len(rows) - new) :])
-            return checked_event(
-                tokens,
-                [pair[0] for pair in pairs],
-                top,
-                version=None if label is None else version_number(label),
-                all_versions=spans_to_versions(spans, total) if spans else None,
-                finish=None if finish is None else finish["type"],
-            )
+            check_tokens(tokens, logprobs, top, finish, ends=False)
+            version = None if label is None else version_number(label)
+            all_versions = spans_to_versions(spans, total) if spans else None
+            return StreamEvent(tokens, logprobs, top or [], version, all_versions, finish)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise BadResponse(f"an event without the fields of /generate ({error!r})") from None
 
@@ -135,17 +143,15 @@ class SGLang:
             return ServerInfo()
         # SGLang refuses prompts of max_req_input_len tokens (6 below the context length), also those that only
         # became so long because an aborted answer is continued.
-        windows = [reply.get("context_length"), reply.get("max_req_input_len")]
-        vocab, model, paused = reply.get("vocab_size"), reply.get("model_path"), reply.get("is_paused")
-        device, num_ranks = reply.get("device"), reply.get("tp_size")
+        windows = [reported(reply, name, int) for name in ("context_length", "max_req_input_len")]
         return ServerInfo(
-            min((window for window in windows if isinstance(window, int)), default=None),
-            vocab if isinstance(vocab, int) else None,
-            model if isinstance(model, str) else None,
+            min((window for window in windows if window is not None), default=None),
+            reported(reply, "vocab_size", int),
+            reported(reply, "model_path", str),
             version_or_none(reply.get("weight_version")),
-            paused if isinstance(paused, bool) else None,
-            device if isinstance(device, str) else None,
-            num_ranks if isinstance(num_ranks, int) else None,
+            reported(reply, "is_paused", bool),
+            reported(reply, "device", str),
+            reported(reply, "tp_size", int),
         )
 
     def abort(self, rid: str) -> ControlCall:
@@ -153,7 +159,7 @@ class SGLang:
         return ControlCall("/abort_request", {"rid": rid})
 
     def pause(self, *, keep: bool = False) -> ControlCall:
-        """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
+        """Abort what runs and return its tokens; with ``keep`` it stays, and goes on with the new weights."""
         return ControlCall("/pause_generation", {"mode": "retract" if keep else "abort"})
 
     def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
@@ -161,7 +167,7 @@ class SGLang:
         body = {"model_path": weights.path, "weight_version": str(weights.version), "flush_cache": True}
         return [ControlCall("/update_weights_from_disk", body)]
 
-    def join_group(self, group: WeightGroup) -> ControlCall:
+    def join_group(self, group: BroadcastGroup) -> ControlCall:
         """Join with rank 1 and, with tensor parallelism, the ranks after it."""
         body = {
             "master_address": group.master_address,
@@ -178,7 +184,7 @@ class SGLang:
         return [ControlCall("/begin_weight_update")]
 
     def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
-        """Receive a bucket and load it; the last also drops the prefix cache."""
+        """Receive a bucket and load it; the last one, which has the version, also drops the prefix cache."""
         body = {**bucket.description(), "group_name": group, "flush_cache": version is not None}
         return ControlCall(
             "/update_weights_from_distributed",
@@ -208,7 +214,6 @@ class SGLang:
         return [ControlCall("/load_lora_adapter", body), label_call]
 
     def name_adapter(self, name: str) -> dict[str, Any]:
-        """Return SGLang's field."""
         return {"lora_path": name}
 
     def unload_adapter(self, name: str) -> ControlCall:
@@ -216,18 +221,16 @@ class SGLang:
         return ControlCall("/unload_lora_adapter", {"lora_name": name})
 
     def resume(self) -> ControlCall:
-        """Resume generation."""
         return ControlCall("/continue_generation")
 
     def update_error(self, reply: Any) -> str | None:
-        """Return SGLang's message if ``success`` is false."""
+        """Return why a reply with status 200 is a failed update, or None."""
         if isinstance(reply, dict) and reply.get("success") is False:
             return str(reply.get("message"))
         return None
 
 
 def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
-    """Return the parameters in SGLang's words, without those at their default."""
     sampling: dict[str, Any] = {
         "temperature": gconfig.effective_temperature,
         "skip_special_tokens": gconfig.skip_special_tokens,

@@ -6,8 +6,6 @@ from typing import Any
 
 
 class BadRequest(Exception):
-    """An invalid request, with the HTTP status and JSON body of the answer."""
-
     def __init__(self, body: dict[str, Any], *, status: int = 400) -> None:
         super().__init__(str(body))
         self.body = body

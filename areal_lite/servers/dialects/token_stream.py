@@ -10,15 +10,8 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from areal_lite.servers.dialects.dialect import (
-    BadResponse,
-    Chunk,
-    Dialect,
-    GenerationCall,
-    Limits,
-    StreamEvent,
-    TopLogprobs,
-)
+from areal_lite.servers.dialects import Dialect
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, GenerationCall, Limits, StreamEvent, TopLogprobs
 
 Receiver = Callable[[Sequence[int], Sequence[float]], None]
 
@@ -33,15 +26,6 @@ class TokenStream:
     def __init__(
         self, dialect: Dialect, call: GenerationCall, receive: Receiver, *, version: int, limits: Limits
     ) -> None:
-        """Start an answer.
-
-        Args:
-            dialect: The server's.
-            call: The request.
-            receive: Called with new ids and log-probs.
-            version: Label of tokens whose version the server does not report.
-            limits: Bounds of ids and versions.
-        """
         self._dialect = dialect
         self._call = call
         self._receive = receive
@@ -58,20 +42,13 @@ class TokenStream:
 
     @property
     def finished(self) -> bool:
-        """True once the answer is complete."""
         return self._finish is not None
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes, and pass on the tokens of the events that they complete.
-
-        Raises:
-            BadResponse: If an event cannot be trusted; the tokens before it can.
-            ErrorReply: If the server reports an error.
-            ReceiverError: If the receiver raised.
-        """
+        """Take the next bytes, and pass on the tokens of the events that they complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and not self.finished and (text := line[5:].strip()) != b"[DONE]":

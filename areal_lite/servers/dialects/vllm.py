@@ -7,7 +7,7 @@ after penalties and ``logit_bias`` in the processed mode.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.dialects.dialect import (
@@ -19,18 +19,20 @@ from areal_lite.servers.dialects.dialect import (
     StreamEvent,
     TopLogprobs,
     check_error_event,
-    checked_chunk,
-    checked_event,
+    check_tokens,
+    reported,
     spans_to_versions,
     version_or_none,
     with_extra,
 )
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder, WeightGroup
+from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder
+
+if TYPE_CHECKING:
+    from areal_lite.servers.weights.broadcaster import BroadcastGroup
 
 _MOST_LOGPROBS = 20
 """vLLM's own limit, unless it is started with another."""
 _FINISH = {"repetition": "stop"}
-"""vLLM's finish reasons in our words."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank``."""
 
@@ -83,7 +85,6 @@ class VLLM:
         }
 
     def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
-        """Return the tokens of a reply; raises BadResponse."""
         try:
             choice = reply["choices"][0]
             tokens = list(choice["token_ids"])
@@ -95,7 +96,8 @@ class VLLM:
             top = _top_logprobs(content, top_logprobs) if top_logprobs else None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise BadResponse(f"a reply without the fields of /inference/v1/generate ({error!r})") from None
-        return checked_chunk(tokens, logprobs, versions, finish, top)
+        check_tokens(tokens, logprobs, top, finish)
+        return Chunk(tokens, logprobs, versions, finish, top or [])
 
     def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
         """Return the tokens of an event; one without choices reports the usage."""
@@ -106,34 +108,26 @@ class VLLM:
             choice = event["choices"][0]
             tokens = list(choice["token_ids"] or [])
             content = (choice["logprobs"] or {}).get("content", [])
-            spans, finish = choice.get("weight_versions"), choice["finish_reason"]
-            return checked_event(
-                tokens,
-                [entry["logprob"] for entry in content],
-                _top_logprobs(content, top_logprobs) if top_logprobs else None,
-                version=None,
-                all_versions=spans_to_versions(spans, received + len(tokens)) if spans else None,
-                finish=_FINISH.get(finish, finish),
-            )
+            logprobs = [entry["logprob"] for entry in content]
+            top = _top_logprobs(content, top_logprobs) if top_logprobs else None
+            spans, finish = choice.get("weight_versions"), _FINISH.get(choice["finish_reason"], choice["finish_reason"])
+            check_tokens(tokens, logprobs, top, finish, ends=False)
+            all_versions = spans_to_versions(spans, received + len(tokens)) if spans else None
+            return StreamEvent(tokens, logprobs, top or [], None, all_versions, finish)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise BadResponse(f"an event without the fields of /inference/v1/generate ({error!r})") from None
 
     def parse_info(self, reply: Any) -> ServerInfo:
-        """Return what the server reports: model and window, version, or whether it is paused."""
         if not isinstance(reply, dict):
             return ServerInfo()
-        try:
-            model = reply["data"][0]
-            window, name = model["max_model_len"], model.get("root")
-        except (KeyError, TypeError, IndexError, AttributeError):
-            window = name = None
-        paused, num_ranks = reply.get("is_paused"), reply.get("world_size")
+        models = reply.get("data")
+        model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
         return ServerInfo(
-            context_length=window if isinstance(window, int) else None,
-            model=name if isinstance(name, str) else None,
+            context_length=reported(model, "max_model_len", int),
+            model=reported(model, "root", str),
             version=version_or_none(reply.get("weight_version")),
-            paused=paused if isinstance(paused, bool) else None,
-            num_ranks=num_ranks if isinstance(num_ranks, int) else None,
+            paused=reported(reply, "is_paused", bool),
+            num_ranks=reported(reply, "world_size", int),
         )
 
     def abort(self, rid: str) -> ControlCall:
@@ -141,14 +135,12 @@ class VLLM:
         return ControlCall("/abort_requests", {"request_ids": [f"generate-tokens-{rid}"]})
 
     def pause(self, *, keep: bool = False) -> ControlCall:
-        """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
         return ControlCall("/pause?mode=keep" if keep else "/pause?mode=abort")
 
     def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
-        """Load from disk on every worker, name the version, drop the prefix cache."""
         return [_on_workers("load_checkpoint_dir", weights_path=weights.path), *_name_version(weights.version)]
 
-    def join_group(self, group: WeightGroup) -> ControlCall:
+    def join_group(self, group: BroadcastGroup) -> ControlCall:
         """Join on every worker; vLLM's own transfer engines need GPUs and a flag at its start."""
         return _on_workers(
             "join_weight_group",
@@ -160,7 +152,6 @@ class VLLM:
         )
 
     def begin_broadcast(self) -> list[ControlCall]:
-        """Drop what an earlier broadcast left."""
         return [_on_workers("forget_received_weights")]
 
     def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
@@ -168,12 +159,10 @@ class VLLM:
         return _on_workers("receive_weights", name=group, **bucket.description())
 
     def end_broadcast(self, version: int) -> list[ControlCall]:
-        """Load what was received, name the version, drop the prefix cache."""
         return [_on_workers("load_received_weights"), *_name_version(version)]
 
     def abandon_broadcast(self) -> list[ControlCall]:
-        """Return nothing: an update that broke off has changed nothing."""
-        return []
+        return []  # an update that broke off has changed nothing
 
     def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
         """Return vLLM's options.
@@ -185,22 +174,19 @@ class VLLM:
         return {"enable-lora": True, "max-lora-rank": rank, "max-loras": 4, "max-cpu-loras": 16}
 
     def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
-        """Load the adapters, then name the version; prefix caches are per adapter."""
         return [
             ControlCall("/v1/load_lora_adapter", {"lora_name": name, "lora_path": weights.path}),
             ControlCall("/update_weight_version", {"new_version": str(weights.version)}),
         ]
 
     def name_adapter(self, name: str) -> dict[str, Any]:
-        """Return vLLM's field: an adapter is a model of its own."""
-        return {"model": name}
+        return {"model": name}  # an adapter is a model of its own
 
     def unload_adapter(self, name: str) -> ControlCall:
         """Unload an adapter; its running requests finish."""
         return ControlCall("/v1/unload_lora_adapter", {"lora_name": name})
 
     def resume(self) -> ControlCall:
-        """Resume generation."""
         return ControlCall("/resume")
 
     def update_error(self, reply: Any) -> str | None:

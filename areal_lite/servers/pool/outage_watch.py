@@ -12,12 +12,9 @@ from areal_lite.servers.pool.server_pool import Server
 logger = logging.getLogger(__name__)
 
 OUTAGE_LINE_S = 10.0
-"""Seconds between two lines about an outage."""
 
 
 class OutageWatch:
-    """Reports an outage every 10 s, and ends the waits when patience is over."""
-
     def __init__(self, servers: Sequence[Server], gate: RequestGate, *, patience_s: float) -> None:
         self._servers = servers
         self._gate = gate

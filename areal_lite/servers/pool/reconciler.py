@@ -57,7 +57,6 @@ SILENCE_S = 60.0
 SILENT_PROBES = 2
 """Health probes that a silent server must miss before its requests go elsewhere."""
 START_TIMEOUT_S = 30.0
-"""Seconds a server has to answer at the start."""
 STRAGGLER_S = 30.0
 """Seconds that an update waits at least for other servers once one has it."""
 
@@ -76,15 +75,6 @@ class Reconciler:
         *,
         identity: ModelIdentity | None = None,
     ) -> None:
-        """Start with unknown servers.
-
-        Args:
-            config: Time limits.
-            pool: All servers.
-            requests: Sends the calls.
-            gate: The requests that wait for these servers.
-            identity: The run's model, which servers are compared with.
-        """
         self._config = config
         self._pool = pool
         self._requests = requests
@@ -98,15 +88,8 @@ class Reconciler:
         self._wake = asyncio.Event()
         self._closed = False
 
-    # -- start and end ---------------------------------------------------------------------------
-
     async def open(self) -> None:
-        """Ask every server what it serves, resume it, and start to watch.
-
-        Raises:
-            ServerError: If no server answers.
-            ConfigError: If a server speaks another protocol or serves another model.
-        """
+        """Ask every server what it serves, resume it, and start to watch; raises ServerError or ConfigError."""
         failures = await asyncio.gather(*(self._meet(server) for server in self._pool.servers))
         if all(failures):
             raise ServerError(
@@ -119,7 +102,6 @@ class Reconciler:
         self._own(asyncio.create_task(self._watch()))
 
     async def close(self) -> None:
-        """Stop watching."""
         self._closed = True
         tasks = [*self._tasks.values(), *self._others]
         for task in tasks:
@@ -159,12 +141,7 @@ class Reconciler:
         return last
 
     async def _compare(self, server: Server) -> None:
-        """Compare what a server reports with the run's model, and resume it: it may have been left paused.
-
-        Raises:
-            ConfigError: If it serves another model.
-            ErrorReply, aiohttp.ClientError, TimeoutError, OSError: If it does not answer.
-        """
+        """Compare what a server reports with the run's model, and resume it: it may have been left paused."""
         server.info = await self._requests.info(server)
         self._identity.check(server.url, server.info)
         self._requests.limits.narrow(server.info)
@@ -174,8 +151,6 @@ class Reconciler:
             await self._requests.control(server, self._requests.dialect.resume())
         except RefusedError as error:  # servers that only generate may have no control routes
             logger.debug("%s", error)
-
-    # -- changes of state ------------------------------------------------------------------------
 
     def failed(self, server: Server, reason: str, *, at_once: bool = False) -> None:
         """Count a failure; a server that fails too often rests until it answers a probe."""
@@ -219,7 +194,6 @@ class Reconciler:
             self._repair(server)
 
     async def _bring_back(self, server: Server) -> None:
-        """Return once the server may get requests again."""
         was_down, loader = False, self._loader
         while server.down is not None or server.behind is not None:
             if server.down is not None:
@@ -239,17 +213,12 @@ class Reconciler:
                 self._pool.rest(server, str(error) or type(error).__name__)
         self._gate.server_changed(server)
 
-    # -- updates ---------------------------------------------------------------------------------
-
     async def update_weights(self, weights: PublishedWeights) -> None:
-        """Have every server load ``weights``.
+        """Have every server load ``weights``; raises ServerError.
 
         Running requests are aborted and continue from their tokens under the new weights. Returns once all servers
         that take part have it; one that fails or lags gets no requests until it has caught up in the background. If
         no server can be reached, waits for one as long as ``outage_patience_s``.
-
-        Raises:
-            ServerError: If all servers refused, which keep what they serve, or none came back in time.
         """
         loader, servers = self._loader, self._pool.servers
         take_back = loader.want(weights)
@@ -307,8 +276,6 @@ class Reconciler:
             tasks = list(self._tasks.values())
             await asyncio.wait(tasks, timeout=min(WATCH_S, patience)) if tasks else await asyncio.sleep(0)
 
-    # -- watching --------------------------------------------------------------------------------
-
     async def _watch(self) -> None:
         while True:
             now = time.monotonic()
@@ -344,7 +311,6 @@ def _silent_s(server: Server) -> float:
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException | None:
-    """Return why a load has not succeeded."""
     if not task.done():
         return TimeoutError("it takes far longer than on other servers")
     return asyncio.CancelledError() if task.cancelled() else task.exception()

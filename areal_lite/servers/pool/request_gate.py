@@ -25,15 +25,8 @@ class RequestGate:
     """Holds generations back, and lets them through to the servers of ``pool``."""
 
     def __init__(self, pool: ServerPool, *, on_outage: Callable[[ServerError], None] | None = None) -> None:
-        """Start open.
-
-        Args:
-            pool: Receivers of generations: the servers, or the router alone.
-            on_outage: Called when no server has been healthy for ``outage_patience_s``.
-        """
         self.pool = pool
         self.running = 0
-        """Model calls that have not returned."""
         self.holds = 0
         self.servers_changed = asyncio.Event()
         """Set when a server behind a router fails or is back; the router's watch clears it."""
@@ -47,22 +40,17 @@ class RequestGate:
 
     @property
     def is_waiting(self) -> bool:
-        """True while there are model calls that a server should be answering."""
         return self.running > 0 and not self.holds
 
     def must_stay(self, server: Server) -> bool:
         """Return whether a server runs an answer that it could not continue after an abort."""
         return (self.pool.servers[0] if self._routed else server).staying > 0
 
-    # -- holds -----------------------------------------------------------------------------------
-
     def hold(self) -> None:
-        """Send no generation until :meth:`release`; holds nest."""
         self.holds += 1
         self._released.clear()
 
     def release(self) -> None:
-        """End one :meth:`hold`."""
         self.holds -= 1
         if self.holds == 0:
             self._released.set()
@@ -85,14 +73,8 @@ class RequestGate:
         while self.holds:
             await self._released.wait()
 
-    # -- waiting for a server --------------------------------------------------------------------
-
     async def until_usable(self) -> None:
-        """Wait until a server may take a request.
-
-        Raises:
-            ServerError: If none has been healthy for ``outage_patience_s``.
-        """
+        """Wait until a server may take a request; raises ServerError."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:
@@ -112,14 +94,12 @@ class RequestGate:
                 return
 
     def wake_for(self, server: Server) -> None:
-        """Wake as many requests as the server has room for."""
         if not self._waiting:  # the usual end of a request
             return
         for _ in range(int(min(len(self._waiting), max(0, server.capacity - server.outstanding)))):
             self.wake_one()
 
     def wake_all(self) -> None:
-        """Wake all waiting requests."""
         for _ in range(len(self._waiting)):
             self.wake_one()
 

@@ -29,7 +29,6 @@ MAX_REST_S = 30.0
 SUCCESSES_TO_GROW = 50
 """Answers after which a server that said HTTP 429 may run one more request."""
 MAX_REPORTED = 32
-"""Servers with metrics of their own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +52,6 @@ class Server:
     behind: str | None = None
     """Why its weights are outdated; such a server gets no requests until it has the newest."""
     said: str = "up"
-    """The state that was logged last."""
     slow: bool = False
     """It has been silent for long, but answers its health route."""
     capacity: float = math.inf
@@ -61,19 +59,14 @@ class Server:
     limit: float = math.inf
     """Requests it may run at once while it is healthy: halved by HTTP 429, grown by answers."""
     waits: int = 0
-    """Running waits for its Retry-After."""
     limited_at: float = 0.0
     unhealthy: bool = False
     """It has given no answer since it failed, was down, behind, or said HTTP 429."""
     failures: int = 0
-    """Failures in a row."""
     last_failure: str = ""
     openings: int = 0
-    """Rests in a row."""
     rest_s: float = 0.0
-    """Seconds to rest before the next probe."""
     bad_replies: int = 0
-    """Replies that could not be trusted."""
 
     outstanding: int = 0
     load: int = 0
@@ -85,17 +78,14 @@ class Server:
     busy_since: float = 0.0
     """Time from which it has had outstanding requests."""
     heard: float = 0.0
-    """Time of its last answer or streamed token."""
     requests: int = 0
     tokens: int = 0
     failed_requests: int = 0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=512))
     entry: tuple[int, int, int] | None = None
-    """Its entry in the pool's heap."""
 
     @property
     def usable(self) -> bool:
-        """True if it takes one more request."""
         return self.outstanding < self.capacity
 
     @property
@@ -108,7 +98,6 @@ class Server:
         return self.said if self.trial else "slow" if self.slow else "up"
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures since the start, and quantiles of the last 512 latencies."""
         latencies = sorted(self.latencies) or [0.0]
         return {
             "up": float(self.state in ("up", "slow")),
@@ -138,8 +127,6 @@ class ServerPool:
         self._orders = itertools.count()
         for server in self.servers:
             self._push(server)
-
-    # -- routing ---------------------------------------------------------------------------------
 
     def pick(self, *, preferred: Server | None = None, avoid: Sequence[Server] = ()) -> Server | None:
         """Return the server for a request; None if no server takes one.
@@ -190,13 +177,6 @@ class ServerPool:
     def start(
         self, server: Server, tokens: int, now: float, *, adapter: str | None = None, stays: bool = False
     ) -> None:
-        """Count a request that is sent to a server.
-
-        Args:
-            tokens: Of its prompt and its budget.
-            adapter: The adapter that it uses.
-            stays: Whether its answer could not be continued after an abort.
-        """
         if not server.outstanding:
             server.busy_since = now
         server.outstanding += 1
@@ -207,7 +187,6 @@ class ServerPool:
             server.adapters_in_use[adapter] += 1
 
     def end(self, server: Server, tokens: int, *, adapter: str | None = None, stays: bool = False) -> None:
-        """Count the end of a request that was started with the same arguments."""
         server.outstanding -= 1
         server.load -= tokens
         server.staying -= stays
@@ -217,8 +196,6 @@ class ServerPool:
                 del server.adapters_in_use[adapter]
         if server.usable if server.entry is None else server.load < server.entry[0]:
             self._push(server)
-
-    # -- states ----------------------------------------------------------------------------------
 
     def succeeded(self, server: Server, tokens: int, latency_s: float, now: float) -> None:
         """Count an answer; it closes the breaker and grows a lowered limit."""
@@ -232,7 +209,6 @@ class ServerPool:
             self._refresh(server)
 
     def recovered(self, server: Server) -> None:
-        """Record that a server that is neither down nor behind is healthy."""
         server.unhealthy = server.trial = server.slow = False
         server.failures = server.openings = 0
         self._refresh(server, "it answers again")
@@ -271,12 +247,10 @@ class ServerPool:
         self._refresh(server)
 
     def caught_up(self, server: Server) -> None:
-        """Record that a server that is not down has the newest weights."""
         server.behind = None
         self._refresh(server, f"it has version {server.version}")
 
     def set_slow(self, server: Server, reason: str) -> None:
-        """Record that a server has been silent for long; it still gets requests."""
         server.slow = server.unhealthy = True
         self._refresh(server, reason)
 
@@ -304,7 +278,6 @@ class ServerPool:
             logger.warning("server %s is %s: %s", server.url, "back" if server.said == "up" else server.said, reason)
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the first 32 servers as ``INDEX/NAME``."""
         return {
             f"{server.index}/{name}": value
             for server in self.servers[:MAX_REPORTED]

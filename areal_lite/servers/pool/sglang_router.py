@@ -46,10 +46,6 @@ async def servers_behind(config: InferenceEngineConfig) -> InferenceEngineConfig
     """Return the config with the servers of a router that ``addresses`` names, and the router as ``router``.
 
     An address of the backend sglang is a router if it lists workers; other configs come back as they are.
-
-    Raises:
-        ConfigError: If the router is not the only address, or has servers that cannot be used.
-        ServerError: If it lists no server in time.
     """
     if config.backend != "sglang" or config.router is not None:
         return config
@@ -99,7 +95,6 @@ async def _workers_of(session: aiohttp.ClientSession, url: str) -> list[dict[str
 
 
 def _worker_url(router: str, worker: dict[str, Any]) -> str:
-    """Return the URL of a worker that can be used alone, by HTTP."""
     url, kind = str(worker.get("url")), worker.get("worker_type", "regular")
     if kind != "regular" or not url.startswith(("http://", "https://")):
         raise ConfigError(
@@ -127,7 +122,6 @@ class Router:
         reconciler: Reconciler,
         gate: RequestGate,
     ) -> None:
-        """Describe the router of a checked config; the pool of ``gate`` is :func:`router_pool`."""
         self.pool = gate.pool
         """The router alone, as the server of every generation."""
         self._target = self.pool.servers[0]
@@ -143,12 +137,7 @@ class Router:
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Give the router our servers, and return once it has one that answers.
-
-        Raises:
-            ServerError: If it does not answer in time.
-            ConfigError: If it has servers that are not ours.
-        """
+        """Give the router our servers, and return once it has one that answers; raises ServerError or ConfigError."""
         ours = {server.url for server in self._servers.servers}
         last = "it does not list all servers of rollout.addresses"
         with contextlib.suppress(TimeoutError):
@@ -169,7 +158,6 @@ class Router:
         raise ServerError(f"the router at {self._target.url} is not ready: {last}. Is it up, and is it sglang-router?")
 
     async def close(self) -> None:
-        """Stop watching."""
         tasks = [task for task in (self._watching, self._examination) if task is not None]
         for task in tasks:
             task.cancel()
@@ -177,16 +165,12 @@ class Router:
             await asyncio.wait(tasks, timeout=1.0)
 
     def check_fields(self, body: dict[str, Any]) -> None:
-        """Raise ConfigError if the router would drop a sampling parameter."""
         if dropped := sorted(body["sampling_params"].keys() - _PASSED_ON):
             raise ConfigError(
                 f"sglang-router does not pass on the sampling parameter {dropped[0]!r}: leave it out, or use no router"
             )
 
-    # -- as the keeper of the router's own state -----------------------------------------------------
-
     def failed(self, _: Server, reason: str, *, at_once: bool = False) -> None:
-        """Count a failure of the router."""
         self.pool.failed(self._target, reason, at_once=at_once)
         self._gate.servers_changed.set()
 
@@ -217,15 +201,8 @@ class Router:
             await self.sync()
         return bad
 
-    # -- the list ------------------------------------------------------------------------------------
-
     async def sync(self) -> bool:
-        """Make the router's list of servers ours; return whether it has one that answers.
-
-        Raises:
-            ServerError: If the router refuses.
-            aiohttp.ClientError, TimeoutError, OSError: If it does not answer.
-        """
+        """Make the router's list of servers ours; return whether it has one that answers; raises ServerError."""
         async with self._lock:
             listed = await self._listed()
             serving = {server.url for server in self._serving()}

@@ -17,11 +17,11 @@ from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
 from areal_lite.servers.programs.embedded_settings import (
     check_model_path,
+    check_port,
     check_text_model,
     cpu_threads,
     server_config,
 )
-from areal_lite.servers.programs.ports import check_port
 
 EMBEDDED_PROGRAM = "areal_lite.embedded"
 
@@ -31,13 +31,10 @@ class EmbeddedProcess:
     """How the child process of an embedded server is started."""
 
     name: str = "the embedded server"
-    """Its name in messages."""
     program: str = EMBEDDED_PROGRAM
     """Module that it runs, which takes the arguments of :mod:`areal_lite.embedded`."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Further environment variables."""
     start_timeout_s: float = 600.0
-    """Seconds in which it must be ready."""
 
 
 class EmbeddedServer(ServerProcess):
@@ -76,13 +73,9 @@ class EmbeddedServer(ServerProcess):
             ConfigError: If a setting is unknown or out of range, or model or port cannot be used.
         """
         self._process = process or EmbeddedProcess()
-        super().__init__(
-            self._process.name,
-            model_path=model_path,
-            weight_version=weight_version,
-            log_path=log_path,
-            start_timeout_s=self._process.start_timeout_s,
-        )
+        super().__init__(self._process.name, log_path=log_path, start_timeout_s=self._process.start_timeout_s)
+        self.model_path = model_path
+        self.weight_version = weight_version
         self.config = server_config(**settings)
         self.seed = seed
         self.deterministic = deterministic
@@ -144,7 +137,6 @@ class EmbeddedServer(ServerProcess):
         ]
 
     def _environment(self) -> dict[str, str]:
-        """Return the child's environment: threads that wait sleep soon, and this package can be imported."""
         threads = str(cpu_threads(self.config))
         package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
         variables = os.environ | self._process.variables

@@ -1,9 +1,12 @@
-"""Checks of server settings that need no torch, so bad ones fail before a process starts."""
+"""Checks of server settings and ports that need no torch, so bad ones fail before a process starts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
+import socket
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +19,10 @@ from areal_lite.files.hub_name import check_hub_name, is_hub_name
 from areal_lite.files.model_folder import read_checkpoint_header
 
 C = TypeVar("C", bound=EmbeddedServerConfig)
+_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
 def server_config(**settings: Any) -> EmbeddedServerConfig:
-    """Build the settings of one embedded server from field names and values."""
     return checked_settings(EmbeddedServerConfig, settings)
 
 
@@ -48,16 +51,7 @@ def cpu_threads(config: EmbeddedServerConfig) -> int:
 
 
 def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer: bool = True) -> None:
-    """Check that a model directory can be loaded, or that the Hugging Face Hub or its cache has the name.
-
-    Args:
-        key: Config key the path comes from, for error texts.
-        has_tokenizer: Whether the directory must hold a tokenizer, too.
-
-    Raises:
-        ConfigError: If the path is neither a directory nor a name on the Hub, lacks config.json, tokenizer or weights,
-            or its weights are cut off.
-    """
+    """Check that a model directory can be loaded, or that the Hugging Face Hub or its cache has the name."""
     path = Path(model_path).expanduser()
     if not path.is_dir():
         if not is_hub_name(model_path):
@@ -83,11 +77,7 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
 
 
 def check_text_model(model_path: str) -> None:
-    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked.
-
-    Raises:
-        ConfigError: If its config.json has a vision part.
-    """
+    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked."""
     try:
         config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -97,3 +87,30 @@ def check_text_model(model_path: str) -> None:
             f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: trainer and "
             "embedded server take models of text only. Use the text model of the same family."
         )
+
+
+def check_port(host: str, port: int) -> None:
+    if (reason := _fault(host, port)) is not None:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({reason}): stop the process that uses the port, choose another, or use "
+            "port 0 to take a free one."
+        )
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _fault(host, port) is None)
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
+        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}: set server.port")
+    return ports
+
+
+def _fault(host: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None

@@ -20,11 +20,12 @@ from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ArealLiteError, ServerError
 from areal_lite.processes.server_process import ServerProcess, cause_of_death
 from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProcess, EmbeddedServer
-from areal_lite.servers.programs.router_program import RouterProgram, check_router_program
-from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_program import (
+    RouterProgram,
+    ServedModel,
     ServerProgram,
     check_program,
+    check_router_program,
     gpu_groups,
     server_ports,
 )
@@ -84,7 +85,6 @@ def make_servers(
 
 
 def make_router(config: ServerConfig, log_dir: Path) -> list[ServerProcess]:
-    """Return the router of a checked config, not yet started; empty without one."""
     return [RouterProgram(config, log_path=log_dir / "router.log")] if config.router else []
 
 
@@ -104,11 +104,9 @@ class ServerGroup:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the servers; they stay the same."""
         return [server.address for server in self._servers]
 
     def __enter__(self) -> Self:
-        """Start all servers, and return once each answers requests."""
         if self._servers:
             logger.info("starting %s", ", ".join(server.name for server in self._servers))
         try:
@@ -142,8 +140,6 @@ class ServerGroup:
         for server in self._servers:
             server.stop()
 
-    # -- the run's side --------------------------------------------------------------------------
-
     def attach(self, engine: RemoteInfEngine | None) -> None:
         """End the calls of this engine if the group fails."""
         with self._changed:
@@ -152,13 +148,10 @@ class ServerGroup:
                 engine.fail(self._failure)
 
     def wait_for_failure(self) -> NoReturn:
-        """Block until the group has failed, and raise its error."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure)
             assert self._failure is not None
             raise self._failure
-
-    # -- watching --------------------------------------------------------------------------------
 
     def _watch(self, server: ServerProcess) -> None:
         """Restart a server whenever it ends; runs in a thread of its own."""

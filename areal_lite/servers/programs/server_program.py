@@ -1,4 +1,4 @@
-"""SGLang and vLLM as child processes: their command lines, their environment, and when they are ready."""
+"""SGLang, vLLM and sglang-router as child processes: command lines, environment, and when they are ready."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.dialects.dialect import BadResponse, GenerationCall
-from areal_lite.servers.programs.ports import check_port, free_ports
-from areal_lite.servers.programs.served_model import ServedModel
+from areal_lite.servers.programs.embedded_settings import check_port, free_ports
 
 Backend = Literal["sglang", "vllm"]
 
@@ -46,8 +46,23 @@ _OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "SGLANG_RETURN
 _OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)")
 """Variables of the trainers, which a server would take for its own."""
 _TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
-_PROBE_SECONDS = 0.2
 _PROBE_TOKENS = 4
+_ROUTER = "sglang_router"
+_NO_TIMEOUT_S = 10**6
+"""The engine has its own timeouts; one of the router would end long answers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A model, and how servers sample from it; the same for all servers of a run."""
+
+    model_path: str
+    seed: int = 0
+    deterministic: bool = False
+    """The bits of an answer depend on its request and the weights only; the embedded server can do it."""
+    weight_version: str = "0"
+    adapters: AdapterShape | None = None
+    """Shape of the adapters that SGLang and vLLM must be able to load; the embedded server loads any."""
 
 
 class ServerProgram(ServerProcess):
@@ -63,23 +78,7 @@ class ServerProgram(ServerProcess):
         gpus: str | None,
         log_path: Path,
     ) -> None:
-        """Describe the server; :func:`check_program` has checked the config.
-
-        Args:
-            name: Its name in messages.
-            config: Program, its options and its environment.
-            model: The model that it serves.
-            port: Port to listen on.
-            gpus: Value of CUDA_VISIBLE_DEVICES; None leaves it.
-            log_path: File to append its output to.
-        """
-        super().__init__(
-            name,
-            model_path=model.model_path,
-            weight_version=model.weight_version,
-            log_path=log_path,
-            start_timeout_s=config.start_timeout_s,
-        )
+        super().__init__(name, log_path=log_path, start_timeout_s=config.start_timeout_s)
         assert config.backend in ("sglang", "vllm")
         self._backend: Backend = config.backend
         self._config = config
@@ -121,35 +120,52 @@ class ServerProgram(ServerProcess):
             variables["PYTHONPATH"] = os.pathsep.join(path)
         return variables
 
-    def _wait_for_answer(self, deadline: float) -> str | None:
+    def _answers(self, timeout_s: float) -> str | None:
         address = f"http://{self._config.host}:{self._port}"
-        while (left_s := deadline - time.monotonic()) > 0 and self.wait(min(left_s, _PROBE_SECONDS)) is None:
-            if self._generates(address, timeout_s=max(1.0, deadline - time.monotonic())):
-                return address
-        return None
-
-    def _generates(self, address: str, *, timeout_s: float) -> bool:
-        """Return whether the server answers a prompt of a few tokens with tokens and log-probs."""
         dialect = dialect_of(self._backend)
         gconfig = GenerationHyperparameters(greedy=True, ignore_eos=True)
         rid = uuid.uuid4().hex
         call = GenerationCall(input_ids=[1, 2, 3], gconfig=gconfig, rid=rid, max_new_tokens=_PROBE_TOKENS)
         try:
-            reply = _post(address + dialect.generate_path, dialect.generate_body(call), timeout_s)
+            reply = _ask(address + dialect.generate_path, dialect.generate_body(call), timeout_s)
             chunk = dialect.parse_generate(reply)
             if self._backend == "vllm":  # it has no flag for it
-                _post(f"{address}/update_weight_version", {"new_version": self.weight_version}, timeout_s)
+                _ask(f"{address}/update_weight_version", {"new_version": self._model.weight_version}, timeout_s)
         except (OSError, http.client.HTTPException, ValueError, BadResponse):
-            return False
-        return len(chunk.tokens) == _PROBE_TOKENS
+            return None
+        return address if len(chunk.tokens) == _PROBE_TOKENS else None
+
+
+class RouterProgram(ServerProcess):
+    """An sglang-router without servers; the engine gives it those that serve the newest weights.
+
+    It keeps an episode on one server, a new episode on that with the fewest, and tries nothing again itself.
+    """
+
+    def __init__(self, config: ServerConfig, *, log_path: Path) -> None:
+        super().__init__("the sglang-router", log_path=log_path, start_timeout_s=config.start_timeout_s)
+        self._config = config
+        self._port, self._metrics_port = free_ports(config.host, 2)
+
+    def _launch(self, output: IO[bytes]) -> ChildProcess:
+        host = self._config.host
+        command = [interpreter(self._config), "-m", f"{_ROUTER}.launch_router", f"--host={host}"]
+        command += [f"--port={self._port}", f"--prometheus-host={host}", f"--prometheus-port={self._metrics_port}"]
+        command += ["--policy=manual", "--assignment-mode=min_load", "--disable-retries", "--disable-circuit-breaker"]
+        command += [f"--request-timeout-secs={_NO_TIMEOUT_S}", "--shutdown-grace-period-secs=1", "--log-level=warn"]
+        return ChildProcess(command, environment=os.environ | self._config.env, output=output)
+
+    def _answers(self, timeout_s: float) -> str | None:
+        address = f"http://{self._config.host}:{self._port}"
+        try:
+            _ask(f"{address}/workers", None, timeout_s)
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
+        return address
 
 
 def check_program(config: ServerConfig, backend: Backend) -> None:
-    """Check before anything starts that SGLang or vLLM is installed and its settings are possible.
-
-    Raises:
-        ConfigError: Naming the setting.
-    """
+    """Check before anything starts that SGLang or vLLM is installed and its settings are possible."""
     for name in config.args:
         flag = _flag(name).removeprefix("no-")
         if key := _OWN_KEYS.get(flag):
@@ -161,29 +177,40 @@ def check_program(config: ServerConfig, backend: Backend) -> None:
             raise ConfigError(f"server.env sets {name}, which the engine sets itself: remove it")
     for port in server_ports(config):
         check_port(config.host, port)
-    python = interpreter(config)
-    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({backend!r}) is None)"
-    try:
-        missing = subprocess.run([python, "-c", look], env=os.environ | config.env, timeout=60).returncode
-    except OSError as error:
-        raise ConfigError(
-            f"server.python is {python!r}, which cannot be run ({error.strerror}): give the interpreter of an "
-            f"environment with {backend}, such as venv/bin/python"
-        ) from None
-    if missing:
+    if not _is_installed(config, backend):
+        python = interpreter(config)
         raise ConfigError(
             f"server.backend is {backend}, which is not installed for {python}: run `{python} -m pip install "
             f"{backend}`, or set server.python to the interpreter of an environment that has it"
         )
 
 
+def check_router_program(config: ServerConfig) -> None:
+    """Check before anything starts that sglang-router is installed, if ``server.router`` is set; raises ConfigError."""
+    if config.router and not _is_installed(config, _ROUTER):
+        python = interpreter(config)
+        raise ConfigError(
+            f"server.router is true, and sglang-router is not installed for {python}: run `{python} -m pip install "
+            "sglang-router`"
+        )
+
+
+def _is_installed(config: ServerConfig, module: str) -> bool:
+    python = interpreter(config)
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        return not subprocess.run([python, "-c", look], env=os.environ | config.env, timeout=60).returncode
+    except OSError as error:
+        raise ConfigError(
+            f"server.python is {python!r}, which cannot be run ({error.strerror}): give the interpreter of an "
+            f"environment with {config.backend}, such as venv/bin/python"
+        ) from None
+
+
 def gpu_groups(config: ServerConfig) -> list[str] | list[None]:
     """Return CUDA_VISIBLE_DEVICES of each replica: groups of its tensor parallel size, the last GPUs of the machine.
 
     None for each on a machine without GPUs.
-
-    Raises:
-        ConfigError: If there are fewer GPUs.
     """
     gpus = [] if config.device == "cpu" else visible_gpus()
     if not gpus:
@@ -212,16 +239,11 @@ def visible_gpus() -> list[str]:
 
 
 def interpreter(config: ServerConfig) -> str:
-    """Return the interpreter of SGLang or vLLM."""
     return config.python or sys.executable
 
 
 def server_ports(config: ServerConfig) -> list[int]:
-    """Return the port of each replica: from ``server.port`` on, or free ones.
-
-    Raises:
-        ConfigError: If there are not enough.
-    """
+    """Return the port of each replica: from ``server.port`` on, or free ones; raises ConfigError."""
     if config.port:
         return list(range(config.port, config.port + config.replicas))
     return free_ports(config.host, config.replicas)
@@ -255,7 +277,6 @@ def _flag(name: str) -> str:
 
 
 def _words(name: str, value: Any, backend: Backend) -> list[str]:
-    """Return one option as it stands on the command line."""
     if value is True:
         return [f"--{name}"]
     if value is False:
@@ -267,8 +288,9 @@ def _words(name: str, value: Any, backend: Backend) -> list[str]:
     return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
 
 
-def _post(url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+def _ask(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(request, timeout=timeout_s) as reply:
         content = reply.read()

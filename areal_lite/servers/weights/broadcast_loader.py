@@ -20,14 +20,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import RefusedError, ServerRequests
-from areal_lite.servers.dialects.dialect import ControlCall, Dialect
+from areal_lite.servers.dialects import Dialect
+from areal_lite.servers.dialects.dialect import ControlCall
 from areal_lite.servers.pool.server_pool import Server
-from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket, WeightGroup
+from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
+
+if TYPE_CHECKING:
+    from areal_lite.servers.weights.broadcaster import BroadcastGroup
 
 T = TypeVar("T")
 Paused = Callable[[], AbstractAsyncContextManager[None]]
@@ -41,15 +45,10 @@ class BroadcastLoader:
         self._requests = requests
         self._dialect = dialect
         self._timeout_s = timeout_s
-        self._groups: dict[Server, WeightGroup] = {}
+        self._groups: dict[Server, BroadcastGroup] = {}
 
     async def load(self, server: Server, weights: WeightBroadcast, paused: Paused) -> None:
-        """Broadcast ``weights`` to a server, which generates meanwhile if it can; ``paused`` pauses it.
-
-        Raises:
-            RefusedError: If the server refused them and keeps what it has.
-            ServerError, aiohttp.ClientError, TimeoutError, OSError: If the broadcast failed.
-        """
+        """Broadcast ``weights`` to a server, which generates meanwhile if it can; ``paused`` pauses it."""
         if server in self._groups:
             with contextlib.suppress(RefusedError, OSError):  # the server may have restarted since the last update
                 return await self._broadcast(server, weights, paused)
@@ -62,7 +61,6 @@ class BroadcastLoader:
             group.close()
 
     def close(self) -> None:
-        """Close all groups."""
         for server in list(self._groups):
             self.drop(server)
 
@@ -129,7 +127,7 @@ class BroadcastLoader:
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-def _sending(group: WeightGroup, bucket: WeightBucket) -> Callable[[], None]:
+def _sending(group: BroadcastGroup, bucket: WeightBucket) -> Callable[[], None]:
     return lambda: group.send(bucket)
 
 

@@ -56,7 +56,6 @@ class WeightBroadcaster:
         return group
 
     def close(self) -> None:
-        """Leave all groups; returns within seconds, also if a server hangs."""
         with self._lock:
             for group in self._groups:
                 group.close()
@@ -65,15 +64,13 @@ class WeightBroadcaster:
 
 
 class BroadcastGroup:
-    """The trainer's end of a process group with one server."""
+    """The trainer's end, rank 0, of a process group with one server; methods block, from any thread."""
 
     def __init__(self, address: str, *, size: int, backend: Backend, device: torch.device) -> None:
-        """Listen at ``address`` for the server's processes."""
         self.name = f"areal-lite-{uuid.uuid4().hex[:12]}"
         self.master_address = address
         self.size = size
-        self.backend: str = backend
-        self._backend = backend
+        self.backend = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
@@ -91,11 +88,7 @@ class BroadcastGroup:
         return self._closed.is_set()
 
     def join(self) -> None:
-        """Return once the server's processes have joined.
-
-        Raises:
-            OSError: If they do not in time, or the group was closed.
-        """
+        """Return once the server's processes have joined; raises OSError."""
         with self._working():
             deadline = time.monotonic() + JOIN_TIMEOUT_S
             while not self.closed and not self._store.num_keys():  # a server writes its first key when it connects
@@ -105,17 +98,12 @@ class BroadcastGroup:
             self._check_open()
             try:
                 self._group = join_group(
-                    self.name, self._store, rank=0, size=self.size, backend=self._backend, timeout_s=JOIN_TIMEOUT_S
+                    self.name, self._store, rank=0, size=self.size, backend=self.backend, timeout_s=JOIN_TIMEOUT_S
                 )
             except RuntimeError as error:
                 raise OSError(f"joining the process group failed: {_first_line(error)}") from error
 
     def send(self, bucket: WeightBucket) -> None:
-        """Send the tensors of ``bucket``, one by one.
-
-        Raises:
-            OSError: If the server is gone or takes nothing, or the group was closed.
-        """
         with self._working():
             for tensor in bucket.tensors.values():
                 self._check_open()
@@ -158,7 +146,6 @@ class BroadcastGroup:
 
 
 def _own_address(host: str) -> str:
-    """Return the address of this machine from which ``host`` is reached."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing

@@ -32,7 +32,6 @@ def open_store(address: str, port: int, size: int, *, timeout_s: float, listener
 
 
 def join_group(name: str, store: Any, *, rank: int, size: int, backend: Backend, timeout_s: float) -> Any:
-    """Return the process group once all ranks have joined."""
     device = "cuda" if backend == "nccl" else "cpu"
     for prefix in (name, f"{name}/", f"{device}/"):
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
@@ -45,11 +44,7 @@ def join_group(name: str, store: Any, *, rank: int, size: int, backend: Backend,
 
 
 def broadcast(group: Any, tensor: Tensor, *, stall_s: float = STALL_S) -> None:
-    """Send ``tensor`` on rank 0, or receive it into ``tensor``; blocks.
-
-    Raises:
-        RuntimeError: If the other end is gone, or silent for ``stall_s``.
-    """
+    """Send ``tensor`` on rank 0, or receive it into ``tensor``; blocks; raises RuntimeError."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.timeout = timedelta(seconds=stall_s + tensor.nbytes / _SLOWEST_BYTES_PER_S)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.models.adapter_shape import AdapterShape
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from areal_lite.servers.weights.broadcaster import WeightBroadcaster
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class WeightBroadcast:
 
     version: int
     buckets: Sequence[WeightBucket]
-    sender: WeightSender
+    sender: WeightBroadcaster
 
     def __str__(self) -> str:
         return f"policy version {self.version} by broadcast"
@@ -51,32 +53,6 @@ class WeightBucket:
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()],
             "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
         }
-
-
-class WeightSender(Protocol):
-    """Opens the trainer's end of process groups."""
-
-    def open_group(self, host: str, *, num_ranks: int, device: str | None) -> WeightGroup:
-        """Open a group for the server at ``host``, with ``num_ranks`` processes on ``device`` (None: the trainer's)."""
-
-
-class WeightGroup(Protocol):
-    """The trainer's end, rank 0, of a process group with one server; methods block, from any thread."""
-
-    name: str
-    master_address: str
-    master_port: int
-    size: int
-    backend: str
-
-    def join(self) -> None:
-        """Return once the server's processes have joined; raises OSError if they do not in time."""
-
-    def send(self, bucket: WeightBucket) -> None:
-        """Send one bucket; raises OSError if the server is gone or takes nothing."""
-
-    def close(self) -> None:
-        """Leave the group; ``join`` and ``send`` in other threads end soon."""
 
 
 @dataclass(frozen=True, slots=True)

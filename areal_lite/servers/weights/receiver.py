@@ -15,7 +15,6 @@ from areal_lite.servers.dialects.sglang_errors import wrong_type
 from areal_lite.servers.weights.process_group import JOIN_TIMEOUT_S, broadcast, join_group, open_store
 
 _SILENCE_S = 60.0
-"""Seconds without a tensor after which receiving fails."""
 
 
 class WeightReceiver:
@@ -23,18 +22,12 @@ class WeightReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self.received: dict[str, Tensor] | None = None
-        """None while no update is open."""
         self.version: str | None = None
         self._device = device
         self._groups: dict[str, tuple[Any, torch.device]] = {}
 
     def join(self, fields: dict[str, Any]) -> None:
-        """Join the group that ``/init_weights_update_group`` describes.
-
-        Raises:
-            BadRequest: If a field is missing or has a wrong type.
-            ServerError: If the trainer does not answer.
-        """
+        """Join the group that ``/init_weights_update_group`` describes; raises BadRequest or ServerError."""
         address, name, backend = (_field(fields, key, str) for key in ("master_address", "group_name", "backend"))
         port, rank, size = (_field(fields, key, int) for key in ("master_port", "rank_offset", "world_size"))
         if backend not in ("gloo", "nccl"):
@@ -47,23 +40,16 @@ class WeightReceiver:
         self._groups = {name: (group, self._device if backend == "nccl" else torch.device("cpu"))}  # the newest only
 
     def leave(self, name: str) -> None:
-        """Leave a group; raises ServerError if there is none of this name."""
         if self._groups.pop(name, None) is None:
             raise ServerError("The group to be destroyed does not exist.")
 
     def begin(self) -> None:
-        """Open an update; raises ServerError if one is open."""
         if self.received is not None:
             raise ServerError("a weight-update session is already open; call end_weight_update() first")
         self.received, self.version = {}, None
 
     def receive(self, fields: dict[str, Any]) -> None:
-        """Receive the tensors that ``/update_weights_from_distributed`` names, into memory of the CPU.
-
-        Raises:
-            BadRequest: If a field is missing or has a wrong type.
-            ServerError: If no update is open, the group is unknown, or the trainer is gone or silent.
-        """
+        """Receive the tensors that ``/update_weights_from_distributed`` names, into memory of the CPU."""
         names, dtypes, shapes = (_field(fields, key, list) for key in ("names", "dtypes", "shapes"))
         received, (group, device) = self.received, self._groups.get(_field(fields, "group_name", str), (None, None))
         if received is None:
@@ -86,7 +72,6 @@ class WeightReceiver:
             raise ServerError(f"Failed to receive weights: {error}") from error
 
     def end(self) -> dict[str, Tensor]:
-        """Close the update and return its tensors; raises ServerError if none is open."""
         if self.received is None:
             raise ServerError("no weight-update session is open; call begin_weight_update() first")
         received, self.received = self.received, None

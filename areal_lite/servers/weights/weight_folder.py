@@ -39,15 +39,12 @@ def publish_weights(
     dtype: torch.dtype = torch.bfloat16,
     adapters_only: bool = False,
 ) -> Path:
-    """Write ``directory_root/v{version:08d}`` and return it; keep the newest two versions.
+    """Write ``directory_root/v{version:08d}`` and return it; keep the newest two versions; raises StorageError.
 
     The folder holds config.json, generation_config.json, model.safetensors (Hugging Face names, tied
     weights once; several files and their index where the model is large) in ``dtype``, and the ``manifest.json`` of
     :mod:`areal_lite.files.atomic_folder`. With ``adapters_only`` it holds the adapters in float32 instead, in peft's
     format. Every rank must call this; the folder exists when rank 0 returns.
-
-    Raises:
-        StorageError: If the disk is full or not writable.
     """
     root = Path(directory_root)
     folder = root / f"v{version:08d}"
@@ -79,9 +76,6 @@ def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torc
 
     Adapters are merged, in float32 because a coarser ``dtype`` rounds much of them away, and also written to
     ``directory/adapters`` in peft's format. Every rank must call this; the folder exists when rank 0 returns.
-
-    Raises:
-        StorageError: If the disk is full or not writable, or ``directory`` holds other files.
     """
 
     adapted = has_adapters(model)
@@ -147,7 +141,6 @@ def in_parts(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> 
 
 
 def _name_parts(folder: Path, parts: list[Path]) -> None:
-    """Rename the files of weights to the names that Hugging Face's loaders expect."""
     if len(parts) == 1:
         parts[0].rename(folder / WEIGHTS_FILE)
         return

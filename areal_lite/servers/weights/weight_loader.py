@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Has servers load the newest weights."""
-
     def __init__(
         self, config: InferenceEngineConfig, pool: ServerPool, requests: ServerRequests, gate: RequestGate
     ) -> None:
@@ -62,7 +60,6 @@ class WeightLoader:
         return take_back
 
     def has_newest(self, server: Server) -> bool:
-        """Return whether a server has acknowledged the newest weights."""
         return self.wanted is not None and self._loaded.get(server) is self.wanted
 
     def forget(self, server: Server) -> None:
@@ -79,11 +76,9 @@ class WeightLoader:
         self._broadcasts.drop(server)
 
     def close(self) -> None:
-        """Close all process groups."""
         self._broadcasts.close()
 
     async def load(self, server: Server) -> None:
-        """Have a server load the newest weights; raises what went wrong."""
         async with self._locks[server]:
             wanted = self.wanted
             assert wanted is not None

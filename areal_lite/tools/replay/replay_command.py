@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from areal_lite.processes.torchrun import is_first_rank
+from areal_lite.processes.quick_import import is_first_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

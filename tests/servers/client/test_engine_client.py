@@ -24,7 +24,8 @@ from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.io_struct import TokenPrefix
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.servers.dialects.dialect import BadResponse, Dialect, ServerInfo
+from areal_lite.servers.dialects import Dialect
+from areal_lite.servers.dialects.dialect import BadResponse, ServerInfo
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.pool.server_pool import ServerPool

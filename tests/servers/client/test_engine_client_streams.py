@@ -26,8 +26,8 @@ from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.client import engine_client, request_sender
 from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.engine_client import EngineClient
-from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, Dialect, ErrorReply, Limits
+from areal_lite.servers.dialects import Dialect, dialect_of
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, Limits
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.dialects.vllm import VLLM

@@ -12,7 +12,8 @@ import pytest
 
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.models.adapter_shape import AdapterShape
-from areal_lite.servers.dialects.dialect import BadResponse, ControlCall, Dialect, ErrorReply, Limits, ServerInfo
+from areal_lite.servers.dialects import Dialect
+from areal_lite.servers.dialects.dialect import BadResponse, ControlCall, ErrorReply, Limits, ServerInfo
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import ReceiverError, TokenStream
 from areal_lite.servers.dialects.vllm import VLLM

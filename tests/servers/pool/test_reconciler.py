@@ -17,8 +17,8 @@ from areal_lite.api import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.client.server_requests import RefusedError
-from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import ControlCall, Dialect, ErrorReply, Limits, ServerInfo
+from areal_lite.servers.dialects import Dialect, dialect_of
+from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, Limits, ServerInfo
 from areal_lite.servers.pool import reconciler as module
 from areal_lite.servers.pool.outage_watch import failures_of
 from areal_lite.servers.pool.reconciler import Reconciler

@@ -29,9 +29,8 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs import server_group
-from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
-from areal_lite.servers.programs.server_program import gpu_groups, visible_gpus
+from areal_lite.servers.programs.server_program import ServedModel, gpu_groups, visible_gpus
 
 FAKES = str(Path(__file__).parent / "fake_packages")
 ENV = {"PYTHONPATH": FAKES}

@@ -27,8 +27,6 @@ class WorkerExtension:
     """Adds methods to vLLM's workers, which return errors instead of killing the engine."""
 
     def load_checkpoint_dir(self: Any, weights_path: str) -> dict[str, Any]:
-        """Load a checkpoint folder into the running model."""
-
         def load() -> None:
             folder = Path(weights_path)
             if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
@@ -103,7 +101,6 @@ class WorkerExtension:
         return outcome
 
     def forget_received_weights(self: Any) -> dict[str, Any]:
-        """Drop tensors of a broadcast that broke off."""
         return _outcome(_received.clear)
 
 
