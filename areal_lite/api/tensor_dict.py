@@ -56,11 +56,7 @@ _VIEW = {
 
 
 def check_returned(returned: Any) -> bool:
-    """Check the type of what ``arun_episode`` returned, and return whether it is a dict of interactions.
-
-    Raises:
-        ValueError: If it is neither a tensor dict nor a dict of interactions, each with a reward.
-    """
+    """Check the type of what ``arun_episode`` returned, and return whether it is a dict of interactions."""
     if not isinstance(returned, dict):
         raise ValueError(
             f"arun_episode returned {type(returned).__name__}: return a tensor dict, a dict of interactions, or None"
@@ -107,19 +103,13 @@ def _rows(value: Any, start: int, end: int, total: int) -> Any:
 
 
 class _Recorded(Protocol):
-    """The fields of a trajectory that the view reads."""
-
     sequences: list[Any]
     extras: dict[str, Any]
     has_loss_mask: bool
 
 
 def tensor_dict_of(trajectories: Sequence[_Recorded]) -> dict[str, Any] | None:
-    """Return AReaL's tensor dict of the trajectories' sequences, right-padded; None if there are none.
-
-    ``logprobs``, ``versions`` and ``rewards`` are present if every sequence has them, other keys of the
-    workflows' dicts if every episode has them.
-    """
+    """Return AReaL's tensor dict of the trajectories' sequences, right-padded; None if there are none."""
     import torch
 
     having = [trajectory for trajectory in trajectories if trajectory.sequences]
@@ -145,11 +135,7 @@ def tensor_dict_of(trajectories: Sequence[_Recorded]) -> dict[str, Any] | None:
 
 
 def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge what the episodes of a group returned into one dict of interactions or one tensor dict.
-
-    Raises:
-        ValueError: If tensor dicts have different keys.
-    """
+    """Merge what the episodes of a group returned into one dict of interactions or one tensor dict."""
     if all(is_interactions(outcome) for outcome in outcomes):
         return {key: value for outcome in outcomes for key, value in outcome.items()}
     return concat_padded_tensors(
@@ -163,11 +149,7 @@ def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_same_keys(outcomes: Sequence[dict[str, Any]]) -> None:
-    """Refuse tensor dicts of one group that have different keys.
-
-    Raises:
-        ValueError: With both lists of keys.
-    """
+    """Refuse tensor dicts of one group that have different keys."""
     for other in outcomes[1:]:
         if other.keys() != outcomes[0].keys():
             raise ValueError(
@@ -177,13 +159,7 @@ def check_same_keys(outcomes: Sequence[dict[str, Any]]) -> None:
 
 
 def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Return the token keys and rewards as numpy arrays, ``loss_mask`` as bool.
-
-    ``attention_mask`` is left out if nothing is padded.
-
-    Raises:
-        ValueError: If the dict is bad, with key, rule and fix.
-    """
+    """Return the token keys and rewards as numpy arrays, ``loss_mask`` as bool; no ``attention_mask`` if nothing is padded."""
     for key in ("input_ids", "attention_mask"):
         if key not in tensors:
             raise ValueError(

@@ -271,7 +271,6 @@ class Trajectory:
 
 
 def _range_of(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
-    """Return the smallest range that covers the known ones."""
     if len(ranges) == 1:
         return ranges[0]
     known = [each for each in ranges if each is not None]

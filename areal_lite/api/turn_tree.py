@@ -44,14 +44,6 @@ def trajectory_of(
 
     Sequences are what the workflow returned. Turns come from the recorded calls, matched to the sequences
     token by token; where no call matches, the loss mask separates answers from the rest.
-
-    Args:
-        returned: What ``arun_episode`` returned; None rejects the episode.
-        calls: The episode's model calls in the order they ended.
-        member_idx: The episode's place in its group.
-
-    Raises:
-        ValueError: If ``returned`` has another type or breaks the contract; its failure kind is ``output``.
     """
     status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
     trajectory = Trajectory(member_idx=member_idx, status=status)
@@ -102,7 +94,6 @@ def unfinished_trajectory(calls: Sequence[ModelResponse], *, member_idx: int, st
 
 
 def _make_turns(sequences: Sequence[TokenSequence], sources: TurnSources) -> list[Turn]:
-    """Return the turns of an episode, and set each sequence's path through them."""
     tree, (chains, calls) = _TurnTree(), sources
     for place, sequence in enumerate(sequences):
         if chains:
@@ -115,8 +106,6 @@ def _make_turns(sequences: Sequence[TokenSequence], sources: TurnSources) -> lis
 
 
 class _TurnTree:
-    """The turns of an episode; each call is added once, with the turns that lead to it."""
-
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.calls: dict[Hashable, int] = {}
@@ -264,7 +253,6 @@ def _interaction_sequence(interaction: InteractionWithTokenLogpReward) -> TokenS
 
 
 def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
-    """Yield the sequences of a checked tensor dict, unpadded."""
     columns = {key: arrays[key] for key in _COLUMNS if key in arrays}
     if "loss_mask" not in arrays:
         columns["loss_mask"] = np.zeros(arrays["input_ids"].shape, np.bool_)
@@ -288,7 +276,6 @@ def _calls_of(chain: Chain) -> Sequence[ModelResponse]:
 
 
 def _chain_spans(chain: Sequence[ModelResponse]) -> Iterator[Span]:
-    """Yield the turns of a conversation in order."""
     at = 0
     for answer in chain:
         start, end = answer.input_len, answer.input_len + answer.output_len
@@ -299,7 +286,6 @@ def _chain_spans(chain: Sequence[ModelResponse]) -> Iterator[Span]:
 
 
 def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[Span]:
-    """Yield the turns of a sequence in order: calls that match it, and runs of the loss mask between them."""
     ids: list[int] = sequence.input_ids.tolist()
     at = same = 0
     shared: list[int] | None = None  # a list that begins with ``same`` ids of the sequence

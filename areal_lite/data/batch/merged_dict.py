@@ -12,11 +12,7 @@ from areal_lite.data.rows.collate import form_of
 
 
 def merged_dict(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the entries of both.
-
-    Raises:
-        ValueError: If both have a name with different values; the message says ``where``.
-    """
+    """Return the entries of both."""
     for key in mine:
         if key in theirs and not _same(mine[key], theirs[key]):
             raise ValueError(

@@ -35,14 +35,7 @@ class ScoredAnswers:
 
 
 def dump_rollouts(directory: Path | str, step: int, answers: ScoredAnswers) -> Path:
-    """Write ``{step}.jsonl``, one line per answer, and return its path; if it exists, ``{step}.1.jsonl`` and so on.
-
-    A line has ``input``, ``output``, ``gts``, ``score``, ``step`` and the columns of ``extra``. Numpy numbers and
-    arrays are written as JSON; NaN and inf become null.
-
-    Raises:
-        ValueError: If a column has the wrong length, the name of a field above, or a value that is not JSON.
-    """
+    """Write ``{step}.jsonl``, one line per answer, and return its path; if it exists, ``{step}.1.jsonl`` and so on."""
     inputs, extra = answers.inputs, answers.extra
     columns = {"input": inputs, "output": answers.outputs, "gts": answers.gts, "score": answers.scores}
     columns["step"] = [step] * len(inputs)
@@ -79,7 +72,6 @@ def _json(name: str, value: Any) -> orjson.Fragment:
 
 
 def _plain(value: Any) -> Any:
-    """Convert object arrays and tensors to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{form_of(value)} has no JSON form")

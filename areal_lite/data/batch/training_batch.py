@@ -55,14 +55,6 @@ def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_to
     Args:
         length: Tokens per sequence; shorter ones are padded on the right.
         pad_token_id: Fills ``input_ids`` there; the masks are False.
-
-    Returns:
-        The keys of a training batch. ``logprobs`` is absent if no sequence recorded them, and NaN at the
-        trained tokens of one that did not; ``versions`` is -1 where unknown; ``multi_modal_inputs`` and
-        ``member_idx`` are absent if no sequence has any.
-
-    Raises:
-        ValueError: If there are no sequences, or one is longer than ``length``.
     """
     if not sequences:
         raise ValueError("there are no sequences to collate: give at least one")
@@ -175,11 +167,7 @@ def _check_objects(batch: DataProto, key: str, kind: Any, words: str) -> None:
 
 
 def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence]:
-    """Return the sequences of a batch, unpadded: those of accepted groups as they are, of a DataProto as views.
-
-    Raises:
-        ConfigError: If a trajectory has no loss mask or no reward.
-    """
+    """Return the sequences of a batch, unpadded: those of accepted groups as they are, of a DataProto as views."""
     if isinstance(batch, DataProto):
         check_training_batch(batch)
         return _unpadded(batch)
@@ -201,11 +189,7 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
 
 
 def data_proto_of(groups: Sequence[Group]) -> DataProto:
-    """Return the accepted groups as a ``DataProto``, one item per sequence.
-
-    Raises:
-        ValueError: If nothing was accepted.
-    """
+    """Return the accepted groups as a ``DataProto``, one item per sequence."""
     sequences = training_sequences(groups)
     length = max(map(len, sequences), default=0)
     batch = DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=0))

@@ -149,7 +149,6 @@ def _sequences(messages: Sequence[Message], template: ChatTemplate) -> list[Chat
 
 
 def _turns(messages: Sequence[Message], template: ChatTemplate, mark: EndMark | None) -> list[_Turn]:
-    """Return the span of each assistant message in the conversation rendered up to it."""
     turns = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -175,9 +174,6 @@ def _with_start(
 
     If the template writes the question differently once the answer is there, the text is that of the prompt, followed
     by the answer.
-
-    Raises:
-        ConfigError: If the start cannot be found.
     """
     text = template.written(messages, i + 1, mark)
     if i == 0:
@@ -219,11 +215,6 @@ def _start_of_first(text: str, prompted: str) -> int:
 
 
 def _shortfalls(i: int, message: Message, written: str) -> set[Shortfall]:
-    """Return what the template left out of an answer.
-
-    Raises:
-        ConfigError: If that is the answer's text or a tool call.
-    """
     calls = message.get("tool_calls") or ()
     for call in calls:
         name = call.get("function", call).get("name") if isinstance(call, Mapping) else call
@@ -251,7 +242,6 @@ def _is_written(text: str, written: str) -> bool:
 
 
 def _answer(message: Message) -> str:
-    """Return the text of an answer without its thoughts."""
     return _THOUGHT_END.split(_text(message))[-1]
 
 
@@ -267,7 +257,6 @@ def _is_text(part: Any) -> bool:
 
 
 def _joined(messages: Sequence[Message]) -> ChatText:
-    """Return the contents one after another, without roles and end marks."""
     text, joints, spans = "", [], []
     for i, message in enumerate(messages):
         if not isinstance(content := message.get("content"), str):
@@ -283,7 +272,6 @@ def _joined(messages: Sequence[Message]) -> ChatText:
 
 
 def _check_messages(messages: Any) -> None:
-    """Raise ConfigError unless this is a non-empty list of messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(
             f"the messages are {str(messages)[:80]!r}: they must be a non-empty list of {{role, content}}"

@@ -48,12 +48,7 @@ def check_template(renderer: Any, config: DatasetConfig) -> None:
 
 
 def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools: Any = None) -> str:
-    """Return ``messages`` as text that ends with the prompt for the assistant's answer.
-
-    Raises:
-        ConfigError: If there are no messages or no template, or the tools are not JSON or not rendered by it.
-        TemplateError: If the template rejects the messages.
-    """
+    """Return ``messages`` as text that ends with the prompt for the assistant's answer."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ConfigError(
             f"a prompt is {str(messages)[:80]!r} ({type(messages).__name__}): give text or a list of messages"
@@ -119,11 +114,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Encodes the prompts of rows.
-
-    Raises:
-        ConfigError: If there is no chat template, or the config sets a reserved variable of the template.
-    """
+    """Encodes the prompts of rows."""
 
     config: DatasetConfig
     tokenizer: Any
@@ -154,7 +145,6 @@ class PromptEncoder:
         return plain_messages(messages)
 
     def _as_it_is(self, prompt: Any) -> EncodedPrompt:
-        """Return a text without the chat template."""
         if not isinstance(prompt, str):
             raise ConfigError(
                 f"apply_chat_template is false, and the prompt in {self.config.prompt_key!r} is {str(prompt)[:80]!r} "
@@ -164,12 +154,7 @@ class PromptEncoder:
         return EncodedPrompt(messages=[], text=prompt, input_ids=ids)
 
     def encode(self, row: Mapping[str, Any] | str | list[Any]) -> EncodedPrompt:
-        """Return the prompt of ``row``: of its column, or a row that is messages, or text, which is used as it is.
-
-        Raises:
-            ConfigError: If the prompt, its images or its tools are invalid.
-            TemplateError: If the chat template rejects the messages.
-        """
+        """Return the prompt of ``row``: of its column, or a row that is messages, or text, which is used as it is."""
         config = self.config
         if isinstance(row, str) or not config.apply_chat_template:
             return self._as_it_is(row[config.prompt_key] if isinstance(row, Mapping) else row)
@@ -203,9 +188,6 @@ class PromptEncoder:
 
         ``raw_prompt_ids`` are its ids, at most max_prompt_length of them; ``raw_prompt`` are its messages, with
         return_raw_chat; ``full_prompts`` is its text, with return_full_prompt.
-
-        Raises:
-            ValueError: If it is too long and ``truncation`` is error, or it has images, which cannot be truncated.
         """
         config, ids = self.config, prompt.input_ids
         if (limit := config.max_prompt_length) is not None and len(ids) > limit:
@@ -225,11 +207,7 @@ class PromptEncoder:
 
 
 def kept_ends(length: int, limit: int, truncation: str) -> tuple[int, int]:
-    """Return how many tokens a prompt of ``length`` above ``limit`` keeps at its beginning and at its end.
-
-    Raises:
-        ValueError: If ``truncation`` is error.
-    """
+    """Return how many tokens a prompt of ``length`` above ``limit`` keeps at its beginning and at its end."""
     if truncation == "error":
         raise ValueError(
             f"the prompt has {length} tokens, and the maximum is {limit}: raise max_prompt_length, set "

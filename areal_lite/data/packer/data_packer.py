@@ -119,14 +119,7 @@ def register_data_packer(*model_types: str) -> Callable[[PackerClass], PackerCla
 
 
 def make_data_packer(model_type: str, path: str | None = None) -> DataPacker:
-    """Return a new packer: the class at the dotted ``path``, else the one registered for ``model_type``.
-
-    An unregistered model type gets the packer of decoder-only language models.
-
-    Raises:
-        ConfigError: If ``path`` names no DataPacker class.
-        TypeError: If the class lacks a hook.
-    """
+    """Return a new packer: the class at the dotted ``path``, else the one registered for ``model_type``."""
     packer = path if path is not None else _packers.get(model_type, _DECODER_ONLY)
     if isinstance(packer, str):
         packer = load_object(packer, where="data_packer")
@@ -151,7 +144,6 @@ class UnpreparedRow(dict[str, Any]):
 
 
 def _with_prompt(prepare: Callable[[Row], Row], source: Row, item: Row) -> dict[str, Any]:
-    """Return ``item`` with the forms of its prompt; those that it has already stay."""
     return {**prepare(source), **item}
 
 
@@ -181,13 +173,7 @@ def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str =
 
 
 class MiniBatch:
-    """Rows that become workflow input together, when the first input is needed.
-
-    Args:
-        packer: Turns them into input.
-        rows: The dataset rows, which it may change.
-        prompt_key: As for :func:`rollout_inputs`.
-    """
+    """Rows that become workflow input together, when the first input is needed."""
 
     def __init__(self, packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> None:
         self._packer = packer

@@ -139,11 +139,7 @@ def single_turn_sample(source: Sample, prompt_ids: Sequence[int], output: str | 
 
 
 def mask_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> TokenSequence:
-    """Return the sequence with its first ``n_ignore_prefix_tokens`` trained tokens masked.
-
-    Raises:
-        ValueError: If it has fewer, or the number is below 0.
-    """
+    """Return the sequence with its first ``n_ignore_prefix_tokens`` trained tokens masked."""
     trained = np.flatnonzero(sequence.loss_mask)
     if not 0 <= n_ignore_prefix_tokens <= len(trained):
         raise ValueError(

@@ -34,11 +34,7 @@ class AbstractDataGenerator(ABC):
 
 
 class DynamicGenDataset(RLHFDataset):
-    """A dataset to which the generator ``config.datagen`` adds rows, at construction and after each step.
-
-    ``rows`` is one object that grows at its end. New rows pass the same filter as the others. The arguments are those
-    of :class:`RLHFDataset`.
-    """
+    """A dataset to which the generator ``config.datagen`` adds rows, at construction and after each step."""
 
     def __init__(
         self,
@@ -59,11 +55,7 @@ class DynamicGenDataset(RLHFDataset):
         self._generate()
 
     def on_batch_end(self, batch: Any) -> None:
-        """Add the generator's rows after the training step on ``batch``.
-
-        Raises:
-            ConfigError: If the generator returns something other than rows.
-        """
+        """Add the generator's rows after the training step on ``batch``."""
         self._generate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,8 +85,6 @@ class DynamicGenDataset(RLHFDataset):
 
 
 class _GrowingRows(Sequence[Row]):
-    """The rows on disk, followed by the generated ones."""
-
     def __init__(self, on_disk: Sequence[Row]) -> None:
         self.on_disk = on_disk
         self.generated: list[Row] = []

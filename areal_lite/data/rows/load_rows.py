@@ -60,7 +60,6 @@ def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
 
 
 def _generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
-    """Return the rows of ``reasoning-gym:TASK`` or of the function at a dotted path."""
     rows = _reasoning_gym(path, kwargs) if path.startswith(_GYM) else _function(path, kwargs)
     if not rows:
         raise ConfigError(f"dataset {path}: there are no rows: give at least one")
@@ -68,10 +67,7 @@ def _generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
 
 
 def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
-    """Check that held-out rows of a reasoning-gym task are not training rows too.
-
-    Row i of a task comes from ``seed + i``, so two seeds closer than the size share rows.
-    """
+    """Check that held-out rows of a reasoning-gym task are not training rows too: row i comes from ``seed + i``."""
     if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(_GYM)):
         return
     first, second = (_gym_seeds(config) for config in (train, held_out))

@@ -205,7 +205,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
 
 def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return why the row is dropped, or "" to keep it."""
     try:
         length = len(encoder.encode(row).input_ids)
     except TemplateError as error:  # counted and logged; fatal only if every row fails

@@ -39,8 +39,6 @@ _WIDEST = {
 
 @dataclass(slots=True)
 class _Source:
-    """Files (or their addresses) by split, and the wanted split or slice."""
-
     split: str
     files: dict[str, list[str]]
 
@@ -153,7 +151,6 @@ def _folder(path: Path, cache: Path) -> dict[str, list[str]]:
 
 
 def _files_by_split(name: str, cache: Path) -> dict[str, list[str]]:
-    """Return the files of a folder or hub dataset by split, as their names and README assign them."""
     import datasets
 
     try:
@@ -168,7 +165,6 @@ def _files_by_split(name: str, cache: Path) -> dict[str, list[str]]:
 
 
 def _parts(source: _Source, cache: Path) -> list[tuple[str, datasets.Dataset]]:
-    """Return the wanted rows of a source as named parts."""
     import datasets
 
     wanted = [re.match(r"[\w.\-]+", part)[0] for part in source.split.split("+")]  # type: ignore[index]
@@ -199,7 +195,6 @@ def _parts(source: _Source, cache: Path) -> list[tuple[str, datasets.Dataset]]:
 
 
 def _read(names: Sequence[str], cache: Path) -> list[tuple[str, datasets.Dataset]]:
-    """Return the rows of files in order; adjacent text files form one part."""
     files: list[Path] = []
     for name in names:
         files += _local(name, cache)
@@ -218,7 +213,6 @@ def _local(name: str, cache: Path) -> list[Path]:
 
 
 def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
-    """Return the rows of a parquet or arrow file, which stores its types."""
     import datasets
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -240,7 +234,6 @@ def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
 
 
 def _joined(parts: Sequence[tuple[str, datasets.Dataset]]) -> datasets.Dataset:
-    """Return the rows of all parts as one dataset; empty parts are ignored."""
     import datasets
 
     parts = [(name, rows) for name, rows in parts if len(rows)]

@@ -44,11 +44,7 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 class EpochSampler(Sampler[int]):
-    """Every row once per epoch, in a new random order each epoch or in the order of the rows.
-
-    Args:
-        data_source: Anything with a length; rows added later are drawn from the next ``set_epoch`` on.
-    """
+    """Every row once per epoch, in a new random order each epoch or in the order of the rows."""
 
     def __init__(self, data_source: Sized, *, shuffle: bool, seed: int) -> None:
         self.shuffle = shuffle

@@ -46,27 +46,13 @@ _WHOLE = range(-(1 << 63), 1 << 64)
 
 @dataclass(slots=True)
 class _Column:
-    """Kind and Arrow type of a column's values, and the location of the first one."""
-
     kind: str
     type: str
     where: str
 
 
 def text_table(files: Sequence[Path], cache: Path) -> Dataset:
-    """Return the rows of ``files``, in order; missing keys become None.
-
-    Columns of text, bools, or numbers of one type have that type; any other column is stored as JSON. Nested floats
-    keep 15 digits.
-
-    Args:
-        files: ``.json`` (a list of objects, or lines), ``.jsonl`` or ``.csv``; may be compressed.
-        cache: Folder of the table, which is rebuilt when a file's size or modification time changes.
-
-    Raises:
-        ConfigError: If a file cannot be read, a row is damaged, files differ in columns, or a column mixes kinds of
-            values.
-    """
+    """Return the rows of ``files``, in order; missing keys become None."""
     from datasets import Dataset
 
     state = []
@@ -123,7 +109,6 @@ def _as_json(value: Any, where: str) -> str | None:
 
 
 def _columns(files: Sequence[Path]) -> dict[str, _Column]:
-    """Return the columns of all files, in order of first appearance."""
     columns: dict[str, _Column] = {}
     first_file: Path | None = None
     for file in files:
@@ -240,11 +225,7 @@ def _check_size(where: str, digits: str) -> None:
 
 
 def checked_row(row: Any, where: str) -> Row:
-    """Return ``row`` if it is a dict.
-
-    Raises:
-        ConfigError: If it is not.
-    """
+    """Return ``row`` if it is a dict."""
     if not isinstance(row, dict):
         raise ConfigError(f'dataset {where}: a {kind_of(row)}: each row must be an object, {{"key": value}}')
     return row
@@ -284,7 +265,6 @@ def _csv_cells(path: Path, compression: str) -> Iterator[tuple[str, dict[str, st
 
 
 def _number(cell: str) -> int | float | str:
-    """Return the 64-bit number that prints as ``cell``, else ``cell``."""
     for number in (int, float):
         try:
             value = number(cell)

@@ -19,9 +19,6 @@ class GeneratedRows(RowStream):
 
     The state names the number of rows drawn: a resumed stream skips as many, so the function must give the same rows
     again. Groups that are owed are saved with their rows, which must be JSON values.
-
-    Args:
-        generate: Returns an iterator of rows; called once per epoch.
     """
 
     def __init__(self, generate: Callable[[], Iterator[Any]], settings: SourceSettings) -> None:
@@ -58,11 +55,7 @@ class GeneratedRows(RowStream):
 
 
 def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:
-    """Return the generator function at ``rows.path``, with its arguments.
-
-    Raises:
-        ConfigError: If there is none, its arguments do not fit, or a key of ``rows`` needs a dataset.
-    """
+    """Return the generator function at ``rows.path``, with its arguments."""
     where = "rollout_global_dataset is false, so rows come from a generator function"
     path = rows.path
     if not isinstance(path, str):

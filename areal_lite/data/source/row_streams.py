@@ -89,15 +89,7 @@ class EmptyRows(RowStream):
 
 
 class DatasetRows(RowStream):
-    """The rows of a dataset, shuffled anew in each epoch.
-
-    Args:
-        dataset: Rows by position: a list, a ``datasets.Dataset``, or an object whose attribute ``rows`` is one; it may
-            grow at its end, and new rows are drawn from the next epoch on.
-
-    Raises:
-        ConfigError: If the dataset has no rows, or one of another type.
-    """
+    """The rows of a dataset, or of its attribute ``rows``; rows added at its end are drawn from the next epoch on."""
 
     def __init__(self, dataset: Any, settings: SourceSettings) -> None:
         super().__init__(settings)
@@ -219,11 +211,7 @@ class CurriculumRows(DatasetRows):
 
 
 class IterableRows(RowStream):
-    """The rows of an iterable, which restarts each time it ends; an iterator ends for good.
-
-    Args:
-        rows: Rows, or batches of rows as a data loader gives them: a list is a batch.
-    """
+    """The rows of an iterable, which restarts each time it ends; an iterator ends for good. A list is a batch of rows."""
 
     has_position = False
 
@@ -235,7 +223,6 @@ class IterableRows(RowStream):
         self._ended = False
 
     def _read_ahead(self, count: int) -> None:
-        """Read one row or batch, if there is one."""
         while not self._ahead and not self._ended:
             try:
                 item = next(self._iterator)

@@ -16,11 +16,7 @@ def is_slime_args(value: Any) -> bool:
 
 
 def settings_of(args: Any) -> SourceSettings:
-    """Return the settings that ``args`` name; those that are missing have slime's defaults.
-
-    Reads ``n_samples_per_prompt``, ``rollout_seed``, ``rollout_shuffle``, ``input_key``, ``label_key``,
-    ``metadata_key``, ``reward_key`` and ``buffer_filter_path``.
-    """
+    """Return the settings that ``args`` name; those that are missing have slime's defaults."""
     given = _given(args)
     return SourceSettings(
         n_samples_per_prompt=args.n_samples_per_prompt,
@@ -36,14 +32,7 @@ def settings_of(args: Any) -> SourceSettings:
 
 
 def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
-    """Return the dataset that ``args`` name, None without ``rollout_global_dataset``, and the settings.
-
-    Reads what :func:`settings_of` does, and ``hf_checkpoint``, ``prompt_data``, ``rollout_max_prompt_len``,
-    ``tool_key`` and ``apply_chat_template``.
-
-    Raises:
-        ConfigError: If ``prompt_data`` is missing, or its rows cannot be loaded.
-    """
+    """Return the dataset that ``args`` name, None without ``rollout_global_dataset``, and the settings."""
     settings = settings_of(args)
     if not args.rollout_global_dataset:
         return None, settings

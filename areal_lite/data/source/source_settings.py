@@ -124,11 +124,7 @@ class SourceSettings:
 
 
 def checked_row(row: Any) -> Any:
-    """Return the row.
-
-    Raises:
-        ConfigError: If it is neither a dict nor text nor a list.
-    """
+    """Return the row."""
     if not isinstance(row, Mapping | str | list):
         raise ConfigError(
             f"a row of the dataset is {row!r:.100}: each row must be a dict of columns, text, or a list of messages"

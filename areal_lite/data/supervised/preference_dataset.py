@@ -129,7 +129,6 @@ class _PairOf(RowTokenizer[Pair]):
         return [*prompt, *answer]
 
     def _last_answer(self, messages: Sequence[Message], tools: Any) -> ChatText:
-        """Return the sequence that ends with the last answer, with only that answer trained."""
         text = render_conversation(
             self.tokenizer,
             messages,

@@ -144,7 +144,6 @@ class BaseDataset(Dataset[Item], Generic[S]):
         )
 
     def _stored_index(self, config: ConversationsConfig, paths: list[str]) -> _Index:
-        """Return the index of the rows, from the cache if they and all that decides on their items are the same."""
         made_from = _identity(self.rows, self.tokenizer, config, type(self).__name__)
         if made_from is None:
             return self._make_index(config, paths)
@@ -180,7 +179,6 @@ class BaseDataset(Dataset[Item], Generic[S]):
         return _Index(np.concatenate(numbers), np.concatenate(places), dropped, shortfalls)
 
     def _checked(self, num_workers: int) -> Iterator[tuple[int, list[_CheckedRow]]]:
-        """Yield chunks of checked rows in order, with the number of the first row of each."""
         starts = range(0, len(self.rows), _CHUNK)
         if num_workers == 0:
             yield from ((start, self._check(start)) for start in starts)
@@ -216,8 +214,6 @@ class _CheckedRow(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """Row of each item, and the number of its sequence there."""
-
     rows: NDArray[np.int64]
     places: NDArray[np.int32]
     dropped: Counter[str]
@@ -248,11 +244,7 @@ def _check_in_worker(start: int) -> list[_CheckedRow]:
 
 
 def config_with_length(record: type[C], config: C | None, max_length: int | None) -> C:
-    """Return ``config`` (default: a plain ``record``), with ``max_length`` instead of its own unless that is None.
-
-    Raises:
-        ConfigError: If both are None, or ``max_length`` is below 2.
-    """
+    """Return ``config`` (default: a plain ``record``), with ``max_length`` instead of its own unless that is None."""
     if max_length is None:
         if config is None:
             raise ConfigError("neither max_length nor config is given: give one")

@@ -36,9 +36,6 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     If the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}`` and
     ``{"type": "image"}``; the same for videos. Content that is a list of parts is kept, without the None keys that
     tables add.
-
-    Raises:
-        ConfigError: If the prompt is neither messages nor text, or the numbers of placeholders and media differ.
     """
     prompt = row.get(keys.prompt_key)
     if isinstance(prompt, str):
@@ -62,12 +59,7 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
 
 
 def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Sequence[Any] = ()) -> list[Any]:
-    """Return the images or videos of ``messages`` in the order of their parts, not yet loaded.
-
-    Args:
-        kind: ``"image"`` or ``"video"``; a part without a value of its own takes the next one of ``column``.
-        column: One value per such part.
-    """
+    """Return the images or videos of ``messages`` in the order of their parts, not yet loaded."""
     rest = iter(column)
     return [next(rest) if (value := _inline(part, kind)) is None else value for part in _parts_of(messages, kind)]
 
@@ -139,13 +131,6 @@ def processor_inputs(processor: Any, text: str, images: Sequence[Any], videos: S
 
     Args:
         text: Text with one of the model's placeholder tokens per image and video.
-
-    Returns:
-        ``input_ids`` and ``attention_mask`` ``[1, T]`` with placeholders expanded; for images also ``pixel_values``
-        ``[patches, values]``, ``image_grid_thw`` ``[N, 3]`` and so on.
-
-    Raises:
-        ConfigError: If the processor rejects them; with its own message.
     """
     import torch
 
@@ -213,7 +198,6 @@ def _inline(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def _image_source(value: Any) -> Any:
-    """Return a PIL image or array unchanged, anything else as a path or file that PIL can open."""
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes):
