@@ -159,7 +159,7 @@ def check_same_keys(outcomes: Sequence[dict[str, Any]]) -> None:
 
 
 def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Return the token keys and rewards as numpy arrays, ``loss_mask`` as bool; no ``attention_mask`` if nothing is padded."""
+    """Return token keys and rewards as numpy arrays, the loss mask as bool; no attention mask if nothing is padded."""
     for key in ("input_ids", "attention_mask"):
         if key not in tensors:
             raise ValueError(

@@ -211,7 +211,7 @@ class CurriculumRows(DatasetRows):
 
 
 class IterableRows(RowStream):
-    """The rows of an iterable, which restarts each time it ends; an iterator ends for good. A list is a batch of rows."""
+    """The rows of an iterable, which restarts each time it ends; an iterator ends for good. A list is a batch."""
 
     has_position = False
 
