@@ -111,7 +111,7 @@ def run_supervised(
         read_ahead=True,
         collate_fn=train.collate_fn,
     )
-    total_steps = loader.total_training_steps(config.trainer.epochs, override=config.trainer.total_steps)
+    total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
     start = find_start(config, total_steps)
     if start.is_done:
         return summary_of_finished(config, start)

@@ -39,7 +39,10 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     """
     path = config.path
     if isinstance(path, str) and (path.startswith(_GYM) or not looks_like_files(path)):
-        rows: Sequence[Row] = _generated_rows(path, config.kwargs)
+        make = _reasoning_gym if path.startswith(_GYM) else _function
+        rows: Sequence[Row] = make(path, config.kwargs)
+        if not rows:
+            raise ConfigError(f"dataset {path}: there are no rows: give at least one")
     else:
         rows = load_dataset(path, cache_dir=config.cache_dir)
         if config.kwargs:
@@ -57,13 +60,6 @@ def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
     if isinstance(rows, list):
         return [rows[index] for index in chosen]
     return rows.select(chosen)  # type: ignore[attr-defined,no-any-return]
-
-
-def _generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
-    rows = _reasoning_gym(path, kwargs) if path.startswith(_GYM) else _function(path, kwargs)
-    if not rows:
-        raise ConfigError(f"dataset {path}: there are no rows: give at least one")
-    return rows
 
 
 def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
@@ -55,10 +55,8 @@ def text_table(files: Sequence[Path], cache: Path) -> Dataset:
     """Return the rows of ``files``, in order; missing keys become None."""
     from datasets import Dataset
 
-    state = []
-    for file in files:
-        status = file.stat()
-        state.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+    # The table is made again when a file's size or modification time changes.
+    state = [(str(file.resolve()), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
     name = hashlib.sha256(repr(state).encode()).hexdigest()[:32]
     target = cache / "tables" / f"{name}.arrow"
     return Dataset.from_file(str(cached_file(target, lambda path: _write(path, files))))
@@ -140,19 +138,9 @@ def _add_value(columns: dict[str, _Column], name: str, value: Any, where: str) -
 
 
 def _type(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case str():
-            return "string"
-        case bool():
-            return "bool"
-        case int() if value < 1 << 63:  # none is below -(1 << 63)
-            return "int64"
-        case float():
-            return "float64"
-        case _:
-            return "json"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "int64" if value < 1 << 63 else "json"  # none is below -(1 << 63)
+    return {type(None): "null", str: "string", bool: "bool", float: "float64"}.get(type(value), "json")
 
 
 def located_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -172,19 +160,12 @@ def located_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _open(path: Path, compression: str) -> BinaryIO:
-    match compression:
-        case ".gz":
-            return cast(BinaryIO, gzip.open(path))
-        case ".bz2":
-            return cast(BinaryIO, bz2.open(path))
-        case ".xz":
-            return cast(BinaryIO, lzma.open(path))
-        case ".zst":
-            import pyarrow as pa
+    if compression == ".zst":
+        import pyarrow as pa
 
-            return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
-        case _:
-            return path.open("rb")
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    opened: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(compression, Path.open)
+    return opened(path, "rb")  # type: ignore[no-any-return]
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
@@ -239,10 +220,7 @@ def _csv_rows(path: Path, compression: str) -> Iterator[tuple[str, Row]]:
         if cell and isinstance(_number(cell), str)
     }
     for where, row in _csv_cells(path, compression):
-        yield (
-            where,
-            {name: (cell if name in texts else _number(cell)) if cell else None for name, cell in row.items()},
-        )
+        yield where, {name: (cell if name in texts else _number(cell)) if cell else None for name, cell in row.items()}
 
 
 def _csv_cells(path: Path, compression: str) -> Iterator[tuple[str, dict[str, str]]]:
