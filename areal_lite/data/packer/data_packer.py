@@ -172,22 +172,6 @@ def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str =
     ]
 
 
-class MiniBatch:
-    """Rows that become workflow input together, when the first input is needed."""
-
-    def __init__(self, packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> None:
-        self._packer = packer
-        self._rows = rows
-        self._prompt_key = prompt_key
-        self._inputs: list[dict[str, Any]] | None = None
-
-    def input(self, index: int) -> dict[str, Any]:
-        """Return the input of the row at ``index``."""
-        if self._inputs is None:
-            self._inputs = rollout_inputs(self._packer, self._rows, prompt_key=self._prompt_key)
-        return self._inputs[index]
-
-
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
     """Return the accepted groups as a ``DataProto``, one item per sequence, each through the packer.
 

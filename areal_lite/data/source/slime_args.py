@@ -10,11 +10,6 @@ from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 
 
-def is_slime_args(value: Any) -> bool:
-    """Return whether ``value`` is slime's ``args``, and not a dataset."""
-    return hasattr(value, "n_samples_per_prompt") and hasattr(value, "rollout_global_dataset")
-
-
 def settings_of(args: Any) -> SourceSettings:
     """Return the settings that ``args`` name; those that are missing have slime's defaults."""
     given = _given(args)

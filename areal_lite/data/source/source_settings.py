@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
-from areal_lite.data.packer.data_packer import DataPacker, MiniBatch
+from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
 from areal_lite.data.source.sample import Prompt, Sample, deep_copy, with_own_containers
 from areal_lite.errors import ConfigError
 
@@ -27,8 +28,8 @@ class DrawnRow(NamedTuple):
 
     position: int | None
     row: Any
-    mini_batch: tuple[MiniBatch, int] | None = None
-    """The rows it becomes workflow input with, and its index there."""
+    mini_batch: tuple[Callable[[], list[dict[str, Any]]], int] | None = None
+    """Makes the input of the rows that it becomes input with, once; and its index there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +107,7 @@ class SourceSettings:
         drawn: list[DrawnRow] = []
         for start in range(0, len(rows), size):
             own = [with_own_containers(row) for row in rows[start : start + size]]
-            mini_batch = MiniBatch(self.packer, own, prompt_key=self.prompt_key)
+            mini_batch = cache(partial(rollout_inputs, self.packer, own, prompt_key=self.prompt_key))
             drawn += [DrawnRow(positions[start + i], rows[start + i], (mini_batch, i)) for i in range(len(own))]
         return drawn
 

@@ -16,15 +16,8 @@ import numpy as np
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import render_prompt
-from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
-from areal_lite.data.packer.decoder_only_llm_packer import (
-    as_sequence,
-    collate,
-    longest_length,
-    mask_prefix,
-    row_sample,
-    single_turn_sample,
-)
+from areal_lite.data.packer.data_packer import RolloutOutput
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker, mask_prefix
 from areal_lite.data.source.sample import Sample
 from areal_lite.data.vision.multimodal import (
     build_messages,
@@ -39,7 +32,7 @@ from areal_lite.errors import ConfigError
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
-class Qwen2_5_VLM_DataPacker(DataPacker):
+class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
     """Rows are conversations, or dicts with a prompt and optional columns of images and videos."""
 
     tokens_per_second: float = 2.0
@@ -108,15 +101,11 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         prompt_ids = inputs["input_ids"][0].tolist()
         multi_modal_inputs = {name: value for name, value in inputs.items() if name not in _PER_TOKEN}
         if not isinstance(rollout_output, Sample | TokenSequence):
-            source = row_sample(sample if isinstance(sample, Sample) else item, self.config)
-            rollout_output = single_turn_sample(source, prompt_ids, rollout_output, self.tokenizer)
-        trained = mask_prefix(as_sequence(rollout_output), n_ignore_prefix_tokens)
+            row = sample if isinstance(sample, Sample) else item
+            rollout_output = self.single_turn_sample(row, prompt_ids, rollout_output)
+        trained = mask_prefix(rollout_output, n_ignore_prefix_tokens)
         trained = dataclasses.replace(trained, multi_modal_inputs=multi_modal_inputs or None)
         return expand_placeholders(trained, self.processor)
-
-    def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
-        """Return the length, in tokens, of the longest; ValueError if there is none."""
-        return longest_length(processed_samples)
 
     def policy_collate_fn(self, processed_samples: Sequence[TokenSequence], computed_max_len: int) -> dict[str, Any]:
         """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
@@ -131,7 +120,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
 
         from areal_lite.data.vision.rope_positions import multimodal_position_ids
 
-        batch = collate(processed_samples, computed_max_len, self.tokenizer)
+        batch = super().policy_collate_fn(processed_samples, computed_max_len)
         positions = [
             multimodal_position_ids(
                 self.processor,
