@@ -8,7 +8,7 @@ the calls they come from are not here: a dump needs all of them, and a rollout w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -57,7 +57,6 @@ def _add(array: NDArray[Any], columns: Columns) -> tuple[str, int]:
 
 _TRAJECTORY = Form("member_idx", "reward", "has_loss_mask")
 _SEQUENCE = Form("reward", "input_ids", "loss_mask", "logprobs", "versions", "token_rewards", num_columns=5)
-_FAILURE = Form("type", "message", "traceback", "hint")
 
 
 class Recorded(Protocol):
@@ -104,9 +103,9 @@ def unpack_trajectory(plain: Plain, columns: ReadColumns) -> Trajectory:
 
 def pack_failure(failure: Failure | None) -> Plain | None:
     """Return a failure as plain data."""
-    return None if failure is None else (failure.kind.value, _FAILURE.pack(failure, []))
+    return None if failure is None else (failure.kind.value, *astuple(failure)[1:])
 
 
 def unpack_failure(plain: Plain | None) -> Failure | None:
     """Return the failure of :func:`pack_failure`."""
-    return None if plain is None else Failure(FailureKind(plain[0]), **_FAILURE.unpack(plain[1], ()))
+    return None if plain is None else Failure(FailureKind(plain[0]), *plain[1:])

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +28,6 @@ Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
 
 
-class TurnSources(NamedTuple):
-    """What the turns of an episode are made from."""
-
-    chains: Sequence[Chain]
-    """Of each sequence; empty if the sequences are matched to calls by their tokens."""
-    calls: Sequence[ModelResponse]
-    """All calls in the order they ended."""
-
-
 def trajectory_of(
     returned: dict[str, Any] | None, calls: Sequence[ModelResponse], *, member_idx: int = 0
 ) -> Trajectory:
@@ -53,7 +44,7 @@ def trajectory_of(
         with attributed_to(FailureKind.OUTPUT):
             if check_returned(returned):
                 interactions = list(returned.values())
-                sequences.extend(map(_interaction_sequence, interactions))
+                sequences.extend(TokenSequence(**each.columns(), reward=each.reward) for each in interactions)
             else:
                 arrays = check_tensor_dict(returned)
                 sequences.extend(_row_sequences(arrays))
@@ -65,36 +56,41 @@ def trajectory_of(
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
         trajectory.average_rewards()
-    link_turns(trajectory, TurnSources(interactions, calls))
+    link_turns(trajectory, interactions, calls)
     return trajectory
 
 
-def link_turns(trajectory: Trajectory, sources: TurnSources) -> None:
-    """Have the trajectory make its turns from ``sources`` when they are first asked for."""
+def link_turns(trajectory: Trajectory, chains: Sequence[Chain], calls: Sequence[ModelResponse]) -> None:
+    """Have the trajectory make its turns when they are first asked for.
+
+    Args:
+        chains: The calls of each sequence; empty if sequences are matched to calls by their tokens.
+        calls: All calls in the order they ended.
+    """
     owner = weakref.ref(trajectory)
     for sequence in trajectory.sequences:
         sequence.owner = owner
-    trajectory.make_turns = partial(_make_turns, trajectory.sequences, sources)
+    trajectory.make_turns = partial(_make_turns, trajectory.sequences, chains, calls)
 
 
 def turn_sources(trajectory: Trajectory) -> tuple[list[Sequence[ModelResponse]], Sequence[ModelResponse]] | None:
-    """Return chains and calls that the turns will be made from, see :class:`TurnSources`; None if they are made."""
+    """Return chains and calls of :func:`link_turns`; None if the turns are made."""
     make_turns = trajectory.make_turns
     if not isinstance(make_turns, partial):
         return None
-    chains, calls = make_turns.args[1]
+    _, chains, calls = make_turns.args
     return [_calls_of(chain) for chain in chains], calls
 
 
 def unfinished_trajectory(calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus) -> Trajectory:
     """Return the trajectory of an episode that failed or was stopped: model calls, but no sequences."""
-    return Trajectory(
-        member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), TurnSources([], list(calls)))
-    )
+    return Trajectory(member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), (), list(calls)))
 
 
-def _make_turns(sequences: Sequence[TokenSequence], sources: TurnSources) -> list[Turn]:
-    tree, (chains, calls) = _TurnTree(), sources
+def _make_turns(
+    sequences: Sequence[TokenSequence], chains: Sequence[Chain], calls: Sequence[ModelResponse]
+) -> list[Turn]:
+    tree = _TurnTree()
     for place, sequence in enumerate(sequences):
         if chains:
             tree.add_path(sequence, _chain_spans(_calls_of(chains[place])))
@@ -235,21 +231,6 @@ def _longest_prefix(known: Sequence[tuple[ModelResponse, int]], call: ModelRespo
             if before is ids or before[:start] == ids[:start]:
                 longest, place = end, turn
     return longest, place
-
-
-def _interaction_sequence(interaction: InteractionWithTokenLogpReward) -> TokenSequence:
-    response = interaction.model_response
-    ids = np.fromiter(response.input_tokens + response.output_tokens, np.int32)
-    loss_mask = np.zeros(len(ids), np.bool_)
-    logprobs = np.zeros(len(ids), np.float32)
-    versions = np.full(len(ids), -1, np.int32)
-    for node in interaction.trained_chain():
-        answer = node.model_response
-        here = slice(answer.input_len, answer.input_len + answer.output_len)
-        loss_mask[here], logprobs[here], versions[here] = True, answer.output_logprobs, answer.output_versions
-    return TokenSequence(
-        input_ids=ids, loss_mask=loss_mask, logprobs=logprobs, versions=versions, reward=interaction.reward
-    )
 
 
 def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:

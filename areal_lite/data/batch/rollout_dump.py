@@ -7,7 +7,6 @@ file. The engine dumps full trajectories; these files hold the scores that the t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,30 +20,14 @@ from areal_lite.files.whole_files import write_whole
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredAnswers:
-    """Columns ``[B]``, one entry per answer."""
-
-    inputs: Sequence[Any]
-    outputs: Sequence[str]
-    gts: Sequence[Any]
-    """Ground truths."""
-    scores: Sequence[float]
-    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """More columns by name."""
-
-
-def dump_rollouts(directory: Path | str, step: int, answers: ScoredAnswers) -> Path:
+def dump_rollouts(
+    directory: Path | str, step: int, columns: Mapping[str, Sequence[Any]], extra: Mapping[str, Sequence[Any]]
+) -> Path:
     """Write ``{step}.jsonl``, one line per answer, and return its path; if it exists, ``{step}.1.jsonl`` and so on."""
-    inputs, extra = answers.inputs, answers.extra
-    columns = {"input": inputs, "output": answers.outputs, "gts": answers.gts, "score": answers.scores}
-    columns["step"] = [step] * len(inputs)
+    columns = {**columns, "step": [step] * len(next(iter(columns.values())))}
     if taken := columns.keys() & extra.keys():
         raise ValueError(f"extra has {sorted(taken)}, which every line already has: remove or rename them")
     columns |= extra
-    for name, column in columns.items():
-        if len(column) != len(inputs):
-            raise ValueError(f"step {step}: {name} has {len(column)} entries for {len(inputs)} inputs")
     content = b"".join(
         orjson.dumps({name: _json(name, value) for name, value in zip(columns, values, strict=True)}) + b"\n"
         for values in zip(*columns.values(), strict=True)

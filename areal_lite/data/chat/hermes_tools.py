@@ -20,11 +20,7 @@ _PROBE_TOOL = {
     "function": {
         "name": "probe",
         "description": "x",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "x"}},
-            "required": [],
-        },
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
     },
 }
 _INSTRUCTIONS = """\

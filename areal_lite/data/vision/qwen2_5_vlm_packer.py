@@ -123,11 +123,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         batch = super().policy_collate_fn(processed_samples, computed_max_len)
         positions = [
             multimodal_position_ids(
-                self.processor,
-                ids,
-                mask,
-                sequence.multi_modal_inputs or {},
-                tokens_per_second=self.tokens_per_second,
+                self.processor, ids, mask, sequence.multi_modal_inputs or {}, tokens_per_second=self.tokens_per_second
             )
             for ids, mask, sequence in zip(batch["input_ids"], batch["attention_mask"], processed_samples, strict=True)
         ]

@@ -20,7 +20,7 @@ from areal_lite.api.record_codec import (
     unpack_trajectory,
 )
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, Turn, TurnRole
-from areal_lite.api.turn_tree import TurnSources, link_turns, turn_sources
+from areal_lite.api.turn_tree import link_turns, turn_sources
 from areal_lite.rollout.dumps.dump_lines import row_json
 
 _GROUP = Form("task_id", "group_id", "rejection", "is_eval", "start_version", "queued_s", "run_s", "finished_at")
@@ -77,7 +77,7 @@ def _unpack_trajectory(plain: Plain, columns: Columns) -> Trajectory:
         every, chained, calls = origin
         made = [_unpack_call(*own) for own in every]
         chains = [[made[number] for number in chain] for chain in chained]
-        link_turns(trajectory, TurnSources(chains, [made[number] for number in calls]))
+        link_turns(trajectory, chains, [made[number] for number in calls])
     return trajectory
 
 

@@ -33,7 +33,7 @@ from areal_lite.api.record_codec import (
     unpack_trajectory,
 )
 from areal_lite.api.trajectory import Trajectory
-from areal_lite.api.turn_tree import TurnSources, call_key, link_turns, turn_sources
+from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.processes.channel import decode_reply, framed
@@ -96,7 +96,7 @@ class EpisodeReply(NamedTuple):
         chains: list[list[ModelResponse]] = []
         if all(key in known for chain in self.chains for key in chain):  # otherwise calls are found by their tokens
             chains = [[known[key] for key in chain] for chain in self.chains]
-        link_turns(trajectory, TurnSources(chains, calls))
+        link_turns(trajectory, chains, calls)
 
 
 class GroupEnd(NamedTuple):
