@@ -155,11 +155,7 @@ class DataProto:
         return self._entries(*(mine if keys is None else keys for mine, keys in zip(self._dicts(), names, strict=True)))
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
-        """Return the batch with columns renamed, ``{old: new}``.
-
-        Raises:
-            ValueError: If two columns would get the same name.
-        """
+        """Return the batch with columns renamed, ``{old: new}``; ValueError if two columns would get the same name."""
         columns = self._columns()
         for key in names:
             _lookup(columns, key, "the batch")

@@ -15,14 +15,7 @@ import orjson
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
-from areal_lite.data.vision.multimodal import (
-    build_messages,
-    column_values,
-    load_images,
-    load_videos,
-    media_values,
-    processor_inputs,
-)
+from areal_lite.data.vision.multimodal import build_messages, load_media, media_values, processor_inputs
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -161,9 +154,8 @@ class PromptEncoder:
         row = row if isinstance(row, Mapping) else {config.prompt_key: row}
         messages = self.messages(row)
         text = render_prompt(self._renderer, messages, config=config, tools=row.get(config.tools_key))
-        images = media_values(messages, "image", column_values(row, self.config.image_key))
-        videos = media_values(messages, "video", column_values(row, self.config.video_key))
-        if not (images or videos):
+        media = media_values(messages, row, config)
+        if not media:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return EncodedPrompt(messages=messages, text=text, input_ids=ids)
         if self.processor is None:
@@ -171,12 +163,8 @@ class PromptEncoder:
                 "the row has images or videos, which runs do not read: remove them or, in a loop of your own, pass the "
                 "model's processor"
             )
-        data: dict[str, Any] = {}
-        if images:
-            data["image"] = load_images(images)
-        if videos:
-            data["video"] = load_videos(videos)
-        inputs = processor_inputs(self.processor, text, data.get("image", []), data.get("video", []))
+        data = load_media(media)
+        inputs = processor_inputs(self.processor, text, data)
         ids = inputs.pop("input_ids")[0].tolist()
         del inputs["attention_mask"]
         return EncodedPrompt(

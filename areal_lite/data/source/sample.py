@@ -176,11 +176,7 @@ class Sample:
         self.response, self.reward, self.status = "", None, SampleStatus.PENDING
 
     def get_reward_value(self, reward_key: str | None = None) -> float:
-        """Return the reward, or its entry ``reward_key``.
-
-        Raises:
-            ValueError: If there is none; with index and key.
-        """
+        """Return the reward, or its entry ``reward_key``; ValueError if there is none; with index and key."""
         reward: Any = self.reward
         if reward_key is not None:
             reward = reward.get(reward_key) if isinstance(reward, Mapping) else None

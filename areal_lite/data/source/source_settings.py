@@ -84,11 +84,7 @@ class SourceSettings:
         return {"row": row, "prompt": prompt, "label": deep_copy(label)}
 
     def metadata_of(self, row: Any) -> dict[str, Any]:
-        """Return the sample's metadata.
-
-        Raises:
-            ConfigError: If the column ``metadata_key`` is not a dict.
-        """
+        """Return the sample's metadata; ConfigError if the column ``metadata_key`` is not a dict."""
         if self.metadata_key is None or not isinstance(row, Mapping):
             return {}
         metadata = row.get(self.metadata_key) or {}

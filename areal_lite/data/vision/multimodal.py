@@ -49,7 +49,7 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     split = {kind for kind, key in columns.items() if row.get(key) is not None}
     messages = [{**message, "content": _parts(message.get("content"), split)} for message in prompt]
     for kind, key in columns.items():
-        values = column_values(row, key)
+        values = _column(row, key)
         needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
         if needed != len(values):
             raise ConfigError(
@@ -58,14 +58,26 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     return messages
 
 
-def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Sequence[Any] = ()) -> list[Any]:
-    """Return the images or videos of ``messages`` in the order of their parts, not yet loaded."""
-    rest = iter(column)
-    return [next(rest) if (value := _inline(part, kind)) is None else value for part in _parts_of(messages, kind)]
+def media_values(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], keys: DatasetConfig) -> dict[str, Any]:
+    """Return the values of ``image`` and ``video`` that there are, in the order of their parts, not yet loaded.
+
+    A part without a value of its own takes the next one of the row's column.
+    """
+    media = {}
+    for kind, key in (("image", keys.image_key), ("video", keys.video_key)):
+        rest = iter(_column(row, key))
+        parts = _parts_of(messages, kind)
+        if parts:
+            media[kind] = [next(rest) if (value := _inline(part, kind)) is None else value for part in parts]
+    return media
 
 
-def column_values(row: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the images or videos in a column as a list; empty if the column is missing or None."""
+def load_media(media: Mapping[str, Any]) -> dict[str, Any]:
+    """Return :func:`media_values` loaded: ``image`` (list of PIL images) and ``video`` (list of lists of frames)."""
+    return {kind: load_images(values) if kind == "image" else load_videos(values) for kind, values in media.items()}
+
+
+def _column(row: Mapping[str, Any], key: str) -> list[Any]:
     value = row.get(key)
     if value is None:
         return []
@@ -126,7 +138,7 @@ def load_videos(values: Sequence[Any]) -> list[list[Image]]:
     return videos
 
 
-def processor_inputs(processor: Any, text: str, images: Sequence[Any], videos: Sequence[Any]) -> dict[str, Tensor]:
+def processor_inputs(processor: Any, text: str, media: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the processor's model inputs for one sequence.
 
     Args:
@@ -137,14 +149,15 @@ def processor_inputs(processor: Any, text: str, images: Sequence[Any], videos: S
     try:
         inputs = processor(
             text=[text],
-            images=list(images) or None,
-            videos=list(videos) or None,
+            images=media.get("image") or None,
+            videos=media.get("video") or None,
             add_special_tokens=False,
             return_tensors="pt",
         )
     except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{type(processor).__name__} rejects a text with {len(images)} images and {len(videos)} videos: {error}"
+            f"{type(processor).__name__} rejects a text with {len(media.get('image', ()))} images and "
+            f"{len(media.get('video', ()))} videos: {error}"
         ) from error
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 

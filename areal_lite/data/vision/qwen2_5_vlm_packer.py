@@ -19,14 +19,7 @@ from areal_lite.data.chat.prompt_encoder import render_prompt
 from areal_lite.data.packer.data_packer import RolloutOutput
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker, mask_prefix
 from areal_lite.data.source.sample import Sample
-from areal_lite.data.vision.multimodal import (
-    build_messages,
-    column_values,
-    load_images,
-    load_videos,
-    media_values,
-    processor_inputs,
-)
+from areal_lite.data.vision.multimodal import build_messages, load_media, media_values, processor_inputs
 from areal_lite.errors import ConfigError
 
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -69,14 +62,11 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
             return dict(item)
         row = item if isinstance(item, Mapping) else {config.prompt_key: item}
         messages = build_messages(row, config)
-        images = media_values(messages, "image", column_values(row, config.image_key))
-        videos = media_values(messages, "video", column_values(row, config.video_key))
-        data = {"image": load_images(images), "video": load_videos(videos)}
         renderer = self.processor if self.processor.chat_template else self.tokenizer
         others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
         return others | {
             config.prompt_key: render_prompt(renderer, messages, config=config, tools=row.get(config.tools_key)),
-            "multi_modal_data": {kind: values for kind, values in data.items() if values},
+            "multi_modal_data": load_media(media_values(messages, row, config)),
         }
 
     def get_policy_input(
@@ -94,10 +84,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         """
         row = (sample.row or sample.prompt) if isinstance(sample, Sample) else sample
         item = self.get_rollout_input(row)
-        data = item["multi_modal_data"]
-        inputs = processor_inputs(
-            self.processor, item[self.config.prompt_key], data.get("image", ()), data.get("video", ())
-        )
+        inputs = processor_inputs(self.processor, item[self.config.prompt_key], item["multi_modal_data"])
         prompt_ids = inputs["input_ids"][0].tolist()
         multi_modal_inputs = {name: value for name, value in inputs.items() if name not in _PER_TOKEN}
         if not isinstance(rollout_output, Sample | TokenSequence):
