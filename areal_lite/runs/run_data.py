@@ -18,8 +18,7 @@ from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.source.generated_rows import GeneratedRows, generator_of
-from areal_lite.data.source.row_streams import CurriculumRows
+from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.workflow_resolution import check_workflow, pickled_workflow

@@ -27,8 +27,7 @@ from areal_lite.data.source.data_source_state import (
 )
 from areal_lite.data.source.row_streams import DatasetRows, EmptyRows, RowStream
 from areal_lite.data.source.sample import with_own_containers
-from areal_lite.data.source.slime_args import dataset_of
-from areal_lite.data.source.source_settings import SampleGroup, SourceSettings
+from areal_lite.data.source.source_settings import SampleGroup, SourceSettings, dataset_of
 from areal_lite.errors import ConfigError
 
 SCHEMA = 1

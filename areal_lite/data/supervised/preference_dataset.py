@@ -1,7 +1,7 @@
 """Rows with a better and a worse answer as pairs of token sequences.
 
 Guarantees that both sequences of a pair are equal up to the answer, that only the answer is trained, and that both
-are at most ``max_length`` long. ``chat_text`` and ``chat_tokens`` tokenize a conversation; ``tokenized_dataset`` turns
+are at most ``max_length`` long. ``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns
 rows into items. Knows nothing of losses.
 """
 
@@ -14,8 +14,7 @@ import torch
 
 from areal_lite.config.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_template import Message
-from areal_lite.data.chat.chat_text import ChatText, Shortfall, render_conversation
-from areal_lite.data.chat.chat_tokens import tokens_of
+from areal_lite.data.chat.chat_tokens import ChatText, Shortfall, render_conversation, tokens_of
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """Conversations as token sequences for supervised fine-tuning.
 
-Guarantees that every item trains at least one token and is at most ``max_length`` long. ``chat_text`` and
-``chat_tokens`` tokenize a conversation; ``tokenized_dataset`` turns rows into items.
+Guarantees that every item trains at least one token and is at most ``max_length`` long.
+``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns rows into items.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 
 from areal_lite.config.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.chat_template import Message
-from areal_lite.data.chat.chat_text import Shortfall, render_conversation
-from areal_lite.data.chat.chat_tokens import tokens_of
+from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tokens_of
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from areal_lite.config.supervised_config import ConversationsConfig
-from areal_lite.data.chat.chat_text import ChatText, Shortfall
+from areal_lite.data.chat.chat_tokens import ChatText, Shortfall
 from areal_lite.data.chat.prompt_encoder import without_nulls
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import place_of_row
