@@ -143,10 +143,6 @@ class UnpreparedRow(dict[str, Any]):
         return made.prepared() if isinstance(made, UnpreparedRow) else made
 
 
-def _with_prompt(prepare: Callable[[Row], Row], source: Row, item: Row) -> dict[str, Any]:
-    return {**prepare(source), **item}
-
-
 def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[dict[str, Any]]:
     """Return what workflows get for ``rows``, one dict each, in order; with ``prepare_prompt`` :class:`UnpreparedRow`.
 
@@ -157,19 +153,21 @@ def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str =
         raise ConfigError(
             f"{type(packer).__name__}.rollout_collate_fn made {len(inputs)} inputs of {len(rows)}: return one for each"
         )
-    plain = [
-        dict(item) if isinstance(item, Mapping) else {**(row if isinstance(row, Mapping) else {}), prompt_key: item}
-        for row, item in zip(rows, inputs, strict=True)
-    ]
-    if (prepare := packer.prepare_prompt) is None:
-        return plain
-    # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
-    texts = [isinstance(row, list | str) and isinstance(item, str) for row, item in zip(rows, inputs, strict=True)]
-    sources = [row if text else item for row, item, text in zip(rows, plain, texts, strict=True)]
-    return [
-        UnpreparedRow(item, partial(_with_prompt, prepare, source, item))
-        for item, source in zip(plain, sources, strict=True)
-    ]
+    made: list[dict[str, Any]] = []
+    for row, item in zip(rows, inputs, strict=True):
+        columns = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
+        if not isinstance(item, Mapping) and isinstance(row, Mapping):
+            columns = {**row, **columns}
+        if (prepare := packer.prepare_prompt) is not None:
+            # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
+            source: Any = row if isinstance(row, list | str) and isinstance(item, str) else columns
+            columns = UnpreparedRow(columns, partial(_prepared, prepare, source, columns))
+        made.append(columns)
+    return made
+
+
+def _prepared(prepare: Callable[[Row], Row], source: Row, columns: Row) -> dict[str, Any]:
+    return {**prepare(source), **columns}
 
 
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:

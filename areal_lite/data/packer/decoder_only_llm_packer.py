@@ -29,17 +29,9 @@ class DecoderOnlyLLMDataPacker(DataPacker):
     """Rows are text, conversations, or dicts with a prompt column that is one of the two."""
 
     def get_rollout_input(self, item: Any) -> Any:
-        """Return the prompt as text, or the row itself.
+        """Return text unchanged, a list of messages rendered by the chat template up to the start of the answer.
 
-        Args:
-            item: Text, used unchanged; a list of messages, rendered by the chat template up to the start of
-                the answer; or a dict, whose columns the workflow reads.
-
-        Returns:
-            Text for text and messages; a dict as it is.
-
-        Raises:
-            ConfigError: If ``item`` has another type, or the tokenizer has no chat template.
+        A dict is returned as it is: the workflow reads its columns. ConfigError for another type, or without template.
         """
         if isinstance(item, str | Mapping):
             return item
@@ -53,23 +45,19 @@ class DecoderOnlyLLMDataPacker(DataPacker):
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
     ) -> TokenSequence:
-        """Return the training sequence of one answer.
+        """Return the whole training sequence of one answer.
 
         Args:
             sample: The dataset row, or a :class:`Sample` with its prompt. Ignored if the output is recorded.
-            rollout_output: A recorded :class:`TokenSequence` or :class:`Sample`, whose tokens are taken as they
-                are; or, for a single turn, the answer's ids, or its text if there are no ids.
+            rollout_output: A recorded :class:`TokenSequence` or :class:`Sample`, whose tokens and reward are taken as
+                they are; or, for a single turn, the answer's ids, or its text. Then the reward is that of ``sample``,
+                or its column ``reward``, and 0 if there is none.
             n_ignore_prefix_tokens: Number of the answer's first tokens to mask.
-
-        Returns:
-            The whole sequence with the reward of the recorded sample. For ids and text it is the reward of
-            ``sample``, or its column ``reward``, and 0 if there is none.
 
         Raises:
             TypeError: If the output is none of the three.
             ConfigError: If the row has no prompt.
-            ValueError: If there is no finite reward, the answer is shorter than ``n_ignore_prefix_tokens``, or
-                the prompt is empty, so that nothing predicts the answer's first token.
+            ValueError: Without finite reward or prompt, or if the answer has fewer than ``n_ignore_prefix_tokens``.
         """
         if not isinstance(rollout_output, Sample | TokenSequence):
             source = _row_sample(sample, self.config)

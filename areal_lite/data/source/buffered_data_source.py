@@ -148,7 +148,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             return len(self.buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the buffer as JSON values."""
         with self._lock:
             return super().state_dict() | {"buffer": [group_to_json(group) for group in self.buffer]}
 

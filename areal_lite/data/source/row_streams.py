@@ -117,7 +117,6 @@ class DatasetRows(RowStream):
         self._ahead.extend(self.settings.in_mini_batches(positions, list(self.read(positions)))[drawn:])
 
     def read(self, positions: list[int]) -> Iterable[Any]:
-        """Return the rows at ``positions``."""
         rows = self._rows
         if hasattr(rows, "__getitems__"):
             return rows.__getitems__(positions)  # type: ignore[no-any-return]
@@ -130,7 +129,6 @@ class DatasetRows(RowStream):
         return np.random.default_rng(list(digest[:16])).permutation(size)
 
     def __len__(self) -> int:
-        """Return the number of rows in one epoch."""
         return len(self._order)
 
     def content(self) -> dict[str, Any]:
@@ -145,7 +143,6 @@ class DatasetRows(RowStream):
         return {"rows": size, "content": content_hash([order[:FINGERPRINT_ROWS].tolist(), *some])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, with the dataset's own state if it has one."""
         state = getattr(self.dataset, "state_dict", None)
         saved = {"epoch_size": len(self._order), "dataset": state() if callable(state) else None}
         return super().state_dict() | saved
@@ -178,7 +175,6 @@ class CurriculumRows(DatasetRows):
             self._sampler.update(batch)
 
     def __len__(self) -> int:
-        """Return the number of rows in one epoch."""
         return len(self._sampler)
 
     def _read_ahead(self, count: int) -> None:
@@ -197,7 +193,6 @@ class CurriculumRows(DatasetRows):
         self._ahead.append(DrawnRow(position, row))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, with the curriculum's state if it has one."""
         with self._lock:
             state = getattr(self._sampler, "state_dict", None)
             return super().state_dict() | {"sampler": state() if callable(state) else None}
@@ -242,7 +237,6 @@ class IterableRows(RowStream):
                 self._ahead.extend(DrawnRow(None, row) for row in (item if isinstance(item, list) else [item]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise: an iterable has no position to save."""
         raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")
 
 

@@ -34,7 +34,6 @@ class PreferenceDataset(BaseDataset):
     config: PreferenceDatasetConfig
 
     def texts(self, row: Row) -> list[Texts]:
-        """Return the chosen sequence and the rejected one."""
         keys = self.config
         chosen, rejected = (self._conversation(row, key) for key in (keys.chosen_key, keys.rejected_key))
         if chosen[:-1] != rejected[:-1]:
@@ -46,7 +45,6 @@ class PreferenceDataset(BaseDataset):
         return [(self._last_answer(chosen, tools), self._last_answer(rejected, tools))]
 
     def skip_reason(self, texts: Texts) -> str | None:
-        """Return why to skip a pair."""
         chosen, rejected = texts
         has_mark = Shortfall.NO_END_MARK not in chosen.shortfalls | rejected.shortfalls
         if not (has_mark and all(surely_within(one.text, self.max_length) for one in texts)):
@@ -58,7 +56,6 @@ class PreferenceDataset(BaseDataset):
         return "equal answers" if chosen.text == rejected.text else None
 
     def item(self, texts: Texts) -> Item:
-        """Return a pair."""
         item: Item = {}
         for name, one in zip(("chosen", "rejected"), texts, strict=True):
             ids, mask = tokens_of(self.tokenizer, one)

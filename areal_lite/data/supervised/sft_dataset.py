@@ -35,7 +35,6 @@ class SFTDataset(BaseDataset):
     config: SFTDatasetConfig
 
     def texts(self, row: Row) -> list[Texts]:
-        """Return the sequences of a row."""
         sequences = render_conversation(
             self.tokenizer,
             self._messages(row),
@@ -47,7 +46,6 @@ class SFTDataset(BaseDataset):
         return [(sequence,) for sequence in sequences]
 
     def skip_reason(self, texts: Texts) -> str | None:
-        """Return why to skip a sequence."""
         (text,) = texts
         if not text.spans:
             return "no assistant text"
@@ -62,7 +60,6 @@ class SFTDataset(BaseDataset):
         return None if any(mask[: self.max_length]) else "no trained token within max_length"
 
     def item(self, texts: Texts) -> Item:
-        """Return a sequence."""
         ids, mask = tokens_of(self.tokenizer, texts[0])
         return {
             "input_ids": torch.tensor(ids[: self.max_length]),

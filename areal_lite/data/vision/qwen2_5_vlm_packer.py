@@ -32,7 +32,6 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
     """``vision_config.tokens_per_second`` of the model's config: positions per second of video."""
 
     def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
-        """As :meth:`DataPacker.setup`; ConfigError without a processor."""
         if processor is None:
             raise ConfigError(
                 f"{type(self).__name__} needs the model's processor, and none was loaded: pip "
@@ -43,19 +42,13 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
     def get_rollout_input(self, item: Any) -> dict[str, Any]:
         """Return the prompt as input for an engine with a vision tower.
 
-        Args:
-            item: A list of messages whose content is text or parts, ``{"type": "image", "image": path or URL}``
-                and ``{"type": "text", "text": ...}``; or a dict with such a prompt (or text, which is one
-                message of the user), where ``<image>`` and parts without an image take theirs from the
-                column of images. The result of this method is accepted too.
+        ``item`` is a list of messages whose content is text or parts, ``{"type": "image", "image": path or URL}`` and
+        ``{"type": "text", "text": ...}``; or a dict with such a prompt (or text, the user's message), where ``<image>``
+        and parts without an image take theirs from the column of images; or a result of this method.
 
         Returns:
-            ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, with the
-            text under the config's ``prompt_key``, one placeholder token per image, and only the kinds
-            present. A dict keeps its other columns.
-
-        Raises:
-            ConfigError: If the row breaks a rule of :mod:`areal_lite.data.vision.multimodal`.
+            ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, with the text under
+            the config's ``prompt_key`` and only the kinds present. A dict keeps its other columns.
         """
         config = self.config
         if isinstance(item, Mapping) and "multi_modal_data" in item:
@@ -74,13 +67,8 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
     ) -> TokenSequence:
         """Return the training sequence of one answer, with ``multi_modal_inputs`` if the row has images or videos.
 
-        Args:
-            sample: What :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
-            rollout_output: As for decoder-only models; the images are those of ``sample``.
-
-        Raises:
-            As for decoder-only models, and:
-            ValueError: If the recorded placeholders do not fit the images.
+        ``sample`` is what :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
+        ValueError if the recorded placeholders do not fit its images.
         """
         row = (sample.row or sample.prompt) if isinstance(sample, Sample) else sample
         item = self.get_rollout_input(row)
@@ -99,9 +87,6 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
 
         A model with plain positions gets none. Others take them as ``[4, B, T]``, and
         ``multi_modal_inputs`` through :func:`areal_lite.data.vision.multimodal.concatenate_inputs`.
-
-        Raises:
-            As for decoder-only models.
         """
         import torch
 
