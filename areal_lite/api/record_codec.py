@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,23 +59,14 @@ _TRAJECTORY = Form("member_idx", "reward", "has_loss_mask")
 _SEQUENCE = Form("reward", "input_ids", "loss_mask", "logprobs", "versions", "token_rewards", num_columns=5)
 
 
-class Recorded(Protocol):
-    """An episode that runs, or its trajectory."""
-
-    counts: dict[str, float]
-    reward_extra: dict[str, float | str | None]
-    scalars: list[tuple[str, float]]
-    processes: list[ProcessRecord]
-
-
-def pack_records(episode: Recorded) -> Plain:
-    """Return what an episode's code recorded."""
+def pack_records(episode: Any) -> Plain:
+    """Return what the code of an episode recorded; also of its trajectory."""
     processes = [asdict(record) for record in episode.processes]
     return episode.counts, episode.reward_extra, episode.scalars, processes
 
 
 def unpack_records(plain: Plain) -> dict[str, Any]:
-    """Return the fields of :class:`Recorded` by name."""
+    """Return the fields of :func:`pack_records` by name."""
     counts, reward_extra, scalars, processes = plain
     return {
         "counts": counts,

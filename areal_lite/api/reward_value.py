@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 LARGEST_REWARD = 3.4028234e38
-"""Largest finite float32."""
 
 
 def as_reward(value: Any) -> float:

@@ -22,7 +22,6 @@ from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, 
 
 Arrays = Mapping[str, NDArray[Any]]
 Chain = InteractionWithTokenLogpReward | Sequence[ModelResponse]
-"""The calls of a sequence."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""

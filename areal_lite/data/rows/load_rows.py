@@ -20,7 +20,6 @@ from areal_lite.errors import ConfigError
 __all__ = ["Row", "check_held_out", "load_rows", "select_rows"]
 
 _GYM = "reasoning-gym:"
-"""Prefix of a task's path."""
 _GYM_SIZE = 500
 """Default number of rows of a reasoning-gym task."""
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 Row = dict[str, Any]
 _BATCH = 1000
-"""Rows per record batch."""
 _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _WHOLE = range(-(1 << 63), 1 << 64)

@@ -56,7 +56,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             raise ConfigError(f"buffer_filter is {chosen!r}: it must be a function or its dotted path")
         self.buffer: list[SampleGroup] = []
         self._buffered: set[int] = set()
-        """Numbers of the groups in the buffer."""
         self.buffer_filter: BufferFilter = chosen or pop_first
 
     def add_samples(self, samples: list[SampleGroup]) -> None:

@@ -31,7 +31,6 @@ from areal_lite.data.source.source_settings import SampleGroup, SourceSettings, 
 from areal_lite.errors import ConfigError
 
 SCHEMA = 1
-"""Version of the state file."""
 
 
 class RolloutDataSource:
@@ -48,7 +47,6 @@ class RolloutDataSource:
     """
 
     supports_buffer = False
-    """True if :meth:`add_samples` works."""
 
     def __init__(self, dataset: Any = None, settings: SourceSettings | None = None) -> None:
         if hasattr(dataset, "n_samples_per_prompt") and hasattr(dataset, "rollout_global_dataset"):

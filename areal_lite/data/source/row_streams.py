@@ -40,9 +40,7 @@ class RowStream(ABC):
         self.settings = settings
         self.epoch_id = 0
         self.sample_offset = 0
-        """Rows drawn in this epoch."""
         self._ahead: deque[DrawnRow] = deque()
-        """Rows read and not drawn yet."""
 
     def draw(self, count: int) -> Iterator[DrawnRow]:
         """Yield the next ``count`` rows, fewer if they end; a row counts as drawn when the next is requested."""

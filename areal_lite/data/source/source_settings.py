@@ -38,7 +38,6 @@ class SourceSettings:
     """How rows are drawn and what becomes of one."""
 
     n_samples_per_prompt: int = 1
-    """Samples in one group."""
     seed: int = 1
     """Determines the order of the epochs."""
     shuffle: bool = False
@@ -46,7 +45,6 @@ class SourceSettings:
     prompt_key: str = "prompt"
     """Column that becomes ``Sample.prompt``; a row without it has an empty prompt."""
     label_key: str | None = None
-    """Column that becomes ``Sample.label``."""
     metadata_key: str | None = None
     """Column, a dict, that becomes ``Sample.metadata``."""
     reward_key: str | None = None

@@ -42,7 +42,6 @@ Item = dict[str, torch.Tensor]
 Texts = tuple[ChatText, ...]
 """Text of one item: a sequence, or a pair of them."""
 _CHUNK = 512
-"""Rows checked at once."""
 _LOG_EVERY_S = 15.0
 _INDEX_FORMAT = 1
 """Part of an index's file name; raise it when a row may give other items than before."""
@@ -231,7 +230,6 @@ class _Index(NamedTuple):
 
 
 _shared: list[BaseDataset] = []
-"""The dataset of a worker process."""
 
 
 def _share(dataset: BaseDataset) -> None:

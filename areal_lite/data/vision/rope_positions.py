@@ -16,7 +16,6 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
-"""Kinds of tokens."""
 
 _SEPARATE_FRAMES = {
     "Qwen2VLProcessor": False,
