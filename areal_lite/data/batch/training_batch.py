@@ -1,21 +1,7 @@
 """A training batch as a DataProto: whole groups, every key declared and checked here.
 
-The per-token keys, all aligned to the token itself, and ``rewards`` are those of a trajectory
-(:mod:`areal_lite.api.tensor_dict`), with ``loss_mask`` and ``rewards`` required. A batch adds:
-
-| key | shape | kind | required | meaning |
-|---|---|---|---|---|
-| group_ids | [B] | str | yes | episodes with the same id are each other's baseline |
-| task_ids | [B] | str | yes | the group of each sequence, for messages |
-| member_idx | [B] | int or None | no | its episode in the group; None counts it as one of its own |
-| turn_paths | [B] | list of int | no | its turns, as indices into the episode's |
-| turn_idx | [B] | int | no | model calls on its path before the last one |
-| baselines | [B] | float | no | reward of a greedy episode on the same row |
-| token_rewards | [B, T] | float | no | rewards of tokens; NaN in sequences that are rewarded as a whole |
-| multi_modal_inputs | [B] | dict or None | no | inputs of the model besides tokens |
-
-A sequence's tokens are contiguous, with padding on either end. ``logprobs`` is NaN where not recorded.
-Knows nothing of advantages or losses.
+docs/data.md lists the keys with shapes and padding. A sequence's tokens are contiguous, with padding on either end.
+``logprobs`` is NaN where not recorded. Knows nothing of advantages or losses.
 """
 
 from __future__ import annotations

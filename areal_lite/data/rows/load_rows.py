@@ -65,7 +65,7 @@ def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
     """Check that held-out rows of a reasoning-gym task are not training rows too: row i comes from ``seed + i``."""
     if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(_GYM)):
         return
-    first, second = (_gym_seeds(config) for config in (train, held_out))
+    first, second = map(_gym_seeds, (train, held_out))
     if max(first.start, second.start) < min(first.stop, second.stop):
         raise ConfigError(
             f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, which overlap with the "

@@ -88,11 +88,10 @@ def _write(path: Path, files: Sequence[Path]) -> None:
     with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
         while batch := list(itertools.islice(rows, _BATCH)):
             arrays = []
-            for field in schema:
-                values = [row.get(field.name) for _, row in batch]
-                if columns[field.name].type == "json":
-                    values = [_as_json(row.get(field.name), where) for where, row in batch]
-                arrays.append(pa.array(values, type=field.type))
+            for name, column in columns.items():
+                convert = _as_json if column.type == "json" else lambda value, where: value
+                values = [convert(row.get(name), where) for where, row in batch]
+                arrays.append(pa.array(values, type=schema.field(name).type))
             writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
