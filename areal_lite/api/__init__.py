@@ -24,27 +24,19 @@ __all__ = [
     "WorkflowLike",
 ]  # fmt: skip
 
-_MODULES = {
-    "Agent": "api.workflow_api",
-    "AsyncRewardWrapper": "api.reward_api",
-    "EpisodeStatus": "api.trajectory",
-    "Failure": "api.failure",
-    "FailureKind": "api.failure",
-    "GenerationHyperparameters": "config.generation",
-    "Group": "api.trajectory",
-    "InferenceEngine": "api.engine_api",
-    "InferenceEngineConfig": "config.rollout_config",
-    "InteractionWithTokenLogpReward": "api.interaction",
-    "ModelRequest": "api.io_struct",
-    "ModelResponse": "api.io_struct",
-    "RolloutWorkflow": "api.workflow_api",
-    "RunConfig": "config.run_config",
-    "TokenSequence": "api.trajectory",
-    "Trajectory": "api.trajectory",
-    "Turn": "api.trajectory",
-    "TurnRole": "api.trajectory",
-    "WorkflowLike": "api.workflow_api",
+_NAMES = {
+    "api.engine_api": "InferenceEngine",
+    "api.failure": "Failure FailureKind",
+    "api.interaction": "InteractionWithTokenLogpReward",
+    "api.io_struct": "ModelRequest ModelResponse",
+    "api.reward_api": "AsyncRewardWrapper",
+    "api.trajectory": "EpisodeStatus Group TokenSequence Trajectory Turn TurnRole",
+    "api.workflow_api": "Agent RolloutWorkflow WorkflowLike",
+    "config.generation": "GenerationHyperparameters",
+    "config.rollout_config": "InferenceEngineConfig",
+    "config.run_config": "RunConfig",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:
 

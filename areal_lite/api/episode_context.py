@@ -36,7 +36,6 @@ class Episode:
     seed_name: str | None = None
     """Separates the seeds of its model calls from those of other episodes; None leaves seeds to the server."""
     num_calls: int = 0
-    """Model calls started so far."""
     oldest_version: int | None = None
     """Policy version at its first model call: none of its tokens can be older. None before it."""
     recorded: dict[int, list[ModelResponse]] = field(default_factory=dict)
@@ -44,7 +43,6 @@ class Episode:
     interrupted: bool = False
     """True while it is being stopped: its calls keep their tokens and never return."""
     server: Any = None
-    """Preferred server of its calls."""
 
     def record(self, answer: ModelResponse) -> None:
         """Reuse ``answer`` where a call has its prompt."""
@@ -95,7 +93,6 @@ enter = _current.set
 """Set the running task's context; returns what :data:`leave` takes."""
 
 leave = _current.reset
-"""Undo an :data:`enter`."""
 
 
 def of(context: Context) -> EpisodeContext:

@@ -42,6 +42,20 @@ class InteractionWithTokenLogpReward:
         nodes = self.chain() if self.concat else [self]
         return [node for node in nodes if node.trained]
 
+    def columns(self) -> dict[str, Any]:
+        """Return ids, loss mask, log-probs and versions of its sequence, each ``[T]``."""
+        import numpy as np
+
+        response = self.model_response
+        ids = np.fromiter(response.input_tokens + response.output_tokens, np.int32)
+        loss_mask, logprobs = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
+        versions = np.full(len(ids), -1, np.int32)
+        for node in self.trained_chain():
+            answer = node.model_response
+            here = slice(answer.input_len, answer.input_len + answer.output_len)
+            loss_mask[here], logprobs[here], versions[here] = True, answer.output_logprobs, answer.output_versions
+        return {"input_ids": ids, "loss_mask": loss_mask, "logprobs": logprobs, "versions": versions}
+
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
         """Return this interaction as AReaL's tensor dict: ``[1, T]`` tensors and ``rewards`` ``[1]``.
 
@@ -55,22 +69,9 @@ class InteractionWithTokenLogpReward:
             raise ValueError(
                 f"the interaction {name} has no reward: call set_reward() or set_last_reward() before exporting"
             )
-        response = self.model_response
-        ids = response.input_tokens + response.output_tokens
-        loss_mask = [0] * len(ids)
-        logprobs = [0.0] * len(ids)
-        versions = [-1] * len(ids)
-        for node in self.trained_chain():
-            answer = node.model_response
-            start, end = answer.input_len, answer.input_len + answer.output_len
-            loss_mask[start:end] = [1] * answer.output_len
-            logprobs[start:end] = answer.output_logprobs
-            versions[start:end] = answer.output_versions
-        return {
-            "input_ids": torch.tensor([ids], dtype=torch.int32),
-            "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
-            "loss_mask": torch.tensor([loss_mask], dtype=torch.int32),
-            "logprobs": torch.tensor([logprobs], dtype=torch.float32),
-            "versions": torch.tensor([versions], dtype=torch.int32),
+        columns = {name: torch.from_numpy(column)[None] for name, column in self.columns().items()}
+        return columns | {
+            "loss_mask": columns["loss_mask"].int(),
+            "attention_mask": torch.ones_like(columns["loss_mask"]),
             "rewards": torch.tensor([self.reward], dtype=torch.float32),
         }

@@ -15,11 +15,6 @@ _rids = random.Random()  # its own, seeded by the system: a user's seed must not
 os.register_at_fork(after_in_child=_rids.seed)
 
 
-def _fixed_length_rid() -> str:
-    # SGLang aborts by prefix of the rid, so ids must all have one length.
-    return f"{_rids.getrandbits(128):032x}"
-
-
 def _default_gconfig() -> GenerationHyperparameters:
     from areal_lite.config.generation import GenerationHyperparameters  # pydantic, which the dump writer does not load
 
@@ -55,7 +50,8 @@ class ModelRequest:
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=_default_gconfig)
-    rid: str = field(default_factory=_fixed_length_rid)
+    # SGLang aborts by prefix of the rid, so ids must all have one length.
+    rid: str = field(default_factory=lambda: f"{_rids.getrandbits(128):032x}")
     metadata: dict[str, Any] = field(default_factory=dict)
     """Passed on to the response; ``agent`` names the agent that calls (``Turn.agent``)."""
     tokenizer: Any = None
@@ -97,12 +93,10 @@ class ModelResponse:
     attempts: int = 1
     """HTTP requests it took, retries and continuations after an abort included."""
     rid: str = ""
-    """Id of the request."""
     server: str = ""
     """URL of the server that gave the last tokens, a router's in front of it; empty if unknown."""
     tokenizer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The request's."""
 
     @property
     def prompt(self) -> TokenPrefix:

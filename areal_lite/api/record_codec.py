@@ -8,9 +8,9 @@ the calls they come from are not here: a dump needs all of them, and a rollout w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,26 +57,16 @@ def _add(array: NDArray[Any], columns: Columns) -> tuple[str, int]:
 
 _TRAJECTORY = Form("member_idx", "reward", "has_loss_mask")
 _SEQUENCE = Form("reward", "input_ids", "loss_mask", "logprobs", "versions", "token_rewards", num_columns=5)
-_FAILURE = Form("type", "message", "traceback", "hint")
 
 
-class Recorded(Protocol):
-    """An episode that runs, or its trajectory."""
-
-    counts: dict[str, float]
-    reward_extra: dict[str, float | str | None]
-    scalars: list[tuple[str, float]]
-    processes: list[ProcessRecord]
-
-
-def pack_records(episode: Recorded) -> Plain:
-    """Return what an episode's code recorded."""
+def pack_records(episode: Any) -> Plain:
+    """Return what the code of an episode recorded; also of its trajectory."""
     processes = [asdict(record) for record in episode.processes]
     return episode.counts, episode.reward_extra, episode.scalars, processes
 
 
 def unpack_records(plain: Plain) -> dict[str, Any]:
-    """Return the fields of :class:`Recorded` by name."""
+    """Return the fields of :func:`pack_records` by name."""
     counts, reward_extra, scalars, processes = plain
     return {
         "counts": counts,
@@ -104,9 +94,9 @@ def unpack_trajectory(plain: Plain, columns: ReadColumns) -> Trajectory:
 
 def pack_failure(failure: Failure | None) -> Plain | None:
     """Return a failure as plain data."""
-    return None if failure is None else (failure.kind.value, _FAILURE.pack(failure, []))
+    return None if failure is None else (failure.kind.value, *astuple(failure)[1:])
 
 
 def unpack_failure(plain: Plain | None) -> Failure | None:
     """Return the failure of :func:`pack_failure`."""
-    return None if plain is None else Failure(FailureKind(plain[0]), **_FAILURE.unpack(plain[1], ()))
+    return None if plain is None else Failure(FailureKind(plain[0]), *plain[1:])

@@ -7,15 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 LARGEST_REWARD = 3.4028234e38
-"""Largest finite float32."""
 
 
 def as_reward(value: Any) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-        ValueError: If it is not a real number that is finite in float32 (int, float, array of one, Fraction, ...).
-    """
+    """Return ``value`` as a float."""
     if not isinstance(value, str | bytes | bytearray):
         if getattr(value, "size", None) == 1:  # a numpy array of one element
             value = value.item()
@@ -38,11 +33,7 @@ class Reward(NamedTuple):
 
 
 def read_reward(returned: Any) -> Reward:
-    """Return the reward, and the facts beside it if ``returned`` is a dict with ``score`` or ``reward``.
-
-    Raises:
-        ValueError: If there is no reward, a number is not finite, or a fact is neither a number nor text.
-    """
+    """Return the reward, and the facts beside it if ``returned`` is a dict with ``score`` or ``reward``."""
     facts: dict[str, float | str | None] = {}
     if isinstance(returned, Mapping):
         if (name := next((name for name in ("score", "reward") if name in returned), None)) is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,6 @@ TOKEN_KEYS = {
     "token_rewards": "f",
 }
 """Per-token keys and the numpy kinds they may have."""
-_KIND_WORDS = {
-    "iu": "an integer tensor",
-    "biu": "a bool or integer tensor",
-    "f": "a float tensor",
-    "i": "an integer tensor",
-}
 SEQUENCE_KEYS = {*TOKEN_KEYS, "rewards"}
 """All keys of the table; others pass through."""
 PADDING = {"versions": -1}
@@ -56,11 +50,7 @@ _VIEW = {
 
 
 def check_returned(returned: Any) -> bool:
-    """Check the type of what ``arun_episode`` returned, and return whether it is a dict of interactions.
-
-    Raises:
-        ValueError: If it is neither a tensor dict nor a dict of interactions, each with a reward.
-    """
+    """Check the type of what ``arun_episode`` returned, and return whether it is a dict of interactions."""
     if not isinstance(returned, dict):
         raise ValueError(
             f"arun_episode returned {type(returned).__name__}: return a tensor dict, a dict of interactions, or None"
@@ -106,20 +96,8 @@ def _rows(value: Any, start: int, end: int, total: int) -> Any:
     return value[start:end] if isinstance(value, list) and len(value) == total else value
 
 
-class _Recorded(Protocol):
-    """The fields of a trajectory that the view reads."""
-
-    sequences: list[Any]
-    extras: dict[str, Any]
-    has_loss_mask: bool
-
-
-def tensor_dict_of(trajectories: Sequence[_Recorded]) -> dict[str, Any] | None:
-    """Return AReaL's tensor dict of the trajectories' sequences, right-padded; None if there are none.
-
-    ``logprobs``, ``versions`` and ``rewards`` are present if every sequence has them, other keys of the
-    workflows' dicts if every episode has them.
-    """
+def tensor_dict_of(trajectories: Sequence[Any]) -> dict[str, Any] | None:
+    """Return AReaL's tensor dict of the trajectories' sequences, right-padded; None if there are none."""
     import torch
 
     having = [trajectory for trajectory in trajectories if trajectory.sequences]
@@ -145,11 +123,7 @@ def tensor_dict_of(trajectories: Sequence[_Recorded]) -> dict[str, Any] | None:
 
 
 def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge what the episodes of a group returned into one dict of interactions or one tensor dict.
-
-    Raises:
-        ValueError: If tensor dicts have different keys.
-    """
+    """Merge what the episodes of a group returned into one dict of interactions or one tensor dict."""
     if all(is_interactions(outcome) for outcome in outcomes):
         return {key: value for outcome in outcomes for key, value in outcome.items()}
     return concat_padded_tensors(
@@ -162,12 +136,8 @@ def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def check_same_keys(outcomes: Sequence[dict[str, Any]]) -> None:
-    """Refuse tensor dicts of one group that have different keys.
-
-    Raises:
-        ValueError: With both lists of keys.
-    """
+def check_same_keys(outcomes: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse tensor dicts of one group that have different keys."""
     for other in outcomes[1:]:
         if other.keys() != outcomes[0].keys():
             raise ValueError(
@@ -177,13 +147,7 @@ def check_same_keys(outcomes: Sequence[dict[str, Any]]) -> None:
 
 
 def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Return the token keys and rewards as numpy arrays, ``loss_mask`` as bool.
-
-    ``attention_mask`` is left out if nothing is padded.
-
-    Raises:
-        ValueError: If the dict is bad, with key, rule and fix.
-    """
+    """Return token keys and rewards as numpy arrays, the loss mask as bool; no attention mask if nothing is padded."""
     for key in ("input_ids", "attention_mask"):
         if key not in tensors:
             raise ValueError(
@@ -196,7 +160,8 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
             continue
         array = arrays[key] = _as_numpy(key, tensors[key])
         if array.dtype.kind not in kinds:
-            raise ValueError(f"{key} has dtype {tensors[key].dtype}: it must be {_KIND_WORDS[kinds]}")
+            word = "a float" if kinds == "f" else "a bool or integer" if "b" in kinds else "an integer"
+            raise ValueError(f"{key} has dtype {tensors[key].dtype}: it must be {word} tensor")
         if array.ndim != 2:
             raise ValueError(
                 f"{key} has shape {list(array.shape)}: it must be [batch, seq_len]; one sequence is {key}.unsqueeze(0)"
@@ -264,7 +229,7 @@ def concat_padded_tensors(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if len(dicts) == 1:
         return dict(dicts[0])
-    check_same_keys([dict(d) for d in dicts])
+    check_same_keys(dicts)
     return _merged(dicts)
 
 
@@ -275,7 +240,8 @@ def _merged(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key, value in dicts[0].items():
         values = [d[key] for d in dicts]
         if isinstance(value, torch.Tensor):
-            merged[key] = _concat(values, PADDING.get(key, 0))
+            most = [max(sizes) for sizes in zip(*(v.shape[1:] for v in values), strict=True)]
+            merged[key] = torch.cat([_padded(v, most, PADDING.get(key, 0)) for v in values])
         elif isinstance(value, list):
             merged[key] = [item for part in values for item in part]
         else:
@@ -283,15 +249,8 @@ def _merged(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _concat(values: Sequence[Any], padding: int) -> Any:
-    import torch
+def _padded(tensor: Any, most: Sequence[int], padding: int) -> Any:
+    import torch.nn.functional as F
 
-    if len({v.shape[1:] for v in values}) == 1:
-        return torch.cat(list(values))
-    widths = [max(sizes) for sizes in zip(*(v.shape[1:] for v in values), strict=True)]
-    out = values[0].new_full((sum(v.shape[0] for v in values), *widths), padding)
-    row = 0
-    for value in values:
-        out[(slice(row, row + value.shape[0]), *(slice(size) for size in value.shape[1:]))] = value
-        row += value.shape[0]
-    return out
+    missing = [each for size, to in zip(tensor.shape[:0:-1], most[::-1], strict=True) for each in (0, to - size)]
+    return F.pad(tensor, missing, value=padding) if any(missing) else tensor

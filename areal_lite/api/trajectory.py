@@ -69,7 +69,6 @@ class Turn:
     started: float | None = None
     """Wall clock of the call, seconds since the epoch."""
     latency_s: float | None = None
-    """Seconds the call took."""
     text: str | None = None
     """The tokens as text, if decoded; only the ids are exact."""
     agent: str | None = None
@@ -223,7 +222,6 @@ class Trajectory:
     turns: list[Turn] = _LATER
     """All model calls and the environment's turns, parents before children; made when first asked for."""
     make_turns: Callable[[], list[Turn]] = list
-    """Makes ``turns``, and sets the sequences' ``place``."""
 
     def __post_init__(self) -> None:
         if self.turns is _LATER:
@@ -271,7 +269,6 @@ class Trajectory:
 
 
 def _range_of(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
-    """Return the smallest range that covers the known ones."""
     if len(ranges) == 1:
         return ranges[0]
     known = [each for each in ranges if each is not None]
@@ -292,7 +289,6 @@ class Group:
     failure: Failure | None = None
     """Why the group failed or was cancelled; None otherwise."""
     rejection: str | None = None
-    """Why the group was rejected; None otherwise."""
     samples: list[Any] = field(default_factory=list)
     """The group as its data source handed it out; empty for a row that was submitted by hand."""
     baseline: float | None = None
@@ -301,7 +297,6 @@ class Group:
     start_order: int = 0
     """Place in the order in which groups started."""
     start_version: int = 0
-    """Policy version when the group started."""
     head_version: int | None = None
     """Version of the oldest trained token."""
     tail_version: int | None = None

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +22,9 @@ from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, 
 
 Arrays = Mapping[str, NDArray[Any]]
 Chain = InteractionWithTokenLogpReward | Sequence[ModelResponse]
-"""The calls of a sequence."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
-
-
-class TurnSources(NamedTuple):
-    """What the turns of an episode are made from."""
-
-    chains: Sequence[Chain]
-    """Of each sequence; empty if the sequences are matched to calls by their tokens."""
-    calls: Sequence[ModelResponse]
-    """All calls in the order they ended."""
 
 
 def trajectory_of(
@@ -44,14 +34,6 @@ def trajectory_of(
 
     Sequences are what the workflow returned. Turns come from the recorded calls, matched to the sequences
     token by token; where no call matches, the loss mask separates answers from the rest.
-
-    Args:
-        returned: What ``arun_episode`` returned; None rejects the episode.
-        calls: The episode's model calls in the order they ended.
-        member_idx: The episode's place in its group.
-
-    Raises:
-        ValueError: If ``returned`` has another type or breaks the contract; its failure kind is ``output``.
     """
     status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
     trajectory = Trajectory(member_idx=member_idx, status=status)
@@ -61,7 +43,7 @@ def trajectory_of(
         with attributed_to(FailureKind.OUTPUT):
             if check_returned(returned):
                 interactions = list(returned.values())
-                sequences.extend(map(_interaction_sequence, interactions))
+                sequences.extend(TokenSequence(**each.columns(), reward=each.reward) for each in interactions)
             else:
                 arrays = check_tensor_dict(returned)
                 sequences.extend(_row_sequences(arrays))
@@ -73,37 +55,41 @@ def trajectory_of(
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
         trajectory.average_rewards()
-    link_turns(trajectory, TurnSources(interactions, calls))
+    link_turns(trajectory, interactions, calls)
     return trajectory
 
 
-def link_turns(trajectory: Trajectory, sources: TurnSources) -> None:
-    """Have the trajectory make its turns from ``sources`` when they are first asked for."""
+def link_turns(trajectory: Trajectory, chains: Sequence[Chain], calls: Sequence[ModelResponse]) -> None:
+    """Have the trajectory make its turns when they are first asked for.
+
+    Args:
+        chains: The calls of each sequence; empty if sequences are matched to calls by their tokens.
+        calls: All calls in the order they ended.
+    """
     owner = weakref.ref(trajectory)
     for sequence in trajectory.sequences:
         sequence.owner = owner
-    trajectory.make_turns = partial(_make_turns, trajectory.sequences, sources)
+    trajectory.make_turns = partial(_make_turns, trajectory.sequences, chains, calls)
 
 
 def turn_sources(trajectory: Trajectory) -> tuple[list[Sequence[ModelResponse]], Sequence[ModelResponse]] | None:
-    """Return chains and calls that the turns will be made from, see :class:`TurnSources`; None if they are made."""
+    """Return chains and calls of :func:`link_turns`; None if the turns are made."""
     make_turns = trajectory.make_turns
     if not isinstance(make_turns, partial):
         return None
-    chains, calls = make_turns.args[1]
+    _, chains, calls = make_turns.args
     return [_calls_of(chain) for chain in chains], calls
 
 
 def unfinished_trajectory(calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus) -> Trajectory:
     """Return the trajectory of an episode that failed or was stopped: model calls, but no sequences."""
-    return Trajectory(
-        member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), TurnSources([], list(calls)))
-    )
+    return Trajectory(member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), (), list(calls)))
 
 
-def _make_turns(sequences: Sequence[TokenSequence], sources: TurnSources) -> list[Turn]:
-    """Return the turns of an episode, and set each sequence's path through them."""
-    tree, (chains, calls) = _TurnTree(), sources
+def _make_turns(
+    sequences: Sequence[TokenSequence], chains: Sequence[Chain], calls: Sequence[ModelResponse]
+) -> list[Turn]:
+    tree = _TurnTree()
     for place, sequence in enumerate(sequences):
         if chains:
             tree.add_path(sequence, _chain_spans(_calls_of(chains[place])))
@@ -115,8 +101,6 @@ def _make_turns(sequences: Sequence[TokenSequence], sources: TurnSources) -> lis
 
 
 class _TurnTree:
-    """The turns of an episode; each call is added once, with the turns that lead to it."""
-
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.calls: dict[Hashable, int] = {}
@@ -248,23 +232,7 @@ def _longest_prefix(known: Sequence[tuple[ModelResponse, int]], call: ModelRespo
     return longest, place
 
 
-def _interaction_sequence(interaction: InteractionWithTokenLogpReward) -> TokenSequence:
-    response = interaction.model_response
-    ids = np.fromiter(response.input_tokens + response.output_tokens, np.int32)
-    loss_mask = np.zeros(len(ids), np.bool_)
-    logprobs = np.zeros(len(ids), np.float32)
-    versions = np.full(len(ids), -1, np.int32)
-    for node in interaction.trained_chain():
-        answer = node.model_response
-        here = slice(answer.input_len, answer.input_len + answer.output_len)
-        loss_mask[here], logprobs[here], versions[here] = True, answer.output_logprobs, answer.output_versions
-    return TokenSequence(
-        input_ids=ids, loss_mask=loss_mask, logprobs=logprobs, versions=versions, reward=interaction.reward
-    )
-
-
 def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
-    """Yield the sequences of a checked tensor dict, unpadded."""
     columns = {key: arrays[key] for key in _COLUMNS if key in arrays}
     if "loss_mask" not in arrays:
         columns["loss_mask"] = np.zeros(arrays["input_ids"].shape, np.bool_)
@@ -288,7 +256,6 @@ def _calls_of(chain: Chain) -> Sequence[ModelResponse]:
 
 
 def _chain_spans(chain: Sequence[ModelResponse]) -> Iterator[Span]:
-    """Yield the turns of a conversation in order."""
     at = 0
     for answer in chain:
         start, end = answer.input_len, answer.input_len + answer.output_len
@@ -299,7 +266,6 @@ def _chain_spans(chain: Sequence[ModelResponse]) -> Iterator[Span]:
 
 
 def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[Span]:
-    """Yield the turns of a sequence in order: calls that match it, and runs of the loss mask between them."""
     ids: list[int] = sequence.input_ids.tolist()
     at = same = 0
     shared: list[int] | None = None  # a list that begins with ``same`` ids of the sequence

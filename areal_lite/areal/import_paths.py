@@ -20,6 +20,11 @@ _OPENAI = {
     "InteractionWithTokenLogpReward": "areal_lite.api.interaction",
 }
 
+
+def _helpers(names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), "areal_lite.areal.helpers")
+
+
 PATHS: Mapping[str, str | Mapping[str, str]] = {
     "infra": {},
     "infra.workflow_context": "areal_lite.rollout.workflow_context",
@@ -33,21 +38,21 @@ PATHS: Mapping[str, str | Mapping[str, str]] = {
     "experimental.openai.types": _OPENAI,
     "utils": {},
     "utils.data": {"concat_padded_tensors": "areal_lite.api.tensor_dict"},
-    "utils.dynamic_import": "areal_lite.areal.dynamic_import",
-    "utils.hf_utils": "areal_lite.areal.hf_utils",
-    "utils.logging": "areal_lite.areal.logging",
-    "utils.perf_tracer": "areal_lite.areal.perf_tracer",
-    "utils.stats_tracker": "areal_lite.areal.stats_tracker",
+    "utils.dynamic_import": _helpers("import_from_string"),
+    "utils.hf_utils": _helpers("apply_chat_template load_hf_tokenizer load_hf_processor_and_tokenizer"),
+    "utils.logging": _helpers("getLogger"),
+    "utils.perf_tracer": _helpers(
+        "Category trace_perf trace_session session_context trace_scope atrace_scope atrace_session_phase"
+    ),
+    "utils.stats_tracker": dict.fromkeys(("StatsTracker", "get", "scalar"), "areal_lite.areal.stats_tracker"),
     "reward": dict.fromkeys(("MathVerifyWorker", "get_math_verify_worker"), "areal_lite.areal.math_reward"),
-    "reward.gsm8k": "areal_lite.areal.gsm8k",
+    "reward.gsm8k": {"gsm8k_reward_fn": "areal_lite.areal.math_reward"},
     "dataset": {},
 }
 """Module of AReaL, without ``areal.``: the module of ours that it is, or its names and the modules that have them."""
 
 
 class _Namespace(ModuleType):
-    """A module of AReaL that has only names of other modules."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -58,8 +63,6 @@ class _Namespace(ModuleType):
 
 
 class _Loader:
-    """Puts a module of ours, or a namespace, in the place of a module of AReaL."""
-
     @staticmethod
     def create_module(spec: ModuleSpec) -> ModuleType:
         return _Namespace(spec.name)
@@ -72,11 +75,7 @@ class _Loader:
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of ``areal_lite.PATH`` if the table has PATH.
-
-    Raises:
-        ImportError: If only AReaL has the module; says what replaces it.
-    """
+    """Return the spec of ``areal_lite.PATH`` if the table has PATH."""
     path = name.removeprefix("areal_lite.")
     if path in PATHS:
         return ModuleSpec(name, _Loader, is_package=isinstance(PATHS[path], Mapping))  # type: ignore[arg-type]

@@ -5,19 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import Any
 
 if find_spec("math_verify") is None:  # at import: reward functions often turn exceptions into a reward of 0
     raise ModuleNotFoundError(
         "areal_lite.reward needs the package math-verify: pip install 'areal-lite[math]'", name="math_verify"
     )
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        from areal_lite.areal.names import missing_name
-
-        raise missing_name(__name__, name)
 
 
 class MathVerifyWorker:
@@ -59,3 +52,10 @@ class MathVerifyWorker:
 def get_math_verify_worker() -> MathVerifyWorker:
     """Return the shared worker with default settings."""
     return MathVerifyWorker()
+
+
+def gsm8k_reward_fn(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **kwargs: Any
+) -> float:
+    """Return 1.0 if ``completions`` ends in the value of ``answer``, else 0.0; ValueError if ``answer`` has none."""
+    return get_math_verify_worker().verify(str(completions), str(answer))

@@ -67,10 +67,7 @@ def check_module(module: str) -> None:
 
 
 def missing_name(module: str, name: str) -> Exception:
-    """Return the error for a name that ``module`` does not have, with its replacement if AReaL has the name.
-
-    The error is an ImportError then, because ``from module import name`` hides the text of an AttributeError.
-    """
-    if name in REPLACEMENTS:
+    """Return the error for a name that ``module`` does not have, with its replacement if AReaL has the name."""
+    if name in REPLACEMENTS:  # an ImportError, because ``from module import name`` hides the text of an AttributeError
         return ImportError(f"{module} has no {name}: {REPLACEMENTS[name]}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from areal_lite.api.scalars import record_scalars
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        from areal_lite.areal.names import missing_name
-
-        raise missing_name(__name__, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from areal_lite.api.trajectory import Group
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import BatchCache
-from areal_lite.data.batch.rollout_dump import ScoredAnswers, dump_rollouts
+from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import row_of, training_batch
@@ -194,15 +194,15 @@ class RolloutDriver:
         lines = [(g, s, t.prompt_len(s.path)) for g in self._groups for t in g.trajectories for s in t.sequences]
         facts = [t.reward_extra for g in self._groups for t in g.trajectories for _ in t.sequences]
         names = dict.fromkeys(name for each in facts for name in each)
-        answers = ScoredAnswers(
-            inputs=[tokenizer.decode(sequence.input_ids[:start]) for _, sequence, start in lines],
-            outputs=[tokenizer.decode(sequence.input_ids[start:]) for _, sequence, start in lines],
-            gts=[group.samples[0].label for group, _, _ in lines],
-            scores=[sequence.reward or 0.0 for _, sequence, _ in lines],
-            extra={name: [each.get(name) for each in facts] for name in names}
-            | {"task_id": [str(group.task_id) for group, _, _ in lines]},
-        )
-        dump_rollouts(self._run_dir / "scores", step, answers)
+        columns = {
+            "input": [tokenizer.decode(sequence.input_ids[:start]) for _, sequence, start in lines],
+            "output": [tokenizer.decode(sequence.input_ids[start:]) for _, sequence, start in lines],
+            "gts": [group.samples[0].label for group, _, _ in lines],
+            "score": [sequence.reward or 0.0 for _, sequence, _ in lines],
+        }
+        extra = {name: [each.get(name) for each in facts] for name in names}
+        extra |= {"task_id": [str(group.task_id) for group, _, _ in lines]}
+        dump_rollouts(self._run_dir / "scores", step, columns, extra)
 
 
 def make_reward_model(config: RunConfig) -> ValueScorer | None:

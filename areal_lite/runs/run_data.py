@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from areal_lite.api.engine_api import Row, WorkflowLike
-from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.api.engine_api import Row
+from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.run_config import RunConfig
@@ -18,8 +18,7 @@ from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.source.generated_rows import GeneratedRows, generator_of
-from areal_lite.data.source.row_streams import CurriculumRows
+from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.workflow_resolution import check_workflow, pickled_workflow

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _LOADER_FILE = "loader.json"
 
-_CLASSES: dict[type[SupervisedConfig], tuple[type[BaseDataset[Any]], type[SupervisedTrainer[Any]]]] = {
+_CLASSES: dict[type[SupervisedConfig], tuple[type[BaseDataset], type[SupervisedTrainer[Any]]]] = {
     SFTConfig: (SFTDataset, SFTTrainer),
     DPOConfig: (PreferenceDataset, DPOTrainer),
     RewardModelConfig: (PreferenceDataset, RewardModelTrainer),
@@ -47,7 +47,7 @@ _CLASSES: dict[type[SupervisedConfig], tuple[type[BaseDataset[Any]], type[Superv
 class SupervisedRun(TrainingRun[dict[str, float]]):
     trainer: SupervisedTrainer[Any]
     loader: ResumableLoader
-    held_out: BaseDataset[Any] | None
+    held_out: BaseDataset | None
 
     def fit(self) -> None:
         batches = _endless(self.loader)
@@ -103,7 +103,7 @@ def run_supervised(
         read_ahead=True,
         collate_fn=train.collate_fn,
     )
-    total_steps = loader.total_training_steps(config.trainer.epochs, override=config.trainer.total_steps)
+    total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
     start = find_start(config, total_steps)
     if start.is_done:
         return summary_of_finished(config, start)
@@ -132,20 +132,18 @@ def run_supervised(
         ).run()
 
 
-def datasets(config: SupervisedConfig) -> tuple[BaseDataset[Any], BaseDataset[Any] | None]:
+def datasets(config: SupervisedConfig) -> tuple[BaseDataset, BaseDataset | None]:
     """Return the training and the held-out items; every row has been checked."""
     make, _ = _CLASSES[type(config)]
     train = _dataset(make, config, config.train_dataset)
     return train, _dataset(make, config, config.eval_dataset) if config.eval_dataset else None
 
 
-def _dataset(
-    make: Callable[..., BaseDataset[Any]], config: SupervisedConfig, rows: ConversationsConfig
-) -> BaseDataset[Any]:
+def _dataset(make: Callable[..., BaseDataset], config: SupervisedConfig, rows: ConversationsConfig) -> BaseDataset:
     return make(rows.path, load_tokenizer(config.model_path), config=rows, seed=config.seed)
 
 
-def _all_of(dataset: BaseDataset[Any]) -> Iterator[Item]:
+def _all_of(dataset: BaseDataset) -> Iterator[Item]:
     return (dataset[number] for number in range(len(dataset)))
 
 

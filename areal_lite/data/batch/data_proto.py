@@ -1,10 +1,7 @@
 """A batch as named columns of equal length, with metadata.
 
 Guarantees that tensors and object arrays stay aligned: both are indexed, repeated, split and concatenated by the same
-items. Knows nothing of training keys.
-
-`areal-lite train` builds and checks batches; the operations on items and columns, from indexing to
-:meth:`DataProto.make_iterator`, are for training loops of your own.
+items. `areal-lite train` builds and checks batches; the operations on them are for training loops of your own.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_lite.data.batch.merged_dict import merged_dict
 from areal_lite.data.rows.collate import ObjectArray, form_of, object_array
 
 _DICTS = ("batch", "non_tensor_batch", "meta_info")
@@ -59,13 +55,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Return a batch of the columns that :func:`~areal_lite.data.rows.collate.collate_fn` returns.
-
-        Tensors go to ``batch`` and numpy arrays to ``non_tensor_batch``.
-
-        Raises:
-            ValueError: If a value is neither, or lengths differ.
-        """
+        """Return a batch of tensors ``[B, ...]`` and numpy arrays ``[B]``, as ``collate_fn`` returns them."""
         for key, value in data.items():
             if not isinstance(value, Tensor | np.ndarray) or value.ndim == 0:
                 raise ValueError(
@@ -99,7 +89,7 @@ class DataProto:
                     f"non_tensor_batch[{key!r}] is {form_of(array)}: it must be an array of dtype object and "
                     "shape [B]; make it with object_array(values)"
                 )
-        lengths = {key: len(column) for key, column in self._columns()}
+        lengths = {key: len(column) for key, column in self._columns().items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 f"columns differ in length, {lengths}: give each one entry per item; metadata of the whole batch "
@@ -108,7 +98,7 @@ class DataProto:
 
     def __len__(self) -> int:
         """Return the number of items; 0 if there are no columns."""
-        return next((len(column) for _, column in self._columns()), 0)
+        return next((len(column) for column in self._columns().values()), 0)
 
     @overload
     def __getitem__(self, items: int) -> DataProtoItem: ...
@@ -161,19 +151,12 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Return a batch of the named entries only; None keeps a whole dict."""
-        return self._entries(
-            self.batch if batch_keys is None else batch_keys,
-            self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys,
-            self.meta_info if meta_info_keys is None else meta_info_keys,
-        )
+        names = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        return self._entries(*(mine if keys is None else keys for mine, keys in zip(self._dicts(), names, strict=True)))
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
-        """Return the batch with columns renamed, ``{old: new}``.
-
-        Raises:
-            ValueError: If two columns would get the same name.
-        """
-        columns = dict(self._columns())
+        """Return the batch with columns renamed, ``{old: new}``; ValueError if two columns would get the same name."""
+        columns = self._columns()
         for key in names:
             _lookup(columns, key, "the batch")
         renamed = {names.get(key, key): column for key, column in columns.items()}
@@ -187,7 +170,7 @@ class DataProto:
         Raises:
             ValueError: If the number of items differs, or both have a name with different values.
         """
-        merged = DataProto(*map(merged_dict, self._dicts(), other._dicts(), _DICTS))
+        merged = DataProto(*map(_merged, self._dicts(), other._dicts(), _DICTS))
         for mine, union in zip(self._dicts(), merged._dicts(), strict=True):
             mine.update(union)
         return self
@@ -260,7 +243,7 @@ class DataProto:
                     )
                 for name, value in entry.items():
                     metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
-            meta_info = merged_dict(meta_info, metadata, "meta_info")
+            meta_info = _merged(meta_info, metadata, "meta_info")
         if metrics:
             meta_info["metrics"] = metrics
         return DataProto(
@@ -316,9 +299,8 @@ class DataProto:
         tensors = {key: tensor.to(device) for key, tensor in self.batch.items()}
         return DataProto(tensors, dict(self.non_tensor_batch), dict(self.meta_info))
 
-    def _columns(self) -> Iterator[tuple[str, Tensor | ObjectArray]]:
-        yield from self.batch.items()
-        yield from self.non_tensor_batch.items()
+    def _columns(self) -> dict[str, Tensor | ObjectArray]:
+        return {**self.batch, **self.non_tensor_batch}
 
     def _dicts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         return self.batch, self.non_tensor_batch, self.meta_info
@@ -381,3 +363,30 @@ def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
 def _item_forms(part: DataProto) -> dict[str, str]:
     forms = {key: f"{tensor.dtype} items of shape {list(tensor.shape[1:])}" for key, tensor in part.batch.items()}
     return forms | dict.fromkeys(part.non_tensor_batch, "an object array")
+
+
+def _merged(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key in mine:
+        if key in theirs and not _same(mine[key], theirs[key]):
+            raise ValueError(
+                f"both batches have {where}[{key!r}], {form_of(mine[key])} and {form_of(theirs[key])}, with different "
+                "values: pop or rename it in one of them first"
+            )
+    return {**mine, **theirs}
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    """Return True if two values are deeply equal; NaN equals NaN."""
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+            return False
+        return bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
+    if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray):
+        return mine.shape == theirs.shape and _same(mine.tolist(), theirs.tolist())
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        return len(mine) == len(theirs) and all(map(_same, mine, theirs))
+    if isinstance(mine, Tensor | np.ndarray) or isinstance(theirs, Tensor | np.ndarray):
+        return False
+    return bool(mine == theirs or (mine != mine and theirs != theirs))

@@ -131,7 +131,6 @@ def _json_section(where: str, values: Mapping[str, Any], tensors: dict[str, Tens
 
 
 def _to_json(value: Any, tensors: dict[str, Tensor], name_prefix: str) -> Any:
-    """Return ``value`` as JSON; its tensors are added to ``tensors``."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -177,9 +176,6 @@ class BatchCache:
 
     Args:
         made_under: Settings that a batch depends on, by name; JSON values.
-
-    Raises:
-        ConfigError: If the directory cannot be created, or holds batches made under other settings.
     """
 
     def __init__(self, directory: Path | str, made_under: Mapping[str, Any]) -> None:
@@ -195,11 +191,7 @@ class BatchCache:
             self._load(first)
 
     def batch(self, step: int, make: Callable[[], DataProto]) -> DataProto:
-        """Return the batch of a step; if there is no file, call ``make`` and store its result.
-
-        Raises:
-            ConfigError: If the file was made under other settings, or is not a complete batch.
-        """
+        """Return the batch of a step; if there is no file, call ``make`` and store its result."""
         path = self._directory / f"step_{step}.safetensors"
         if path.exists():
             return self._load(path)

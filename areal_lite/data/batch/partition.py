@@ -52,9 +52,7 @@ def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def longest_processing_time(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
-    """Give each item, longest first, to the lightest part so far; O(n log n).
-
-    With ``equal_size``, a part with its share of items waits until all parts have theirs.
+    """Give each item, longest first, to the lightest part so far; with ``equal_size`` only until it has its share.
 
     Source: Graham, Bounds on multiprocessing timing anomalies (1969).
     """

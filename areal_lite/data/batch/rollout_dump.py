@@ -7,7 +7,6 @@ file. The engine dumps full trajectories; these files hold the scores that the t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,37 +20,14 @@ from areal_lite.files.whole_files import write_whole
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredAnswers:
-    """Columns ``[B]``, one entry per answer."""
-
-    inputs: Sequence[Any]
-    outputs: Sequence[str]
-    gts: Sequence[Any]
-    """Ground truths."""
-    scores: Sequence[float]
-    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """More columns by name."""
-
-
-def dump_rollouts(directory: Path | str, step: int, answers: ScoredAnswers) -> Path:
-    """Write ``{step}.jsonl``, one line per answer, and return its path; if it exists, ``{step}.1.jsonl`` and so on.
-
-    A line has ``input``, ``output``, ``gts``, ``score``, ``step`` and the columns of ``extra``. Numpy numbers and
-    arrays are written as JSON; NaN and inf become null.
-
-    Raises:
-        ValueError: If a column has the wrong length, the name of a field above, or a value that is not JSON.
-    """
-    inputs, extra = answers.inputs, answers.extra
-    columns = {"input": inputs, "output": answers.outputs, "gts": answers.gts, "score": answers.scores}
-    columns["step"] = [step] * len(inputs)
+def dump_rollouts(
+    directory: Path | str, step: int, columns: Mapping[str, Sequence[Any]], extra: Mapping[str, Sequence[Any]]
+) -> Path:
+    """Write ``{step}.jsonl``, one line per answer, and return its path; if it exists, ``{step}.1.jsonl`` and so on."""
+    columns = {**columns, "step": [step] * len(next(iter(columns.values())))}
     if taken := columns.keys() & extra.keys():
         raise ValueError(f"extra has {sorted(taken)}, which every line already has: remove or rename them")
     columns |= extra
-    for name, column in columns.items():
-        if len(column) != len(inputs):
-            raise ValueError(f"step {step}: {name} has {len(column)} entries for {len(inputs)} inputs")
     content = b"".join(
         orjson.dumps({name: _json(name, value) for name, value in zip(columns, values, strict=True)}) + b"\n"
         for values in zip(*columns.values(), strict=True)
@@ -79,7 +55,6 @@ def _json(name: str, value: Any) -> orjson.Fragment:
 
 
 def _plain(value: Any) -> Any:
-    """Convert object arrays and tensors to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{form_of(value)} has no JSON form")

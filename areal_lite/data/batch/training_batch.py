@@ -1,33 +1,18 @@
 """A training batch as a DataProto: whole groups, every key declared and checked here.
 
-The per-token keys, all aligned to the token itself, and ``rewards`` are those of a trajectory
-(:mod:`areal_lite.api.tensor_dict`), with ``loss_mask`` and ``rewards`` required. A batch adds:
-
-| key | shape | kind | required | meaning |
-|---|---|---|---|---|
-| group_ids | [B] | str | yes | episodes with the same id are each other's baseline |
-| task_ids | [B] | str | yes | the group of each sequence, for messages |
-| member_idx | [B] | int or None | no | its episode in the group; None counts it as one of its own |
-| turn_paths | [B] | list of int | no | its turns, as indices into the episode's |
-| turn_idx | [B] | int | no | model calls on its path before the last one |
-| baselines | [B] | float | no | reward of a greedy episode on the same row |
-| token_rewards | [B, T] | float | no | rewards of tokens; NaN in sequences that are rewarded as a whole |
-| multi_modal_inputs | [B] | dict or None | no | inputs of the model besides tokens |
-
-A sequence's tokens are contiguous, with padding on either end. ``logprobs`` is NaN where not recorded.
-Knows nothing of advantages or losses.
+docs/data.md lists the keys with shapes and padding. A sequence's tokens are contiguous, with padding on either end.
+``logprobs`` is NaN where not recorded. Knows nothing of advantages or losses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from areal_lite.api.tensor_dict import check_tensor_dict
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
@@ -45,7 +30,14 @@ _DTYPES = {
     "token_rewards": torch.float32,
 }
 """Dtypes of :func:`collate_sequences`; others of the same kind are converted when sequences are read."""
-_COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
+_PER_TOKEN: dict[str, tuple[int, Callable[[TokenSequence], Any]]] = {
+    "input_ids": (0, len),
+    "loss_mask": (0, len),
+    "logprobs": (0, lambda sequence: np.where(sequence.loss_mask, np.float32(np.nan), np.float32(0))),
+    "versions": (-1, lambda sequence: np.full(len(sequence), -1)),
+    "token_rewards": (0, lambda sequence: np.full(len(sequence), np.nan, np.float32)),
+}
+"""Of each column: its padding, and its values in a sequence without it."""
 _REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how good each sequence is"}
 
 
@@ -55,45 +47,29 @@ def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_to
     Args:
         length: Tokens per sequence; shorter ones are padded on the right.
         pad_token_id: Fills ``input_ids`` there; the masks are False.
-
-    Returns:
-        The keys of a training batch. ``logprobs`` is absent if no sequence recorded them, and NaN at the
-        trained tokens of one that did not; ``versions`` is -1 where unknown; ``multi_modal_inputs`` and
-        ``member_idx`` are absent if no sequence has any.
-
-    Raises:
-        ValueError: If there are no sequences, or one is longer than ``length``.
     """
     if not sequences:
         raise ValueError("there are no sequences to collate: give at least one")
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    if int(lengths.max()) > length:
+    lengths = np.array([len(sequence) for sequence in sequences])
+    if lengths.max() > length:
         longest = sequences[int(lengths.argmax())]
         raise ValueError(
-            f"task {longest.task_id}: the sequence has {len(longest)} tokens, length is {length}: nothing is cut here, "
-            "so give a length that no sequence exceeds"
+            f"task {longest.task_id}: computed_max_len is {length}, but the longest sequence has {len(longest)} "
+            "tokens, and nothing is cut here: pad to its length or more"
         )
-    present = torch.arange(length) < lengths[:, None]
-
-    def padded(key: str, arrays: Iterable[NDArray[Any]], padding: int) -> Tensor:
-        tensor = torch.full(present.shape, padding, dtype=_DTYPES[key])
-        for row, array in zip(tensor.numpy(), arrays, strict=True):
-            row[: len(array)] = array
-        return tensor
-
-    columns = {
-        "input_ids": padded("input_ids", (s.input_ids for s in sequences), pad_token_id),
-        "attention_mask": present,
-        "loss_mask": padded("loss_mask", (s.loss_mask for s in sequences), 0),
-        "versions": padded("versions", map(_versions, sequences), -1),
-        "rewards": torch.tensor([s.reward for s in sequences], dtype=_DTYPES["rewards"]),
-        "group_ids": object_array(s.group_id for s in sequences),
-        "task_ids": object_array(s.task_id for s in sequences),
-    }
-    if any(s.logprobs is not None for s in sequences):
-        columns["logprobs"] = padded("logprobs", map(_logprobs, sequences), 0)
-    if any(s.token_rewards is not None for s in sequences):
-        columns["token_rewards"] = padded("token_rewards", map(_token_rewards, sequences), 0)
+    present = np.arange(length) < lengths[:, None]
+    columns: dict[str, Any] = {"attention_mask": torch.from_numpy(present)}
+    for key, (padding, missing) in _PER_TOKEN.items():
+        values = [getattr(sequence, key) for sequence in sequences]
+        if key == "versions" or any(value is not None for value in values):
+            tensor = torch.full(present.shape, pad_token_id if key == "input_ids" else padding, dtype=_DTYPES[key])
+            tensor.numpy()[present] = np.concatenate(
+                [missing(s) if value is None else value for value, s in zip(values, sequences, strict=True)]
+            )
+            columns[key] = tensor
+    columns["rewards"] = torch.tensor([s.reward for s in sequences], dtype=_DTYPES["rewards"])
+    columns["group_ids"] = object_array(s.group_id for s in sequences)
+    columns["task_ids"] = object_array(s.task_id for s in sequences)
     if any(s.multi_modal_inputs is not None for s in sequences):
         columns["multi_modal_inputs"] = object_array(s.multi_modal_inputs for s in sequences)
     if any(s.member_idx is not None for s in sequences):
@@ -101,21 +77,6 @@ def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_to
         columns["turn_paths"] = object_array(list(s.path) for s in sequences)
         columns["turn_idx"] = object_array(s.turn_idx for s in sequences)
     return columns
-
-
-def _versions(sequence: TokenSequence) -> NDArray[Any]:
-    return np.full(len(sequence), -1) if sequence.versions is None else sequence.versions
-
-
-def _logprobs(sequence: TokenSequence) -> NDArray[Any]:
-    if sequence.logprobs is None:
-        return np.where(sequence.loss_mask, np.float32(np.nan), np.float32(0))
-    return sequence.logprobs
-
-
-def _token_rewards(sequence: TokenSequence) -> NDArray[Any]:
-    rewards = sequence.token_rewards
-    return np.full(len(sequence), np.nan, np.float32) if rewards is None else rewards
 
 
 def check_training_batch(batch: DataProto) -> None:
@@ -145,17 +106,22 @@ def check_training_batch(batch: DataProto) -> None:
         "loss_mask is True at the first token, which no token predicts: set it to False there, or start the sequence "
         "with a BOS token",
     )
-    for key in ("group_ids", "task_ids"):
-        _check_objects(batch, key, str, "a str")
     for key, kind, words in (
+        ("group_ids", str, "a str"),
+        ("task_ids", str, "a str"),
         ("member_idx", int | None, "an int or None"),
         ("turn_paths", list, "a list of ints"),
         ("turn_idx", int, "an int"),
+        ("multi_modal_inputs", dict | None, "a dict or None"),
     ):
-        if key in batch.non_tensor_batch:
-            _check_objects(batch, key, kind, words)
-    if "multi_modal_inputs" in batch.non_tensor_batch:
-        _check_objects(batch, "multi_modal_inputs", dict | None, "a dict or None")
+        if kind is str and key not in batch.non_tensor_batch:
+            raise ValueError(
+                f"the training batch has no {key!r} in non_tensor_batch: give {words} per sequence; it has "
+                f"{sorted(batch.non_tensor_batch)}"
+            )
+        for number, value in enumerate(batch.non_tensor_batch.get(key, ())):
+            if not isinstance(value, kind):
+                raise ValueError(f"{key!r} of sequence {number} is {form_of(value)}: it must be {words}")
 
 
 def _refuse(broken: NDArray[np.bool_], rule: str) -> None:
@@ -163,23 +129,8 @@ def _refuse(broken: NDArray[np.bool_], rule: str) -> None:
         raise ValueError(f"sequences {np.flatnonzero(broken)[:8].tolist()} of the training batch: {rule}")
 
 
-def _check_objects(batch: DataProto, key: str, kind: Any, words: str) -> None:
-    if key not in batch.non_tensor_batch:
-        raise ValueError(
-            f"the training batch has no {key!r} in non_tensor_batch: give {words} per sequence; it has "
-            f"{sorted(batch.non_tensor_batch)}"
-        )
-    for number, value in enumerate(batch.non_tensor_batch[key]):
-        if not isinstance(value, kind):
-            raise ValueError(f"{key!r} of sequence {number} is {form_of(value)}: it must be {words}")
-
-
 def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence]:
-    """Return the sequences of a batch, unpadded: those of accepted groups as they are, of a DataProto as views.
-
-    Raises:
-        ConfigError: If a trajectory has no loss mask or no reward.
-    """
+    """Return the sequences of a batch, unpadded: those of accepted groups as they are, of a DataProto as views."""
     if isinstance(batch, DataProto):
         check_training_batch(batch)
         return _unpadded(batch)
@@ -201,11 +152,7 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
 
 
 def data_proto_of(groups: Sequence[Group]) -> DataProto:
-    """Return the accepted groups as a ``DataProto``, one item per sequence.
-
-    Raises:
-        ValueError: If nothing was accepted.
-    """
+    """Return the accepted groups as a ``DataProto``, one item per sequence."""
     sequences = training_sequences(groups)
     length = max(map(len, sequences), default=0)
     batch = DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=0))
@@ -220,11 +167,12 @@ def _unpadded(batch: DataProto) -> list[TokenSequence]:
     columns = {key: _array(batch, key) for key in _DTYPES if key in batch.batch}
     starts = columns["attention_mask"].argmax(axis=1)
     ends = starts + columns["attention_mask"].sum(axis=1)
-    tokens: dict[str, Any] = {key: columns[key] for key in _COLUMNS if key in columns}
+    tokens: dict[str, Any] = {key: columns[key] for key in _PER_TOKEN if key in columns}
     objects = batch.non_tensor_batch
     nothing = object_array([None] * len(batch))
-    members, inputs = (objects.get(key, nothing) for key in ("member_idx", "multi_modal_inputs"))
-    paths, turns = (objects.get(key, nothing) for key in ("turn_paths", "turn_idx"))
+    members, inputs, paths, turns = (
+        objects.get(key, nothing) for key in ("member_idx", "multi_modal_inputs", "turn_paths", "turn_idx")
+    )
     by_token = tokens.pop("token_rewards", None)
     return [
         TokenSequence(

@@ -153,7 +153,6 @@ def left_out(whose: str, text: str) -> ConfigError:
 
 
 def _special_tokens(tokenizer: Any, text: str) -> list[str]:
-    """Return the special tokens in ``text``, in order."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     special = special_ids(tokenizer, len(tokenizer))
     pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)

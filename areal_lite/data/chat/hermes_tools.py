@@ -20,11 +20,7 @@ _PROBE_TOOL = {
     "function": {
         "name": "probe",
         "description": "x",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "x"}},
-            "required": [],
-        },
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
     },
 }
 _INSTRUCTIONS = """\
@@ -55,11 +51,7 @@ def drops_tools(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
 
 
 def check_tools_are_rendered(tokenizer: Any, tools: Any, template_kwargs: Mapping[str, Any]) -> None:
-    """Check that the chat template renders the tools, if there are any.
-
-    Raises:
-        ConfigError: If it does not.
-    """
+    """Check that the chat template renders the tools, if there are any."""
     if tools and drops_tools(tokenizer, template_kwargs):
         raise ConfigError(
             "the chat template does not render tools, so the model would not see them: set tools_in_system_prompt of "
@@ -68,12 +60,7 @@ def check_tools_are_rendered(tokenizer: Any, tools: Any, template_kwargs: Mappin
 
 
 def in_hermes_form(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return messages for a template that knows no tools.
-
-    Args:
-        messages: Messages of OpenAI's API; the arguments of a call are an object, or text.
-        tools: Tool schemas for the system prompt; None adds none.
-    """
+    """Return messages for a template that knows no tools."""
     plain: list[dict[str, Any]] = []
     if tools:
         text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

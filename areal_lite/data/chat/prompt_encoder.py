@@ -15,14 +15,7 @@ import orjson
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
-from areal_lite.data.vision.multimodal import (
-    build_messages,
-    column_values,
-    load_images,
-    load_videos,
-    media_values,
-    processor_inputs,
-)
+from areal_lite.data.vision.multimodal import build_messages, load_media, media_values, processor_inputs
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,12 +41,7 @@ def check_template(renderer: Any, config: DatasetConfig) -> None:
 
 
 def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools: Any = None) -> str:
-    """Return ``messages`` as text that ends with the prompt for the assistant's answer.
-
-    Raises:
-        ConfigError: If there are no messages or no template, or the tools are not JSON or not rendered by it.
-        TemplateError: If the template rejects the messages.
-    """
+    """Return ``messages`` as text that ends with the prompt for the assistant's answer."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ConfigError(
             f"a prompt is {str(messages)[:80]!r} ({type(messages).__name__}): give text or a list of messages"
@@ -119,11 +107,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Encodes the prompts of rows.
-
-    Raises:
-        ConfigError: If there is no chat template, or the config sets a reserved variable of the template.
-    """
+    """Encodes the prompts of rows."""
 
     config: DatasetConfig
     tokenizer: Any
@@ -154,7 +138,6 @@ class PromptEncoder:
         return plain_messages(messages)
 
     def _as_it_is(self, prompt: Any) -> EncodedPrompt:
-        """Return a text without the chat template."""
         if not isinstance(prompt, str):
             raise ConfigError(
                 f"apply_chat_template is false, and the prompt in {self.config.prompt_key!r} is {str(prompt)[:80]!r} "
@@ -164,21 +147,15 @@ class PromptEncoder:
         return EncodedPrompt(messages=[], text=prompt, input_ids=ids)
 
     def encode(self, row: Mapping[str, Any] | str | list[Any]) -> EncodedPrompt:
-        """Return the prompt of ``row``: of its column, or a row that is messages, or text, which is used as it is.
-
-        Raises:
-            ConfigError: If the prompt, its images or its tools are invalid.
-            TemplateError: If the chat template rejects the messages.
-        """
+        """Return the prompt of ``row``: of its column, or a row that is messages, or text, which is used as it is."""
         config = self.config
         if isinstance(row, str) or not config.apply_chat_template:
             return self._as_it_is(row[config.prompt_key] if isinstance(row, Mapping) else row)
         row = row if isinstance(row, Mapping) else {config.prompt_key: row}
         messages = self.messages(row)
         text = render_prompt(self._renderer, messages, config=config, tools=row.get(config.tools_key))
-        images = media_values(messages, "image", column_values(row, self.config.image_key))
-        videos = media_values(messages, "video", column_values(row, self.config.video_key))
-        if not (images or videos):
+        media = media_values(messages, row, config)
+        if not media:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return EncodedPrompt(messages=messages, text=text, input_ids=ids)
         if self.processor is None:
@@ -186,12 +163,8 @@ class PromptEncoder:
                 "the row has images or videos, which runs do not read: remove them or, in a loop of your own, pass the "
                 "model's processor"
             )
-        data: dict[str, Any] = {}
-        if images:
-            data["image"] = load_images(images)
-        if videos:
-            data["video"] = load_videos(videos)
-        inputs = processor_inputs(self.processor, text, data.get("image", []), data.get("video", []))
+        data = load_media(media)
+        inputs = processor_inputs(self.processor, text, data)
         ids = inputs.pop("input_ids")[0].tolist()
         del inputs["attention_mask"]
         return EncodedPrompt(
@@ -203,9 +176,6 @@ class PromptEncoder:
 
         ``raw_prompt_ids`` are its ids, at most max_prompt_length of them; ``raw_prompt`` are its messages, with
         return_raw_chat; ``full_prompts`` is its text, with return_full_prompt.
-
-        Raises:
-            ValueError: If it is too long and ``truncation`` is error, or it has images, which cannot be truncated.
         """
         config, ids = self.config, prompt.input_ids
         if (limit := config.max_prompt_length) is not None and len(ids) > limit:
@@ -225,11 +195,7 @@ class PromptEncoder:
 
 
 def kept_ends(length: int, limit: int, truncation: str) -> tuple[int, int]:
-    """Return how many tokens a prompt of ``length`` above ``limit`` keeps at its beginning and at its end.
-
-    Raises:
-        ValueError: If ``truncation`` is error.
-    """
+    """Return how many tokens a prompt of ``length`` above ``limit`` keeps at its beginning and at its end."""
     if truncation == "error":
         raise ValueError(
             f"the prompt has {length} tokens, and the maximum is {limit}: raise max_prompt_length, set "

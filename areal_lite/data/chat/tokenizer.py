@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,13 +29,9 @@ def _load(path: str) -> Any:
         check_hub_name(path, key="tokenizer")
     from transformers import AutoTokenizer
 
-    try:
+    fix = "name a folder with tokenizer.json and tokenizer_config.json, such as the model's"
+    with _as_config_error(f"no tokenizer can be loaded from {path!r}", fix):
         return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # transformers raises many types for a missing or broken folder
-        raise ConfigError(
-            f"no tokenizer can be loaded from {path!r} ({_first_line(error)}): name a folder with tokenizer.json and "
-            "tokenizer_config.json, such as the model's"
-        ) from error
 
 
 def tokenizer_files(path: str) -> dict[str, bytes]:
@@ -47,31 +45,26 @@ def load_processor(path: str) -> Any:
     """Return the multi-modal processor in the folder ``path``, or None if the model reads only text."""
     if not any((Path(path) / f"{kind}_config.json").is_file() for kind in ("preprocessor", "processor")):
         return None
-    with _lock:
+    fix = "pip install pillow torchvision, or remove its preprocessor_config.json to use only text"
+    with _lock, _as_config_error(f"the processor of {path!r} cannot be loaded", fix):
         from transformers import AutoProcessor
 
-        try:
-            return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]
-        except Exception as error:  # as for tokenizers
-            raise ConfigError(
-                f"the processor of {path!r} cannot be loaded ({_first_line(error)}): pip install pillow torchvision, "
-                "or remove its preprocessor_config.json to use only text"
-            ) from error
+        return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]
 
 
 def model_type(path: str) -> str:
     """Return ``model_type`` of the model's config, or "" if it has none."""
-    with _lock:
+    with _lock, _as_config_error(f"no model config can be read from {path!r}", "name a folder with config.json"):
         from transformers import PretrainedConfig
 
-        try:
-            config, _ = PretrainedConfig.get_config_dict(path)
-        except Exception as error:  # as for tokenizers
-            raise ConfigError(
-                f"no model config can be read from {path!r} ({_first_line(error)}): name a folder with config.json"
-            ) from error
-    return str(config.get("model_type", ""))
+        config, _ = PretrainedConfig.get_config_dict(path)
+        return str(config.get("model_type", ""))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+@contextmanager
+def _as_config_error(problem: str, fix: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # transformers raises many types for a missing or broken folder
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{problem} ({first_line}): {fix}") from error

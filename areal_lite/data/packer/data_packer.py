@@ -119,14 +119,7 @@ def register_data_packer(*model_types: str) -> Callable[[PackerClass], PackerCla
 
 
 def make_data_packer(model_type: str, path: str | None = None) -> DataPacker:
-    """Return a new packer: the class at the dotted ``path``, else the one registered for ``model_type``.
-
-    An unregistered model type gets the packer of decoder-only language models.
-
-    Raises:
-        ConfigError: If ``path`` names no DataPacker class.
-        TypeError: If the class lacks a hook.
-    """
+    """Return a new packer: the class at the dotted ``path``, else the one registered for ``model_type``."""
     packer = path if path is not None else _packers.get(model_type, _DECODER_ONLY)
     if isinstance(packer, str):
         packer = load_object(packer, where="data_packer")
@@ -150,11 +143,6 @@ class UnpreparedRow(dict[str, Any]):
         return made.prepared() if isinstance(made, UnpreparedRow) else made
 
 
-def _with_prompt(prepare: Callable[[Row], Row], source: Row, item: Row) -> dict[str, Any]:
-    """Return ``item`` with the forms of its prompt; those that it has already stay."""
-    return {**prepare(source), **item}
-
-
 def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[dict[str, Any]]:
     """Return what workflows get for ``rows``, one dict each, in order; with ``prepare_prompt`` :class:`UnpreparedRow`.
 
@@ -165,41 +153,21 @@ def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str =
         raise ConfigError(
             f"{type(packer).__name__}.rollout_collate_fn made {len(inputs)} inputs of {len(rows)}: return one for each"
         )
-    plain = [
-        dict(item) if isinstance(item, Mapping) else {**(row if isinstance(row, Mapping) else {}), prompt_key: item}
-        for row, item in zip(rows, inputs, strict=True)
-    ]
-    if (prepare := packer.prepare_prompt) is None:
-        return plain
-    # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
-    texts = [isinstance(row, list | str) and isinstance(item, str) for row, item in zip(rows, inputs, strict=True)]
-    sources = [row if text else item for row, item, text in zip(rows, plain, texts, strict=True)]
-    return [
-        UnpreparedRow(item, partial(_with_prompt, prepare, source, item))
-        for item, source in zip(plain, sources, strict=True)
-    ]
+    made: list[dict[str, Any]] = []
+    for row, item in zip(rows, inputs, strict=True):
+        columns = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
+        if not isinstance(item, Mapping) and isinstance(row, Mapping):
+            columns = {**row, **columns}
+        if (prepare := packer.prepare_prompt) is not None:
+            # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
+            source: Any = row if isinstance(row, list | str) and isinstance(item, str) else columns
+            columns = UnpreparedRow(columns, partial(_prepared, prepare, source, columns))
+        made.append(columns)
+    return made
 
 
-class MiniBatch:
-    """Rows that become workflow input together, when the first input is needed.
-
-    Args:
-        packer: Turns them into input.
-        rows: The dataset rows, which it may change.
-        prompt_key: As for :func:`rollout_inputs`.
-    """
-
-    def __init__(self, packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> None:
-        self._packer = packer
-        self._rows = rows
-        self._prompt_key = prompt_key
-        self._inputs: list[dict[str, Any]] | None = None
-
-    def input(self, index: int) -> dict[str, Any]:
-        """Return the input of the row at ``index``."""
-        if self._inputs is None:
-            self._inputs = rollout_inputs(self._packer, self._rows, prompt_key=self._prompt_key)
-        return self._inputs[index]
+def _prepared(prepare: Callable[[Row], Row], source: Row, columns: Row) -> dict[str, Any]:
+    return {**prepare(source), **columns}
 
 
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:

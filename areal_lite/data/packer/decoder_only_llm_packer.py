@@ -29,17 +29,9 @@ class DecoderOnlyLLMDataPacker(DataPacker):
     """Rows are text, conversations, or dicts with a prompt column that is one of the two."""
 
     def get_rollout_input(self, item: Any) -> Any:
-        """Return the prompt as text, or the row itself.
+        """Return text unchanged, a list of messages rendered by the chat template up to the start of the answer.
 
-        Args:
-            item: Text, used unchanged; a list of messages, rendered by the chat template up to the start of
-                the answer; or a dict, whose columns the workflow reads.
-
-        Returns:
-            Text for text and messages; a dict as it is.
-
-        Raises:
-            ConfigError: If ``item`` has another type, or the tokenizer has no chat template.
+        A dict is returned as it is: the workflow reads its columns. ConfigError for another type, or without template.
         """
         if isinstance(item, str | Mapping):
             return item
@@ -53,32 +45,34 @@ class DecoderOnlyLLMDataPacker(DataPacker):
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
     ) -> TokenSequence:
-        """Return the training sequence of one answer.
+        """Return the whole training sequence of one answer.
 
         Args:
             sample: The dataset row, or a :class:`Sample` with its prompt. Ignored if the output is recorded.
-            rollout_output: A recorded :class:`TokenSequence` or :class:`Sample`, whose tokens are taken as they
-                are; or, for a single turn, the answer's ids, or its text if there are no ids.
+            rollout_output: A recorded :class:`TokenSequence` or :class:`Sample`, whose tokens and reward are taken as
+                they are; or, for a single turn, the answer's ids, or its text. Then the reward is that of ``sample``,
+                or its column ``reward``, and 0 if there is none.
             n_ignore_prefix_tokens: Number of the answer's first tokens to mask.
-
-        Returns:
-            The whole sequence with the reward of the recorded sample. For ids and text it is the reward of
-            ``sample``, or its column ``reward``, and 0 if there is none.
 
         Raises:
             TypeError: If the output is none of the three.
             ConfigError: If the row has no prompt.
-            ValueError: If there is no finite reward, the answer is shorter than ``n_ignore_prefix_tokens``, or
-                the prompt is empty, so that nothing predicts the answer's first token.
+            ValueError: Without finite reward or prompt, or if the answer has fewer than ``n_ignore_prefix_tokens``.
         """
         if not isinstance(rollout_output, Sample | TokenSequence):
-            source = row_sample(sample, self.config)
-            rollout_output = single_turn_sample(source, self._prompt_ids(source), rollout_output, self.tokenizer)
-        return mask_prefix(as_sequence(rollout_output), n_ignore_prefix_tokens)
+            source = _row_sample(sample, self.config)
+            prompt = source.prompt
+            if not isinstance(prompt, str):
+                tools = source.row.get(self.config.tools_key)
+                prompt = render_prompt(self.tokenizer, prompt, config=self.config, tools=tools)
+            rollout_output = self.single_turn_sample(source, self._encode(prompt), rollout_output)
+        return mask_prefix(rollout_output, n_ignore_prefix_tokens)
 
     def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
         """Return the length, in tokens, of the longest; ValueError if there is none."""
-        return longest_length(processed_samples)
+        if not processed_samples:
+            raise ValueError("there are no sequences to collate: give at least one")
+        return max(map(len, processed_samples))
 
     def policy_collate_fn(self, processed_samples: Sequence[TokenSequence], computed_max_len: int) -> dict[str, Any]:
         """Return the batch of :func:`collate_sequences`, padded on the right.
@@ -87,22 +81,31 @@ class DecoderOnlyLLMDataPacker(DataPacker):
             ValueError: If ``computed_max_len`` is below the longest sequence; nothing is cut off.
             ConfigError: If the tokenizer has neither a padding nor an end token.
         """
-        return collate(processed_samples, computed_max_len, self.tokenizer)
+        from areal_lite.data.batch.training_batch import collate_sequences
 
-    def _prompt_ids(self, source: Sample) -> list[int]:
-        prompt = source.prompt
-        if not isinstance(prompt, str):
-            tools = source.row.get(self.config.tools_key)
-            prompt = render_prompt(self.tokenizer, prompt, config=self.config, tools=tools)
-        return encode(self.tokenizer, prompt)
+        return collate_sequences(processed_samples, computed_max_len, pad_token_id=_pad_token_id(self.tokenizer))
+
+    def single_turn_sample(self, row: Any, prompt_ids: Sequence[int], output: RolloutOutput) -> Sample:
+        """Return a new sample of one turn: the prompt of a row or sample, and ``output`` as what was sampled."""
+        source = _row_sample(row, self.config)
+        if isinstance(output, str):
+            output = self._encode(output)
+        elif not isinstance(output, list):
+            raise TypeError(
+                f"a rollout output is a TokenSequence, a list of token ids or text, not {type(output).__name__}: pass "
+                "what the engine sampled"
+            )
+        sample = Sample(source.index, group_index=source.group_index, row=source.row, prompt=source.prompt)
+        sample.append(prompt_ids)
+        sample.append(output, sampled=True)
+        sample.reward = 0.0 if source.reward is None else source.reward
+        return sample
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of ``text`` alone; special tokens are those written in it."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def row_sample(row: Any, config: DatasetConfig) -> Sample:
+def _row_sample(row: Any, config: DatasetConfig) -> Sample:
     """Return a dataset row as a pending sample with its prompt and, if any, reward; a sample as it is."""
     if isinstance(row, Sample):
         return row
@@ -117,33 +120,9 @@ def row_sample(row: Any, config: DatasetConfig) -> Sample:
     return sample
 
 
-def as_sequence(output: Sample | TokenSequence) -> TokenSequence:
-    """Return a recorded output as a sequence."""
-    return output.to_sequence() if isinstance(output, Sample) else output
-
-
-def single_turn_sample(source: Sample, prompt_ids: Sequence[int], output: str | list[int], tokenizer: Any) -> Sample:
-    """Return a new sample of one turn: the prompt, and ``output`` as what was sampled."""
-    if isinstance(output, str):
-        output = encode(tokenizer, output)
-    elif not isinstance(output, list):
-        raise TypeError(
-            f"a rollout output is a TokenSequence, a list of token ids or text, not {type(output).__name__}: pass "
-            "what the engine sampled"
-        )
-    sample = Sample(source.index, group_index=source.group_index, row=source.row, prompt=source.prompt)
-    sample.append(prompt_ids)
-    sample.append(output, sampled=True)
-    sample.reward = 0.0 if source.reward is None else source.reward
-    return sample
-
-
-def mask_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> TokenSequence:
-    """Return the sequence with its first ``n_ignore_prefix_tokens`` trained tokens masked.
-
-    Raises:
-        ValueError: If it has fewer, or the number is below 0.
-    """
+def mask_prefix(output: Sample | TokenSequence, n_ignore_prefix_tokens: int) -> TokenSequence:
+    """Return a recorded output with its first ``n_ignore_prefix_tokens`` trained tokens masked."""
+    sequence = output.to_sequence() if isinstance(output, Sample) else output
     trained = np.flatnonzero(sequence.loss_mask)
     if not 0 <= n_ignore_prefix_tokens <= len(trained):
         raise ValueError(
@@ -155,25 +134,6 @@ def mask_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> TokenSe
     loss_mask = sequence.loss_mask.copy()
     loss_mask[trained[:n_ignore_prefix_tokens]] = False
     return dataclasses.replace(sequence, loss_mask=loss_mask)
-
-
-def longest_length(sequences: Sequence[TokenSequence]) -> int:
-    """Return the length, in tokens, of the longest sequence."""
-    if not sequences:
-        raise ValueError("there are no sequences to collate: give at least one")
-    return max(map(len, sequences))
-
-
-def collate(sequences: Sequence[TokenSequence], length: int, tokenizer: Any) -> dict[str, Any]:
-    """Return the training batch of ``sequences``, each padded on the right to ``length`` tokens."""
-    from areal_lite.data.batch.training_batch import collate_sequences
-
-    if length < longest_length(sequences):
-        raise ValueError(
-            f"computed_max_len is {length}, but the longest sequence has {longest_length(sequences)} tokens, and "
-            "cutting it would lose what the policy wrote: pad to its length or more"
-        )
-    return collate_sequences(sequences, length, pad_token_id=_pad_token_id(tokenizer))
 
 
 def _pad_token_id(tokenizer: Any) -> int:

@@ -43,22 +43,18 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"rows {missing[:8]} of {len(rows)} have no {key!r}: give all rows the same keys (None for missing)"
             )
         values = [row[key] for row in rows]
-        if any(isinstance(value, torch.Tensor) for value in values):
-            columns[key] = _stack(key, values)
-        else:
+        if not any(isinstance(value, torch.Tensor) for value in values):
             columns[key] = object_array(values)
+            continue
+        forms = [form_of(value) for value in values]
+        if len(set(forms)) > 1:
+            other = next(number for number, form in enumerate(forms) if form != forms[0])
+            raise ConfigError(
+                f"{key!r} is {forms[0]} in row 0 but {forms[other]} in row {other}: make them equal by padding or "
+                ".to(dtype), or give lists, which are not stacked"
+            )
+        columns[key] = torch.stack(values)
     return columns
-
-
-def _stack(key: str, values: Sequence[Any]) -> torch.Tensor:
-    forms = [form_of(value) for value in values]
-    if len(set(forms)) > 1:
-        other = next(number for number, form in enumerate(forms) if form != forms[0])
-        raise ConfigError(
-            f"{key!r} is {forms[0]} in row 0 but {forms[other]} in row {other}: make them equal by padding or "
-            ".to(dtype), or give lists, which are not stacked"
-        )
-    return torch.stack(list(values))
 
 
 def form_of(value: Any) -> str:

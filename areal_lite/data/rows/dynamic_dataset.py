@@ -34,36 +34,21 @@ class AbstractDataGenerator(ABC):
 
 
 class DynamicGenDataset(RLHFDataset):
-    """A dataset to which the generator ``config.datagen`` adds rows, at construction and after each step.
-
-    ``rows`` is one object that grows at its end. New rows pass the same filter as the others. The arguments are those
-    of :class:`RLHFDataset`.
-    """
+    """A dataset to which the generator ``config.datagen`` adds rows, at construction and after each step."""
 
     def __init__(
-        self,
-        data_files: str | Sequence[str],
-        tokenizer: Any,
-        config: DatasetConfig,
-        processor: Any = None,
-        max_samples: int = -1,
-        seed: int = 1,
-        system_prompt: str | None = None,
+        self, data_files: str | Sequence[str], tokenizer: Any, config: DatasetConfig, *args: Any, **kwargs: Any
     ) -> None:
         if config.datagen is None:
             raise ConfigError("datagen is null: set the path and name of a data generator class")
-        super().__init__(data_files, tokenizer, config, processor, max_samples, seed, system_prompt)
+        super().__init__(data_files, tokenizer, config, *args, **kwargs)
         cls = load_class(config.datagen, AbstractDataGenerator, where="datagen")
         self.data_generator: AbstractDataGenerator = cls(self.config)
         self.rows: _GrowingRows = _GrowingRows(self.rows)
         self._generate()
 
     def on_batch_end(self, batch: Any) -> None:
-        """Add the generator's rows after the training step on ``batch``.
-
-        Raises:
-            ConfigError: If the generator returns something other than rows.
-        """
+        """Add the generator's rows after the training step on ``batch``."""
         self._generate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,15 +61,12 @@ class DynamicGenDataset(RLHFDataset):
 
     def _generate(self) -> None:
         where = f"datagen {type(self.data_generator).__name__}"
-        rows = [
-            checked_row(row, f"{where}, row {number}")
-            for number, row in enumerate(self.data_generator.generate(self), 1)
-        ]
+        columns = self.rows[0].keys()
+        made = self.data_generator.generate(self)
         try:
-            rows = orjson.loads(orjson.dumps(rows))
+            rows = orjson.loads(orjson.dumps([checked_row(row, f"{where}, row {i}") for i, row in enumerate(made, 1)]))
         except TypeError as error:
             raise ConfigError(f"{where}: cannot save its rows ({error}): use JSON values, text keys") from error
-        columns = self.rows[0].keys()
         for number, row in enumerate(rows, 1):
             if row.keys() != columns:
                 raise different_columns(str(self.config.path), columns, f"{where}, row {number}", row)
@@ -93,8 +75,6 @@ class DynamicGenDataset(RLHFDataset):
 
 
 class _GrowingRows(Sequence[Row]):
-    """The rows on disk, followed by the generated ones."""
-
     def __init__(self, on_disk: Sequence[Row]) -> None:
         self.on_disk = on_disk
         self.generated: list[Row] = []

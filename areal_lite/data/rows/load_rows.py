@@ -20,7 +20,6 @@ from areal_lite.errors import ConfigError
 __all__ = ["Row", "check_held_out", "load_rows", "select_rows"]
 
 _GYM = "reasoning-gym:"
-"""Prefix of a task's path."""
 _GYM_SIZE = 500
 """Default number of rows of a reasoning-gym task."""
 
@@ -39,7 +38,10 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     """
     path = config.path
     if isinstance(path, str) and (path.startswith(_GYM) or not looks_like_files(path)):
-        rows: Sequence[Row] = _generated_rows(path, config.kwargs)
+        make = _reasoning_gym if path.startswith(_GYM) else _function
+        rows: Sequence[Row] = make(path, config.kwargs)
+        if not rows:
+            raise ConfigError(f"dataset {path}: there are no rows: give at least one")
     else:
         rows = load_dataset(path, cache_dir=config.cache_dir)
         if config.kwargs:
@@ -59,22 +61,11 @@ def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
     return rows.select(chosen)  # type: ignore[attr-defined,no-any-return]
 
 
-def _generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
-    """Return the rows of ``reasoning-gym:TASK`` or of the function at a dotted path."""
-    rows = _reasoning_gym(path, kwargs) if path.startswith(_GYM) else _function(path, kwargs)
-    if not rows:
-        raise ConfigError(f"dataset {path}: there are no rows: give at least one")
-    return rows
-
-
 def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
-    """Check that held-out rows of a reasoning-gym task are not training rows too.
-
-    Row i of a task comes from ``seed + i``, so two seeds closer than the size share rows.
-    """
+    """Check that held-out rows of a reasoning-gym task are not training rows too: row i comes from ``seed + i``."""
     if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(_GYM)):
         return
-    first, second = (_gym_seeds(config) for config in (train, held_out))
+    first, second = map(_gym_seeds, (train, held_out))
     if max(first.start, second.start) < min(first.stop, second.stop):
         raise ConfigError(
             f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, which overlap with the "

@@ -12,8 +12,7 @@ import multiprocessing
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.context import BaseContext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -25,19 +24,6 @@ from areal_lite.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-class IndexedRows(Protocol):
-    """A list, a torch ``Dataset`` with a length, a ``datasets.Dataset``."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-@runtime_checkable
-class _HasState(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
-
-
 class ResumableLoader:
     """Each iteration yields the rest of the current epoch; the next iteration starts a new epoch in its own order.
 
@@ -45,7 +31,8 @@ class ResumableLoader:
     rows are drawn from the next epoch on.
 
     Args:
-        dataset: Rows by index. Worker processes get a pickled copy when an epoch begins.
+        dataset: Rows by index: a list, a torch ``Dataset``, a ``datasets.Dataset``. Worker processes get a pickled copy
+            when an epoch begins.
         batch_size: Rows per batch; None means the whole dataset, e.g. for validation.
         sampler: The order, e.g. from :func:`areal_lite.data.rows.samplers.create_rl_sampler`. None uses an
             :class:`EpochSampler` with ``shuffle`` and ``seed``.
@@ -63,7 +50,7 @@ class ResumableLoader:
 
     def __init__(
         self,
-        dataset: IndexedRows,
+        dataset: Any,
         *,
         batch_size: int | None,
         sampler: EpochSampler | AbstractSampler | None = None,
@@ -87,7 +74,8 @@ class ResumableLoader:
             raise ConfigError("the dataset has no rows: give at least one")
         self._dataset = dataset
         self._batch_size = batch_size or len(dataset)
-        self._sampler = EpochSampler(dataset, shuffle=shuffle, seed=seed) if sampler is None else sampler
+        self._sampler: Any = EpochSampler(dataset, shuffle=shuffle, seed=seed) if sampler is None else sampler
+        self._sampler_has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self._seed = seed
         self._num_workers = num_workers
         self._read_ahead = read_ahead and not num_workers and not isinstance(sampler, AbstractSampler)
@@ -112,10 +100,6 @@ class ResumableLoader:
         full, rest = divmod(len(self._sampler), self._batch_size)
         return full + (rest > 0 and not self._drop_last)
 
-    def total_training_steps(self, epochs: int, *, override: int | None = None) -> int:
-        """Return the number of batches in ``epochs`` epochs, or ``override`` if it is set."""
-        return len(self) * epochs if override is None else override
-
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of this epoch.
 
@@ -123,16 +107,25 @@ class ResumableLoader:
             RuntimeError: If another iteration began or a position was restored meanwhile.
         """
         self._iteration = mine = object()
-        rows: Any = self._dataset
+        context = multiprocessing.get_context("forkserver")
+        if self._num_workers:
+            context.set_forkserver_preload([__name__])
         position = random.Random(f"{self._seed} {self._epoch} {self._batches}")
         loader = DataLoader[Any](
-            rows,
-            batch_sampler=BatchSampler(self._indices(), self._batch_size, self._drop_last),
+            self._dataset,
+            batch_sampler=BatchSampler(
+                itertools.islice(
+                    self._sampler, 0 if self._sampler_has_state else self._batches * self._batch_size, None
+                ),
+                self._batch_size,
+                self._drop_last,
+            ),
             collate_fn=self._collate_fn,
             # By default torch draws the workers' seeds from the global state that training uses too.
             generator=torch.Generator().manual_seed(position.getrandbits(63)),
             num_workers=self._num_workers,
-            multiprocessing_context=_worker_context() if self._num_workers else None,
+            # A fork would copy locks held by this process's threads; the fork server has none and imports torch once.
+            multiprocessing_context=context if self._num_workers else None,
         )
         for batch in _one_ahead(loader) if self._read_ahead else loader:
             self._batches += 1
@@ -159,7 +152,7 @@ class ResumableLoader:
             "epoch_rows": self._epoch_rows,
             "fingerprint": self._fingerprint(),
         }
-        if isinstance(self._sampler, _HasState):
+        if self._sampler_has_state:
             state["sampler"] = self._sampler.state_dict()
         return state
 
@@ -177,7 +170,7 @@ class ResumableLoader:
             )
         self._iteration = None
         self._set_position(int(state["epoch"]), int(state["batches"]), int(state["epoch_rows"]))
-        if isinstance(self._sampler, _HasState):
+        if self._sampler_has_state:
             self._sampler.load_state_dict(state["sampler"])
         elif isinstance(self._sampler, AbstractSampler):
             logger.warning(
@@ -190,10 +183,6 @@ class ResumableLoader:
         self._epoch, self._batches, self._epoch_rows = epoch, batches, rows
         if isinstance(self._sampler, EpochSampler):
             self._sampler.set_epoch(epoch, rows)
-
-    def _indices(self) -> Iterator[int]:
-        skipped = 0 if isinstance(self._sampler, _HasState) else self._batches * self._batch_size
-        return itertools.islice(self._sampler, skipped, None)
 
     def _fingerprint(self) -> dict[str, Any]:
         fingerprint = {
@@ -209,17 +198,9 @@ class ResumableLoader:
 
 
 def _one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield ``batches``; a thread makes the next one meanwhile."""
     made, end = iter(batches), object()
     with ThreadPoolExecutor(1, thread_name_prefix="areal-lite-rows") as thread:
         coming = thread.submit(next, made, end)
         while (batch := coming.result()) is not end:
             coming = thread.submit(next, made, end)
             yield batch
-
-
-def _worker_context() -> BaseContext:
-    # A fork would copy locks held by this process's threads; the fork server has none and imports torch once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context

@@ -155,7 +155,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if len(kept) == len(rows):
             return rows
         self.dropped.update(reason.partition(":")[0] for reason in reasons if reason)
-        self.first_failure = self.first_failure or next(filter(_is_failure, reasons), None)
+        failures = (reason for reason in reasons if reason.startswith(TEMPLATE_FAILED))
+        self.first_failure = self.first_failure or next(failures, None)
         _log.warning("dataset %s: %s", self.config.path, self._drop_summary())
         return select_rows(rows, kept)
 
@@ -186,7 +187,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         ids = torch.tensor([prompt_ids], dtype=torch.int64)
         mask = torch.ones_like(ids)
         if (limit := self.config.max_prompt_length) is not None:
-            ids, mask = postprocess_data(ids, mask, limit, self._pad_token_id)
+            ends = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+            padding = next((int(token) for token in ends if token is not None), 0)  # masked out
+            ids, mask = postprocess_data(ids, mask, limit, padding)
         positions = None
         if self.processor is not None:
             positions = multimodal_position_ids(self.processor, ids[0], mask[0], prompt.multi_modal_inputs)
@@ -196,16 +199,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             "position_ids": compute_position_id_with_mask(mask)[0] if positions is None else positions,
         }
 
-    @property
-    def _pad_token_id(self) -> int:
-        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        return 0  # masked out
-
 
 def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return why the row is dropped, or "" to keep it."""
     try:
         length = len(encoder.encode(row).input_ids)
     except TemplateError as error:  # counted and logged; fatal only if every row fails
@@ -213,7 +208,3 @@ def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) 
     except ConfigError as error:
         return {"reason": f"{_BAD_ROW}{error}"}
     return {"reason": TOO_LONG if length > limit else ""}
-
-
-def _is_failure(reason: str) -> bool:
-    return reason.startswith(TEMPLATE_FAILED)

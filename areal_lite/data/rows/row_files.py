@@ -12,7 +12,6 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +36,8 @@ _WIDEST = {
 """Common type of a column whose type differs between files."""
 
 
-@dataclass(slots=True)
-class _Source:
-    """Files (or their addresses) by split, and the wanted split or slice."""
-
-    split: str
-    files: dict[str, list[str]]
+_Source = tuple[str, dict[str, list[str]]]
+"""The wanted split or slice, and files (or their addresses) by split."""
 
 
 def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None) -> datasets.Dataset:
@@ -64,12 +59,12 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
     sources: list[_Source] = []
     with _quiet():
         for path in paths:
-            source = _source(path, cache)
-            if sources and source.split == sources[-1].split == "train" and source.files.keys() == {"train"}:
-                sources[-1].files["train"] += source.files["train"]  # read together, so they share column types
+            split, files = _source(path, cache)
+            if sources and split == sources[-1][0] == "train" and files.keys() == {"train"}:
+                sources[-1][1]["train"] += files["train"]  # read together, so they share column types
             else:
-                sources.append(source)
-        rows = _joined([part for source in sources for part in _parts(source, cache)])
+                sources.append((split, files))
+        rows = _joined([part for source in sources for part in _parts(*source, cache)])
     if not rows:
         raise ConfigError(f"dataset {data_path}: there are no rows: give at least one")
     return rows
@@ -79,7 +74,7 @@ def place_of_row(paths: Sequence[str], row: Mapping[str, Any], *, cache_dir: str
     """Return file and line of the first row of the text files in ``paths`` that equals ``row``; empty if none does."""
     cache = Path(cache_dir or "~/.cache/areal_lite").expanduser()
     try:
-        names = [name for path in paths for files in _source(path, cache).files.values() for name in files]
+        names = [name for path in paths for files in _source(path, cache)[1].values() for name in files]
     except ConfigError:  # a function or a task
         return ""
     files = itertools.chain.from_iterable(_local(name, cache) for name in names)
@@ -119,24 +114,20 @@ def _source(path: str, cache: Path) -> _Source:
     if "://" in name or local.is_file():
         files = [name if "://" in name else str(local)]
     elif local.is_dir():
-        return _Source(split, _folder(local.resolve(), cache))
+        return split, _folder(local.resolve(), cache)
     elif any(char in name for char in "*?["):
         matches = Path(local.anchor).glob(str(local.relative_to(local.anchor)))
         files = sorted(str(file) for file in matches if file.is_file())
         if not files:
             raise ConfigError(f"dataset {path}: no file matches {name} (looked in {Path.cwd()})")
     elif _suffix(name) is None and _HUB_NAME.fullmatch(name):
-        return _Source(split, _files_by_split(name, cache))
+        return split, _files_by_split(name, cache)
     else:
-        raise _missing(local)
-    return _Source(split, {"train": files})
-
-
-def _missing(path: Path) -> ConfigError:
-    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names)
-    hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked in {Path.cwd()})"
-    return ConfigError(f"dataset {path}: no such file or folder{hint}")
+        names = [other.name for other in local.parent.iterdir()] if local.parent.is_dir() else []
+        close = difflib.get_close_matches(local.name, names)
+        hint = f"; did you mean {local.with_name(close[0])}?" if close else f" (looked in {Path.cwd()})"
+        raise ConfigError(f"dataset {local}: no such file or folder{hint}")
+    return split, {"train": files}
 
 
 def _folder(path: Path, cache: Path) -> dict[str, list[str]]:
@@ -153,7 +144,6 @@ def _folder(path: Path, cache: Path) -> dict[str, list[str]]:
 
 
 def _files_by_split(name: str, cache: Path) -> dict[str, list[str]]:
-    """Return the files of a folder or hub dataset by split, as their names and README assign them."""
     import datasets
 
     try:
@@ -167,39 +157,34 @@ def _files_by_split(name: str, cache: Path) -> dict[str, list[str]]:
     return {str(split): [str(file) for file in names] for split, names in files.items()}
 
 
-def _parts(source: _Source, cache: Path) -> list[tuple[str, datasets.Dataset]]:
-    """Return the wanted rows of a source as named parts."""
+def _parts(split: str, files: dict[str, list[str]], cache: Path) -> list[tuple[str, datasets.Dataset]]:
     import datasets
 
-    wanted = [re.match(r"[\w.\-]+", part)[0] for part in source.split.split("+")]  # type: ignore[index]
+    wanted = [re.match(r"[\w.\-]+", part)[0] for part in split.split("+")]  # type: ignore[index]
     for name in wanted:
-        if name not in source.files:
-            where = next(iter(source.files.values()), ["?"])[0]
+        if name not in files:
+            where = next(iter(files.values()), ["?"])[0]
             raise ConfigError(
-                f"dataset {source.split}@{where}: no split {name!r}; the splits are {sorted(source.files)}: name one "
-                "before the @"
+                f"dataset {split}@{where}: no split {name!r}; the splits are {sorted(files)}: name one before the @"
             )
-    if source.split in source.files:
-        return _read(source.files[source.split], cache)
-    splits = {name: _joined(_read(source.files[name], cache)) for name in wanted}
+    if split in files:
+        return _read(files[split], cache)
+    splits = {name: _joined(_read(files[name], cache)) for name in wanted}
     try:
-        slices = datasets.ReadInstruction.from_spec(source.split).to_absolute(
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute(
             {name: len(rows) for name, rows in splits.items()}
         )
     except (ValueError, AssertionError) as error:
         raise ConfigError(
-            f"dataset {source.split}@{source.files[wanted[0]][0]}: {error}: write train, train[:100], train[10%:20%], "
+            f"dataset {split}@{files[wanted[0]][0]}: {error}: write train, train[:100], train[10%:20%], "
             "or several joined with +"
         ) from None
     return [
-        (source.split, splits[part.splitname].select(range(part.from_, part.to)))
-        for part in slices
-        if part.from_ < part.to
+        (split, splits[part.splitname].select(range(part.from_, part.to))) for part in slices if part.from_ < part.to
     ]
 
 
 def _read(names: Sequence[str], cache: Path) -> list[tuple[str, datasets.Dataset]]:
-    """Return the rows of files in order; adjacent text files form one part."""
     files: list[Path] = []
     for name in names:
         files += _local(name, cache)
@@ -218,7 +203,6 @@ def _local(name: str, cache: Path) -> list[Path]:
 
 
 def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
-    """Return the rows of a parquet or arrow file, which stores its types."""
     import datasets
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -240,7 +224,6 @@ def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
 
 
 def _joined(parts: Sequence[tuple[str, datasets.Dataset]]) -> datasets.Dataset:
-    """Return the rows of all parts as one dataset; empty parts are ignored."""
     import datasets
 
     parts = [(name, rows) for name, rows in parts if len(rows)]

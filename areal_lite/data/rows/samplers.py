@@ -7,7 +7,7 @@ Guarantees that an epoch's order depends only on (seed, epoch), or is the user's
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,7 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 class EpochSampler(Sampler[int]):
-    """Every row once per epoch, in a new random order each epoch or in the order of the rows.
-
-    Args:
-        data_source: Anything with a length; rows added later are drawn from the next ``set_epoch`` on.
-    """
+    """Every row once per epoch, in a new random order each epoch or in the order of the rows."""
 
     def __init__(self, data_source: Sized, *, shuffle: bool, seed: int) -> None:
         self.shuffle = shuffle
@@ -62,18 +58,13 @@ class EpochSampler(Sampler[int]):
         self._num_rows = len(self._data_source) if num_rows is None else num_rows
 
     def __iter__(self) -> Iterator[int]:
-        return iter(epoch_order(self._num_rows, seed=self.seed, epoch=self._epoch, shuffle=self.shuffle))
+        if not self.shuffle:
+            return iter(range(self._num_rows))
+        random = np.random.default_rng([self.seed % 2**64, self._epoch])  # leaves global random states alone
+        return iter(random.permutation(self._num_rows).tolist())
 
     def __len__(self) -> int:
         return self._num_rows
-
-
-def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool = True) -> Sequence[int]:
-    """Return ``0 .. num_rows - 1`` in the order of one epoch; does not touch global random state."""
-    if not shuffle:
-        return range(num_rows)
-    order: list[int] = np.random.default_rng([seed % 2**64, epoch]).permutation(num_rows).tolist()
-    return order
 
 
 def create_rl_sampler(config: DatasetConfig, dataset: Sized, *, seed: int) -> EpochSampler | AbstractSampler:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 Row = dict[str, Any]
 _BATCH = 1000
-"""Rows per record batch."""
 _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _WHOLE = range(-(1 << 63), 1 << 64)
@@ -46,33 +45,17 @@ _WHOLE = range(-(1 << 63), 1 << 64)
 
 @dataclass(slots=True)
 class _Column:
-    """Kind and Arrow type of a column's values, and the location of the first one."""
-
     kind: str
     type: str
     where: str
 
 
 def text_table(files: Sequence[Path], cache: Path) -> Dataset:
-    """Return the rows of ``files``, in order; missing keys become None.
-
-    Columns of text, bools, or numbers of one type have that type; any other column is stored as JSON. Nested floats
-    keep 15 digits.
-
-    Args:
-        files: ``.json`` (a list of objects, or lines), ``.jsonl`` or ``.csv``; may be compressed.
-        cache: Folder of the table, which is rebuilt when a file's size or modification time changes.
-
-    Raises:
-        ConfigError: If a file cannot be read, a row is damaged, files differ in columns, or a column mixes kinds of
-            values.
-    """
+    """Return the rows of ``files``, in order; missing keys become None."""
     from datasets import Dataset
 
-    state = []
-    for file in files:
-        status = file.stat()
-        state.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+    # The table is made again when a file's size or modification time changes.
+    state = [(str(file.resolve()), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
     name = hashlib.sha256(repr(state).encode()).hexdigest()[:32]
     target = cache / "tables" / f"{name}.arrow"
     return Dataset.from_file(str(cached_file(target, lambda path: _write(path, files))))
@@ -105,11 +88,10 @@ def _write(path: Path, files: Sequence[Path]) -> None:
     with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
         while batch := list(itertools.islice(rows, _BATCH)):
             arrays = []
-            for field in schema:
-                values = [row.get(field.name) for _, row in batch]
-                if columns[field.name].type == "json":
-                    values = [_as_json(row.get(field.name), where) for where, row in batch]
-                arrays.append(pa.array(values, type=field.type))
+            for name, column in columns.items():
+                convert = _as_json if column.type == "json" else lambda value, where: value
+                values = [convert(row.get(name), where) for where, row in batch]
+                arrays.append(pa.array(values, type=schema.field(name).type))
             writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
@@ -123,7 +105,6 @@ def _as_json(value: Any, where: str) -> str | None:
 
 
 def _columns(files: Sequence[Path]) -> dict[str, _Column]:
-    """Return the columns of all files, in order of first appearance."""
     columns: dict[str, _Column] = {}
     first_file: Path | None = None
     for file in files:
@@ -155,19 +136,9 @@ def _add_value(columns: dict[str, _Column], name: str, value: Any, where: str) -
 
 
 def _type(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case str():
-            return "string"
-        case bool():
-            return "bool"
-        case int() if value < 1 << 63:  # none is below -(1 << 63)
-            return "int64"
-        case float():
-            return "float64"
-        case _:
-            return "json"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "int64" if value < 1 << 63 else "json"  # none is below -(1 << 63)
+    return {type(None): "null", str: "string", bool: "bool", float: "float64"}.get(type(value), "json")
 
 
 def located_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -187,19 +158,12 @@ def located_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _open(path: Path, compression: str) -> BinaryIO:
-    match compression:
-        case ".gz":
-            return cast(BinaryIO, gzip.open(path))
-        case ".bz2":
-            return cast(BinaryIO, bz2.open(path))
-        case ".xz":
-            return cast(BinaryIO, lzma.open(path))
-        case ".zst":
-            import pyarrow as pa
+    if compression == ".zst":
+        import pyarrow as pa
 
-            return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
-        case _:
-            return path.open("rb")
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    opened: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(compression, Path.open)
+    return opened(path, "rb")  # type: ignore[no-any-return]
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
@@ -240,11 +204,7 @@ def _check_size(where: str, digits: str) -> None:
 
 
 def checked_row(row: Any, where: str) -> Row:
-    """Return ``row`` if it is a dict.
-
-    Raises:
-        ConfigError: If it is not.
-    """
+    """Return ``row`` if it is a dict."""
     if not isinstance(row, dict):
         raise ConfigError(f'dataset {where}: a {kind_of(row)}: each row must be an object, {{"key": value}}')
     return row
@@ -258,10 +218,7 @@ def _csv_rows(path: Path, compression: str) -> Iterator[tuple[str, Row]]:
         if cell and isinstance(_number(cell), str)
     }
     for where, row in _csv_cells(path, compression):
-        yield (
-            where,
-            {name: (cell if name in texts else _number(cell)) if cell else None for name, cell in row.items()},
-        )
+        yield where, {name: (cell if name in texts else _number(cell)) if cell else None for name, cell in row.items()}
 
 
 def _csv_cells(path: Path, compression: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -284,7 +241,6 @@ def _csv_cells(path: Path, compression: str) -> Iterator[tuple[str, dict[str, st
 
 
 def _number(cell: str) -> int | float | str:
-    """Return the 64-bit number that prints as ``cell``, else ``cell``."""
     for number in (int, float):
         try:
             value = number(cell)

@@ -56,7 +56,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             raise ConfigError(f"buffer_filter is {chosen!r}: it must be a function or its dotted path")
         self.buffer: list[SampleGroup] = []
         self._buffered: set[int] = set()
-        """Numbers of the groups in the buffer."""
         self.buffer_filter: BufferFilter = chosen or pop_first
 
     def add_samples(self, samples: list[SampleGroup]) -> None:
@@ -148,7 +147,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             return len(self.buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the buffer as JSON values."""
         with self._lock:
             return super().state_dict() | {"buffer": [group_to_json(group) for group in self.buffer]}
 

@@ -27,12 +27,10 @@ from areal_lite.data.source.data_source_state import (
 )
 from areal_lite.data.source.row_streams import DatasetRows, EmptyRows, RowStream
 from areal_lite.data.source.sample import with_own_containers
-from areal_lite.data.source.slime_args import dataset_of, is_slime_args
-from areal_lite.data.source.source_settings import SampleGroup, SourceSettings
+from areal_lite.data.source.source_settings import SampleGroup, SourceSettings, dataset_of
 from areal_lite.errors import ConfigError
 
 SCHEMA = 1
-"""Version of the state file."""
 
 
 class RolloutDataSource:
@@ -49,13 +47,15 @@ class RolloutDataSource:
     """
 
     supports_buffer = False
-    """True if :meth:`add_samples` works."""
 
     def __init__(self, dataset: Any = None, settings: SourceSettings | None = None) -> None:
-        if is_slime_args(dataset):
-            dataset, settings = dataset_of(dataset)
-        self.rows = dataset if isinstance(dataset, RowStream) else _stream(dataset, settings or SourceSettings())
-        self.settings = self.rows.settings
+        if hasattr(dataset, "n_samples_per_prompt") and hasattr(dataset, "rollout_global_dataset"):
+            dataset, settings = dataset_of(dataset)  # of slime's args
+        settings = settings or SourceSettings()
+        if not isinstance(dataset, RowStream):
+            dataset = EmptyRows(settings) if dataset is None else DatasetRows(dataset, settings)
+        self.rows: RowStream = dataset
+        self.settings: SourceSettings = self.rows.settings
         self.sample_index = 0
         """Samples handed out so far: the index of the next one."""
         self.metadata: dict[str, Any] = {}
@@ -121,9 +121,8 @@ class RolloutDataSource:
     def rollout_input(self, group: SampleGroup) -> dict[str, Any]:
         """Return the workflow's input for a group; the packer, user code, makes it."""
         if group[0].mini_batch is not None:
-            mini_batch, index = group[0].mini_batch
-            made: dict[str, Any] = mini_batch.input(index)
-            return made
+            inputs_of_rows, index = group[0].mini_batch
+            return inputs_of_rows()[index]  # type: ignore[no-any-return]
         row, settings = group[0].row, self.settings
         if settings.packer is None:
             return settings.columns_of(row)
@@ -282,10 +281,6 @@ def _end_owed(owed: dict[int, SampleGroup], group: SampleGroup) -> bool:
         return False
     del owed[number]
     return True
-
-
-def _stream(dataset: Any, settings: SourceSettings) -> RowStream:
-    return EmptyRows(settings) if dataset is None else DatasetRows(dataset, settings)
 
 
 def group_index_of(group: SampleGroup) -> int:

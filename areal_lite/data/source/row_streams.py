@@ -1,4 +1,4 @@
-"""Rows in the order they are drawn, epoch after epoch: of a dataset, a curriculum or an iterable.
+"""Rows in the order they are drawn, epoch after epoch: of a dataset, a curriculum, an iterable or a generator.
 
 Guarantees that every epoch of a dataset gives each row once, in an order that depends on (seed, epoch) alone. A stream
 counts what was drawn and can be moved there again; which rows are still owed is the data source's to know. Calls are
@@ -8,16 +8,19 @@ made under the data source's lock, except :meth:`CurriculumRows.update`.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.config.dotted_path import load_object
 from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
 from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.source_settings import DrawnRow, SourceSettings, checked_row
@@ -37,9 +40,7 @@ class RowStream(ABC):
         self.settings = settings
         self.epoch_id = 0
         self.sample_offset = 0
-        """Rows drawn in this epoch."""
         self._ahead: deque[DrawnRow] = deque()
-        """Rows read and not drawn yet."""
 
     def draw(self, count: int) -> Iterator[DrawnRow]:
         """Yield the next ``count`` rows, fewer if they end; a row counts as drawn when the next is requested."""
@@ -89,15 +90,7 @@ class EmptyRows(RowStream):
 
 
 class DatasetRows(RowStream):
-    """The rows of a dataset, shuffled anew in each epoch.
-
-    Args:
-        dataset: Rows by position: a list, a ``datasets.Dataset``, or an object whose attribute ``rows`` is one; it may
-            grow at its end, and new rows are drawn from the next epoch on.
-
-    Raises:
-        ConfigError: If the dataset has no rows, or one of another type.
-    """
+    """The rows of a dataset, or of its attribute ``rows``; rows added at its end are drawn from the next epoch on."""
 
     def __init__(self, dataset: Any, settings: SourceSettings) -> None:
         super().__init__(settings)
@@ -122,7 +115,6 @@ class DatasetRows(RowStream):
         self._ahead.extend(self.settings.in_mini_batches(positions, list(self.read(positions)))[drawn:])
 
     def read(self, positions: list[int]) -> Iterable[Any]:
-        """Return the rows at ``positions``."""
         rows = self._rows
         if hasattr(rows, "__getitems__"):
             return rows.__getitems__(positions)  # type: ignore[no-any-return]
@@ -135,7 +127,6 @@ class DatasetRows(RowStream):
         return np.random.default_rng(list(digest[:16])).permutation(size)
 
     def __len__(self) -> int:
-        """Return the number of rows in one epoch."""
         return len(self._order)
 
     def content(self) -> dict[str, Any]:
@@ -150,7 +141,6 @@ class DatasetRows(RowStream):
         return {"rows": size, "content": content_hash([order[:FINGERPRINT_ROWS].tolist(), *some])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, with the dataset's own state if it has one."""
         state = getattr(self.dataset, "state_dict", None)
         saved = {"epoch_size": len(self._order), "dataset": state() if callable(state) else None}
         return super().state_dict() | saved
@@ -183,7 +173,6 @@ class CurriculumRows(DatasetRows):
             self._sampler.update(batch)
 
     def __len__(self) -> int:
-        """Return the number of rows in one epoch."""
         return len(self._sampler)
 
     def _read_ahead(self, count: int) -> None:
@@ -202,7 +191,6 @@ class CurriculumRows(DatasetRows):
         self._ahead.append(DrawnRow(position, row))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, with the curriculum's state if it has one."""
         with self._lock:
             state = getattr(self._sampler, "state_dict", None)
             return super().state_dict() | {"sampler": state() if callable(state) else None}
@@ -219,11 +207,7 @@ class CurriculumRows(DatasetRows):
 
 
 class IterableRows(RowStream):
-    """The rows of an iterable, which restarts each time it ends; an iterator ends for good.
-
-    Args:
-        rows: Rows, or batches of rows as a data loader gives them: a list is a batch.
-    """
+    """The rows of an iterable, which restarts each time it ends; an iterator ends for good. A list is a batch."""
 
     has_position = False
 
@@ -235,7 +219,6 @@ class IterableRows(RowStream):
         self._ended = False
 
     def _read_ahead(self, count: int) -> None:
-        """Read one row or batch, if there is one."""
         while not self._ahead and not self._ended:
             try:
                 item = next(self._iterator)
@@ -252,5 +235,68 @@ class IterableRows(RowStream):
                 self._ahead.extend(DrawnRow(None, row) for row in (item if isinstance(item, list) else [item]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise: an iterable has no position to save."""
         raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")
+
+
+class GeneratedRows(RowStream):
+    """Draws the rows of an iterator, and makes a new one when it ends.
+
+    The state names the number of rows drawn: a resumed stream skips as many, so the function must give the same rows
+    again. Groups that are owed are saved with their rows, which must be JSON values.
+    """
+
+    def __init__(self, generate: Callable[[], Iterator[Any]], settings: SourceSettings) -> None:
+        super().__init__(settings)
+        self._generate = generate
+        self._iterator = generate()
+
+    def _read_ahead(self, count: int) -> None:
+        rows = list(itertools.islice(self._iterator, self.settings.rows_at_once))
+        if not rows:
+            if self.sample_offset == 0:
+                raise ConfigError(f"the generator {self.settings.name} yielded no row: yield at least one")
+            self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
+            self._iterator = self._generate()
+            self._read_ahead(count)
+            return
+        self._ahead.extend(self.settings.in_mini_batches([None] * len(rows), rows))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state``: skip the rows that were drawn."""
+        super().load_state_dict(state)
+        self._iterator = self._generate()
+        drawn = self.sample_offset % self.settings.rows_at_once
+        skipped = self.sample_offset - drawn
+        if sum(1 for _ in itertools.islice(self._iterator, skipped)) < skipped:
+            raise ConfigError(
+                f"the generator {self.settings.name} ended before row {skipped}, which this run had drawn: a "
+                "resumed run needs a function that yields the same rows again"
+            )
+        if drawn:  # the rest of a mini-batch
+            self._read_ahead(drawn)
+            for _ in range(drawn):
+                self._ahead.popleft()
+
+
+def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:
+    """Return the generator function at ``rows.path``, with its arguments."""
+    where = "rollout_global_dataset is false, so rows come from a generator function"
+    path = rows.path
+    if not isinstance(path, str):
+        raise ConfigError(f"{where}, and train_dataset.path is {path!r}: write one dotted path")
+    needs_rows = ("shuffle", "max_samples", "filter_overlong_prompts", "custom_cls", "sampler", "datagen")
+    for name in needs_rows:
+        if value := getattr(rows, name):
+            fix = f"set train_dataset.{name}: false" if value is True else f"remove train_dataset.{name}"
+            raise ConfigError(f"{where}, and train_dataset.{name} is {value!r}, which needs a dataset: {fix}")
+    function = load_object(path, where="train_dataset.path")
+    if not inspect.isgeneratorfunction(function):
+        raise ConfigError(
+            f"{where}, and train_dataset.path {path!r} is none: name a function that yields rows, or set "
+            "rollout_global_dataset: true for files and functions that return a list"
+        )
+    try:
+        inspect.signature(function).bind(**rows.kwargs)
+    except TypeError as error:
+        raise ConfigError(f"train_dataset.kwargs {rows.kwargs} do not fit {path}: {error}") from None
+    return lambda: function(**rows.kwargs)

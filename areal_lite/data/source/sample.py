@@ -21,6 +21,7 @@ from areal_lite.api.trajectory import TokenSequence
 
 Prompt = str | list[dict[str, Any]]
 Reward = float | dict[str, Any]
+_GIVEN = ("index", "group_index", "position", "row", "prompt", "label", "metadata")
 
 
 class SampleStatus(StrEnum):
@@ -82,7 +83,7 @@ class Sample:
         self._row: Any = None
         self._shared_row = row
         self.mini_batch: tuple[Any, int] | None = None
-        """The rows that its row becomes workflow input with, and its index there; None for a row alone."""
+        """What makes the input of all rows of its mini-batch, and its index there; None for a row alone."""
         self.prompt = prompt
         self.label = label
         self.metadata: dict[str, Any] = {} if metadata is None else metadata
@@ -105,12 +106,9 @@ class Sample:
     def sibling(self, index: int | None) -> Sample:
         """Return another pending sample of the same row and group, with ``metadata`` and ``attempts``."""
         sibling = Sample(index, group_index=self.group_index, position=self.position, row=self._shared_row)
-        sibling.mini_batch = self.mini_batch
-        sibling.prompt = deep_copy(self.prompt)
-        sibling.label = deep_copy(self.label)
-        if self.metadata:
-            sibling.metadata = deep_copy(self.metadata)
-        sibling.attempts = self.attempts
+        sibling.mini_batch, sibling.attempts = self.mini_batch, self.attempts
+        sibling.prompt, sibling.label = deep_copy(self.prompt), deep_copy(self.label)
+        sibling.metadata = deep_copy(self.metadata)
         return sibling
 
     @property
@@ -178,12 +176,10 @@ class Sample:
         self.response, self.reward, self.status = "", None, SampleStatus.PENDING
 
     def get_reward_value(self, reward_key: str | None = None) -> float:
-        """Return the reward, or its entry ``reward_key``.
-
-        Raises:
-            ValueError: If there is none; with index and key.
-        """
-        reward = self.reward if reward_key is None else _entry(self.reward, reward_key)
+        """Return the reward, or its entry ``reward_key``; ValueError if there is none; with index and key."""
+        reward: Any = self.reward
+        if reward_key is not None:
+            reward = reward.get(reward_key) if isinstance(reward, Mapping) else None
         if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
             raise ValueError(
                 f"{self._name()}: the reward{f' [{reward_key!r}]' if reward_key else ''} is {reward!r} in "
@@ -218,18 +214,8 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as a new dict; the status is its string value."""
-        return {
-            "index": self.index,
-            "group_index": self.group_index,
-            "position": self.position,
-            "row": deep_copy(self.row),
-            "prompt": deep_copy(self.prompt),
-            "label": deep_copy(self.label),
-            "metadata": deep_copy(self.metadata),
-            "response": self.response,
-            "reward": deep_copy(self.reward),
+        return {name: deep_copy(getattr(self, name)) for name in (*_GIVEN, "response", "reward", "attempts")} | {
             "status": self.status.value,
-            "attempts": self.attempts,
             "tokens": list(self.tokens),
             "loss_mask": list(self.loss_mask),
             "logprobs": [None if math.isnan(value) else value for value in self.logprobs],
@@ -247,37 +233,28 @@ class Sample:
             ValueError: If lengths differ, or the status is unknown.
         """
         values: dict[str, Any] = deep_copy(dict(record))
-        sample = cls(
-            values.pop("index", None),
-            group_index=values.pop("group_index", None),
-            position=values.pop("position", None),
-            row=values.pop("row", None),
-            prompt=values.pop("prompt", ""),
-            label=values.pop("label", None),
-            metadata=values.pop("metadata", None),
-        )
-        sample.response = values.pop("response", "")
-        sample.reward = values.pop("reward", None)
+        sample = cls(**{name: values.pop(name) for name in _GIVEN if name in values})
+        sample.response, sample.reward = values.pop("response", ""), values.pop("reward", None)
         sample.status = SampleStatus(values.pop("status", SampleStatus.PENDING))
         sample.attempts = values.pop("attempts", 0)
-        tokens = values.pop("tokens", [])
-        aligned = {name: values.pop(name, None) or [] for name in ("loss_mask", "logprobs", "versions")}
-        spans = [Span(*span) for span in values.pop("spans", [])]
+        sample.tokens = values.pop("tokens", [])
+        sample.spans = [Span(*span) for span in values.pop("spans", [])]
+        for name in ("loss_mask", "logprobs", "versions"):
+            column = values.pop(name, None) or []
+            if len(column) != len(sample.tokens):
+                raise ValueError(
+                    f"{sample._name()}: {name} has {len(column)} entries for {len(sample.tokens)} tokens: the record "
+                    "is broken"
+                )
+            setattr(sample, name, column)
+        sample.logprobs = [math.nan if value is None else value for value in sample.logprobs]
+        end = 0
+        for span in sample.spans:
+            if not end <= span.start <= span.end <= len(sample.tokens):
+                raise ValueError(f"{sample._name()}: the span {tuple(span)} does not fit {len(sample.tokens)} tokens")
+            end = span.end
         values.pop("response_length", None)
         sample.metadata |= values
-        for name, column in aligned.items():
-            if len(column) != len(tokens):
-                raise ValueError(
-                    f"{sample._name()}: {name} has {len(column)} entries for {len(tokens)} tokens: the record is broken"
-                )
-        end = 0
-        for span in spans:
-            if not end <= span.start <= span.end <= len(tokens):
-                raise ValueError(f"{sample._name()}: the span {tuple(span)} does not fit {len(tokens)} tokens")
-            end = span.end
-        sample.tokens, sample.spans = tokens, spans
-        sample.loss_mask, sample.versions = aligned["loss_mask"], aligned["versions"]
-        sample.logprobs = [math.nan if value is None else value for value in aligned["logprobs"]]
         return sample
 
     def _name(self) -> str:
@@ -290,10 +267,6 @@ class Sample:
         )
 
 
-def _entry(reward: Reward | None, key: str) -> Any:
-    return reward.get(key) if isinstance(reward, Mapping) else None
-
-
 def with_own_containers(value: Any) -> Any:
     """Return a copy with new dicts and lists; the values in them, such as images, are shared."""
     kind = type(value)
@@ -304,9 +277,6 @@ def with_own_containers(value: Any) -> Any:
     return value
 
 
-_CONSTANT = (str, int, float, bool, bytes, type(None))
-
-
 def deep_copy(value: Any) -> Any:
     """Return a deep copy; quick for JSON values."""
     kind = type(value)
@@ -314,6 +284,4 @@ def deep_copy(value: Any) -> Any:
         return {key: deep_copy(item) for key, item in value.items()}
     if kind is list:
         return [deep_copy(item) for item in value]
-    if kind in _CONSTANT:
-        return value
-    return copy.deepcopy(value)
+    return value if kind in (str, int, float, bool, bytes, type(None)) else copy.deepcopy(value)

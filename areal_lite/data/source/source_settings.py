@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
-from areal_lite.data.packer.data_packer import DataPacker, MiniBatch
+from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
 from areal_lite.data.source.sample import Prompt, Sample, deep_copy, with_own_containers
 from areal_lite.errors import ConfigError
 
@@ -27,8 +29,8 @@ class DrawnRow(NamedTuple):
 
     position: int | None
     row: Any
-    mini_batch: tuple[MiniBatch, int] | None = None
-    """The rows it becomes workflow input with, and its index there."""
+    mini_batch: tuple[Callable[[], list[dict[str, Any]]], int] | None = None
+    """Makes the input of the rows that it becomes input with, once; and its index there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,6 @@ class SourceSettings:
     """How rows are drawn and what becomes of one."""
 
     n_samples_per_prompt: int = 1
-    """Samples in one group."""
     seed: int = 1
     """Determines the order of the epochs."""
     shuffle: bool = False
@@ -44,7 +45,6 @@ class SourceSettings:
     prompt_key: str = "prompt"
     """Column that becomes ``Sample.prompt``; a row without it has an empty prompt."""
     label_key: str | None = None
-    """Column that becomes ``Sample.label``."""
     metadata_key: str | None = None
     """Column, a dict, that becomes ``Sample.metadata``."""
     reward_key: str | None = None
@@ -83,11 +83,7 @@ class SourceSettings:
         return {"row": row, "prompt": prompt, "label": deep_copy(label)}
 
     def metadata_of(self, row: Any) -> dict[str, Any]:
-        """Return the sample's metadata.
-
-        Raises:
-            ConfigError: If the column ``metadata_key`` is not a dict.
-        """
+        """Return the sample's metadata; ConfigError if the column ``metadata_key`` is not a dict."""
         if self.metadata_key is None or not isinstance(row, Mapping):
             return {}
         metadata = row.get(self.metadata_key) or {}
@@ -106,7 +102,7 @@ class SourceSettings:
         drawn: list[DrawnRow] = []
         for start in range(0, len(rows), size):
             own = [with_own_containers(row) for row in rows[start : start + size]]
-            mini_batch = MiniBatch(self.packer, own, prompt_key=self.prompt_key)
+            mini_batch = cache(partial(rollout_inputs, self.packer, own, prompt_key=self.prompt_key))
             drawn += [DrawnRow(positions[start + i], rows[start + i], (mini_batch, i)) for i in range(len(own))]
         return drawn
 
@@ -124,13 +120,59 @@ class SourceSettings:
 
 
 def checked_row(row: Any) -> Any:
-    """Return the row.
-
-    Raises:
-        ConfigError: If it is neither a dict nor text nor a list.
-    """
+    """Return the row."""
     if not isinstance(row, Mapping | str | list):
         raise ConfigError(
             f"a row of the dataset is {row!r:.100}: each row must be a dict of columns, text, or a list of messages"
         )
     return row
+
+
+def settings_of(args: Any) -> SourceSettings:
+    """Return the settings that ``args`` name; those that are missing have slime's defaults."""
+    given = _given(args)
+    return SourceSettings(
+        n_samples_per_prompt=args.n_samples_per_prompt,
+        seed=given.get("rollout_seed", 42),
+        shuffle=given.get("rollout_shuffle", False),
+        prompt_key=given.get("input_key", "input"),
+        label_key=given.get("label_key"),
+        metadata_key=given.get("metadata_key"),
+        reward_key=given.get("reward_key"),
+        buffer_filter=given.get("buffer_filter_path"),
+        slime_args=args,
+    )
+
+
+def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
+    """Return the dataset that ``args`` name, None without ``rollout_global_dataset``, and the settings."""
+    settings = settings_of(args)
+    if not args.rollout_global_dataset:
+        return None, settings
+    given = _given(args)
+    if missing := [name for name in ("prompt_data", "hf_checkpoint") if name not in given]:
+        raise ConfigError(f"rollout_global_dataset is true, and args has no {missing[0]}: set it")
+    from areal_lite.data.chat.tokenizer import load_tokenizer
+    from areal_lite.data.rows.rl_dataset import RLHFDataset
+
+    longest = given.get("rollout_max_prompt_len")
+    config = DatasetConfig(
+        path=args.prompt_data,
+        prompt_key=settings.prompt_key,
+        label_key=settings.label_key,
+        tool_key=given.get("tool_key"),
+        apply_chat_template=given.get("apply_chat_template", False),
+        max_prompt_length=longest,
+        filter_overlong_prompts=longest is not None,
+    )
+    dataset = RLHFDataset(args.prompt_data, load_tokenizer(args.hf_checkpoint), config)
+    settings = replace(settings, name=str(args.prompt_data))
+    if config.apply_chat_template:
+        assert dataset.encoder is not None
+        encoder = dataset.encoder
+        settings = replace(settings, render=lambda row: encoder.encode(row).text)
+    return dataset, settings
+
+
+def _given(args: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if value is not None}

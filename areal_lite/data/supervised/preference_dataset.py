@@ -1,39 +1,26 @@
 """Rows with a better and a worse answer as pairs of token sequences.
 
 Guarantees that both sequences of a pair are equal up to the answer, that only the answer is trained, and that both
-are at most ``max_length`` long. ``chat_text`` and ``chat_tokens`` tokenize a conversation; ``tokenized_dataset`` turns
+are at most ``max_length`` long. ``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns
 rows into items. Knows nothing of losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from areal_lite.config.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_template import Message
-from areal_lite.data.chat.chat_text import ChatText, Shortfall, render_conversation
-from areal_lite.data.chat.chat_tokens import tokens_of
-from areal_lite.data.supervised.tokenized_dataset import (
-    BaseDataset,
-    Item,
-    Row,
-    RowTokenizer,
-    config_with_length,
-    from_json,
-    surely_within,
-)
+from areal_lite.data.chat.chat_tokens import ChatText, Shortfall, render_conversation, tokens_of
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 
-Pair = tuple[ChatText, ChatText]
-"""The chosen sequence, then the rejected one."""
 
-
-class PreferenceDataset(BaseDataset[Pair]):
-    """One item per pair, in the order of the rows.
+class PreferenceDataset(BaseDataset):
+    """One item per pair, in the order of the rows. See :class:`BaseDataset`.
 
     An item has ``chosen_ids``, ``chosen_mask``, ``rejected_ids`` and ``rejected_mask``. A mask is 1 where the token
     itself is trained: in the last answer.
@@ -41,36 +28,12 @@ class PreferenceDataset(BaseDataset[Pair]):
     The chosen and rejected columns hold text or messages that follow the row's prompt, or the whole conversation. The
     prompt is messages, or text (the user's question). A pair with a sequence that is too long is skipped, since a cut
     answer would be judged without its end; so is a pair of equal answers.
-
-    Args:
-        data_path: Paths or rows, see :class:`BaseDataset`.
-        tokenizer: A fast Hugging Face tokenizer with a chat template.
-        max_length: Longest sequence in tokens; None uses ``config.max_length``.
-        config: Names of columns and the other settings; needed if ``max_length`` is None.
-
-    Raises:
-        ConfigError: If a row is not a pair (with its number from 0), or all rows are skipped.
     """
 
-    def __init__(
-        self,
-        data_path: str | Sequence[str] | Sequence[Row],
-        tokenizer: Any,
-        max_length: int | None = None,
-        config: PreferenceDatasetConfig | None = None,
-        *,
-        seed: int = 1,
-    ) -> None:
-        config = config_with_length(PreferenceDatasetConfig, config, max_length)
-        super().__init__(data_path, tokenizer, config, _PairOf(tokenizer, config), seed=seed)
-
-
-@dataclass(frozen=True, slots=True)
-class _PairOf(RowTokenizer[Pair]):
-    tokenizer: Any
+    config_class = PreferenceDatasetConfig
     config: PreferenceDatasetConfig
 
-    def texts(self, row: Row) -> list[Pair]:
+    def texts(self, row: Row) -> list[Texts]:
         keys = self.config
         chosen, rejected = (self._conversation(row, key) for key in (keys.chosen_key, keys.rejected_key))
         if chosen[:-1] != rejected[:-1]:
@@ -81,23 +44,20 @@ class _PairOf(RowTokenizer[Pair]):
         tools = from_json(row, keys.tools_key)
         return [(self._last_answer(chosen, tools), self._last_answer(rejected, tools))]
 
-    def shortfalls(self, text: Pair) -> frozenset[Shortfall]:
-        return text[0].shortfalls | text[1].shortfalls
-
-    def skip_reason(self, text: Pair) -> str | None:
-        chosen, rejected = text
-        has_mark = Shortfall.NO_END_MARK not in self.shortfalls(text)
-        if not (has_mark and all(surely_within(one.text, self.config.max_length) for one in text)):
-            tokens = [tokens_of(self.tokenizer, one) for one in text]
-            if max(len(ids) for ids, _ in tokens) > self.config.max_length:
+    def skip_reason(self, texts: Texts) -> str | None:
+        chosen, rejected = texts
+        has_mark = Shortfall.NO_END_MARK not in chosen.shortfalls | rejected.shortfalls
+        if not (has_mark and all(surely_within(one.text, self.max_length) for one in texts)):
+            tokens = [tokens_of(self.tokenizer, one) for one in texts]
+            if max(len(ids) for ids, _ in tokens) > self.max_length:
                 return "a sequence longer than max_length"
             if not all(any(mask) for _, mask in tokens):
                 return "no assistant text"
         return "equal answers" if chosen.text == rejected.text else None
 
-    def item(self, text: Pair) -> Item:
+    def item(self, texts: Texts) -> Item:
         item: Item = {}
-        for name, one in zip(("chosen", "rejected"), text, strict=True):
+        for name, one in zip(("chosen", "rejected"), texts, strict=True):
             ids, mask = tokens_of(self.tokenizer, one)
             item |= {f"{name}_ids": torch.tensor(ids), f"{name}_mask": torch.tensor(mask).long()}
         return item
@@ -129,7 +89,6 @@ class _PairOf(RowTokenizer[Pair]):
         return [*prompt, *answer]
 
     def _last_answer(self, messages: Sequence[Message], tools: Any) -> ChatText:
-        """Return the sequence that ends with the last answer, with only that answer trained."""
         text = render_conversation(
             self.tokenizer,
             messages,

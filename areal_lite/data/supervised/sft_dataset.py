@@ -1,38 +1,27 @@
 """Conversations as token sequences for supervised fine-tuning.
 
-Guarantees that every item trains at least one token and is at most ``max_length`` long. ``chat_text`` and
-``chat_tokens`` tokenize a conversation; ``tokenized_dataset`` turns rows into items.
+Guarantees that every item trains at least one token and is at most ``max_length`` long.
+``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns rows into items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from areal_lite.config.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.chat_template import Message
-from areal_lite.data.chat.chat_text import ChatText, Shortfall, render_conversation
-from areal_lite.data.chat.chat_tokens import tokens_of
-from areal_lite.data.supervised.tokenized_dataset import (
-    BaseDataset,
-    Item,
-    Row,
-    RowTokenizer,
-    config_with_length,
-    from_json,
-    surely_within,
-)
+from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tokens_of
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 
 _LONGEST_TOKEN = 128
 """Characters of the longest token of a vocabulary."""
 
 
-class SFTDataset(BaseDataset[ChatText]):
-    """One item per training sequence, in the order of the rows; usually one per row.
+class SFTDataset(BaseDataset):
+    """One item per training sequence, in the order of the rows; usually one per row. See :class:`BaseDataset`.
 
     An item has ``input_ids`` and ``loss_mask``, which is 1 where the token itself is trained; the loss shifts both.
     Sequences longer than ``max_length`` are cut at the end; ``truncated`` of an item is then 1.
@@ -40,37 +29,13 @@ class SFTDataset(BaseDataset[ChatText]):
     A row has messages, or a prompt (text or messages) and a response (text). With the chat template, a text prompt is
     the user's question. Without it, prompt and response are joined unchanged and the EOS token follows the response;
     messages are joined without an EOS token. Messages and tools may be lists or JSON text.
-
-    Args:
-        data_path: Paths or rows, see :class:`BaseDataset`.
-        tokenizer: A fast Hugging Face tokenizer with a chat template.
-        max_length: Longest item in tokens; None uses ``config.max_length``.
-        config: Names of columns and the other settings; needed if ``max_length`` is None.
-
-    Raises:
-        ConfigError: If a row is not a conversation (with its number from 0), or no row has a token to train.
     """
 
-    def __init__(
-        self,
-        data_path: str | Sequence[str] | Sequence[Row],
-        tokenizer: Any,
-        max_length: int | None = None,
-        config: SFTDatasetConfig | None = None,
-        *,
-        seed: int = 1,
-    ) -> None:
-        config = config_with_length(SFTDatasetConfig, config, max_length)
-        super().__init__(data_path, tokenizer, config, _Conversation(tokenizer, config), seed=seed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Conversation(RowTokenizer[ChatText]):
-    tokenizer: Any
+    config_class = SFTDatasetConfig
     config: SFTDatasetConfig
 
-    def texts(self, row: Row) -> list[ChatText]:
-        return render_conversation(
+    def texts(self, row: Row) -> list[Texts]:
+        sequences = render_conversation(
             self.tokenizer,
             self._messages(row),
             from_json(row, self.config.tools_key),
@@ -78,31 +43,28 @@ class _Conversation(RowTokenizer[ChatText]):
             template_kwargs=self.config.apply_chat_template_kwargs,
             tools_in_system_prompt=self.config.tools_in_system_prompt,
         )
+        return [(sequence,) for sequence in sequences]
 
-    def shortfalls(self, text: ChatText) -> frozenset[Shortfall]:
-        return text.shortfalls
-
-    def skip_reason(self, text: ChatText) -> str | None:
-        max_length = self.config.max_length
+    def skip_reason(self, texts: Texts) -> str | None:
+        (text,) = texts
         if not text.spans:
             return "no assistant text"
         start, end = text.spans[0]
         # The end mark is a token of its own; other tokens may cross the start.
         trains = not text.joints and Shortfall.NO_END_MARK not in text.shortfalls
-        if trains and surely_within(text.text[: min(end, start + _LONGEST_TOKEN)], max_length):
+        if trains and surely_within(text.text[: min(end, start + _LONGEST_TOKEN)], self.max_length):
             return None
         _, mask = tokens_of(self.tokenizer, text)
         if not any(mask):
             return "no assistant text"
-        return None if any(mask[:max_length]) else "no trained token within max_length"
+        return None if any(mask[: self.max_length]) else "no trained token within max_length"
 
-    def item(self, text: ChatText) -> Item:
-        ids, mask = tokens_of(self.tokenizer, text)
-        most = self.config.max_length
+    def item(self, texts: Texts) -> Item:
+        ids, mask = tokens_of(self.tokenizer, texts[0])
         return {
-            "input_ids": torch.tensor(ids[:most]),
-            "loss_mask": torch.tensor(mask[:most]).long(),
-            "truncated": torch.tensor(int(len(ids) > most)),
+            "input_ids": torch.tensor(ids[: self.max_length]),
+            "loss_mask": torch.tensor(mask[: self.max_length]).long(),
+            "truncated": torch.tensor(int(len(ids) > self.max_length)),
         }
 
     def _messages(self, row: Row) -> Sequence[Message]:

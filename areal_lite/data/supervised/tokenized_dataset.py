@@ -14,12 +14,13 @@ import logging
 import multiprocessing
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from areal_lite.config.supervised_config import ConversationsConfig
-from areal_lite.data.chat.chat_text import Shortfall
+from areal_lite.data.chat.chat_tokens import ChatText, Shortfall
 from areal_lite.data.chat.prompt_encoder import without_nulls
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import place_of_row
@@ -38,37 +39,15 @@ logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 Item = dict[str, torch.Tensor]
-S = TypeVar("S")
+Texts = tuple[ChatText, ...]
 """Text of one item: a sequence, or a pair of them."""
-C = TypeVar("C", bound=ConversationsConfig)
 _CHUNK = 512
-"""Rows checked at once."""
 _LOG_EVERY_S = 15.0
 _INDEX_FORMAT = 1
 """Part of an index's file name; raise it when a row may give other items than before."""
 
 
-class RowTokenizer(ABC, Generic[S]):
-    """How a row becomes items. Worker processes get a copy."""
-
-    @abstractmethod
-    def texts(self, row: Row) -> Sequence[S]:
-        """Return the rendered sequences of a row, or pairs of them."""
-
-    @abstractmethod
-    def shortfalls(self, text: S) -> frozenset[Shortfall]:
-        """Return what the chat template leaves out."""
-
-    @abstractmethod
-    def skip_reason(self, text: S) -> str | None:
-        """Return why to skip this text, or None to train on it; tokenizes only if the text's length cannot tell."""
-
-    @abstractmethod
-    def item(self, text: S) -> Item:
-        """Return the tensors of an item."""
-
-
-class BaseDataset(Dataset[Item], Generic[S]):
+class BaseDataset(Dataset[Item], ABC):
     """The items of a run's rows.
 
     An item holds ``[T]`` int64 tensors of ids and masks, and ``row``, the number of its row from 0. It is rendered and
@@ -78,25 +57,34 @@ class BaseDataset(Dataset[Item], Generic[S]):
 
     Args:
         data_path: Paths as in ``config.path``, or the rows themselves: dicts, or a ``datasets.Dataset``.
-        tokenizer: The model's Hugging Face tokenizer.
-        config: All settings except ``path``. Rows given directly are all used, in their order. With ``num_workers``
-            above 0, each worker imports the main module again, so a script needs ``if __name__ == "__main__"``.
-        tokenize: How a row becomes items.
+        tokenizer: A fast Hugging Face tokenizer with a chat template.
+        max_length: Longest sequence in tokens; None uses ``config.max_length``.
+        config: All settings except ``path``; needed if ``max_length`` is None. Rows given directly are all used, in
+            their order. With ``num_workers`` above 0, each worker imports the main module again, so a script needs
+            ``if __name__ == "__main__"``.
         seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
 
     Raises:
-        ConfigError: If there are no rows, one is damaged, or all are skipped.
+        ConfigError: If there are no rows, one is damaged (with its number from 0), or all are skipped.
     """
+
+    config_class: type[ConversationsConfig]
 
     def __init__(
         self,
         data_path: str | Sequence[str] | Sequence[Row],
         tokenizer: Any,
-        config: ConversationsConfig,
-        tokenize: RowTokenizer[S],
+        max_length: int | None = None,
+        config: Any = None,
         *,
         seed: int = 1,
     ) -> None:
+        if max_length is None and config is None:
+            raise ConfigError("neither max_length nor config is given: give one")
+        if max_length is not None and max_length < 2:
+            raise ConfigError(f"max_length is {max_length}: the first token is never trained, so use 2 or more")
+        if config is None:
+            config = self.config_class(path="", max_length=max_length or 2)
         if not data_path:
             raise ConfigError("there are no rows: give at least one, or the path of a file")
         rows: Any = data_path
@@ -105,12 +93,12 @@ class BaseDataset(Dataset[Item], Generic[S]):
             paths = [rows] if isinstance(rows, str) else list(rows)
             rows = load_rows(replace(config, path=rows if isinstance(rows, str) else paths), seed=seed)
         self.tokenizer = tokenizer
-        self.max_length = config.max_length
+        self.max_length = max_length or config.max_length
+        self.config = replace(config, max_length=self.max_length)
         self.rows = rows
-        self._tokenize = tokenize
         self._padded = _padded_columns(rows)
-        self._latest: tuple[int | None, Sequence[S]] = None, ()
-        self._index = self._stored_index(config, paths)
+        self._latest: tuple[int | None, Sequence[Texts]] = None, ()
+        self._index = self._stored_index(paths)
         self.dropped = Counter(self._index.dropped)
         """Skipped sequences by reason."""
         reasons = ", ".join(f"{count} with {reason}" for reason, count in self.dropped.items())
@@ -132,64 +120,69 @@ class BaseDataset(Dataset[Item], Generic[S]):
         if latest != number:
             texts = self._texts(self.rows[number])
             self._latest = number, texts
-        return self._tokenize.item(texts[sequence]) | {"row": torch.tensor(number)}
+        return self.item(texts[sequence]) | {"row": torch.tensor(number)}
 
     def collate_fn(self, batch: Sequence[Item]) -> list[Item]:
         """Return the items as a list: they differ in length, and the trainer packs them."""
         return list(batch)
 
-    def _texts(self, row: Row) -> Sequence[S]:
-        return self._tokenize.texts(
+    @abstractmethod
+    def texts(self, row: Row) -> Sequence[Texts]:
+        """Return the rendered text of each item of a row."""
+
+    @abstractmethod
+    def skip_reason(self, texts: Texts) -> str | None:
+        """Return why to skip an item, or None to train on it; tokenizes only if the text's length cannot tell."""
+
+    @abstractmethod
+    def item(self, texts: Texts) -> Item:
+        """Return the tensors of an item."""
+
+    def _texts(self, row: Row) -> Sequence[Texts]:
+        return self.texts(
             {name: without_nulls(value) if name in self._padded else value for name, value in row.items()}
         )
 
-    def _stored_index(self, config: ConversationsConfig, paths: list[str]) -> _Index:
-        """Return the index of the rows, from the cache if they and all that decides on their items are the same."""
-        made_from = _identity(self.rows, self.tokenizer, config, type(self).__name__)
+    def _stored_index(self, paths: list[str]) -> _Index:
+        made_from = _identity(self.rows, self.tokenizer, self.config, type(self).__name__)
         if made_from is None:
-            return self._make_index(config, paths)
-        folder = Path(config.cache_dir or "~/.cache/areal_lite").expanduser() / "indices"
-        file = folder / f"{made_from}.npz"
-        if file.exists():
-            return _Index.load(file)
-        index = self._make_index(config, paths)
-        cached_file(file, index.save)
-        return index
+            return self._make_index(paths)
+        folder = Path(self.config.cache_dir or "~/.cache/areal_lite").expanduser() / "indices"
+        return _Index.load(cached_file(folder / f"{made_from}.npz", lambda path: self._make_index(paths).save(path)))
 
-    def _make_index(self, config: ConversationsConfig, paths: list[str]) -> _Index:
+    def _make_index(self, paths: list[str]) -> _Index:
         dropped = Counter[str]()
         shortfalls: dict[str, int] = {}
-        numbers: list[NDArray[np.int64]] = []
-        places: list[NDArray[np.int32]] = []
+        numbers, places = array("q"), array("i")
         logged = time.monotonic()
-        for first, checked in self._checked(config.num_workers):
+        for number, row in enumerate(self._checked()):
             if time.monotonic() - logged > _LOG_EVERY_S:
                 logged = time.monotonic()
-                logger.info("checked %d of %d rows", first, len(self.rows))
-            kept: list[tuple[int, int]] = []
-            for number, row in enumerate(checked, first):
-                if row.error is not None:
-                    where = place_of_row(paths, self.rows[number], cache_dir=config.cache_dir)
-                    raise ConfigError(f"row {number}{f' ({where})' if where else ''}: {row.error}")
-                dropped.update(reason for reason in row.reasons if reason)
-                kept += [(number, sequence) for sequence, reason in enumerate(row.reasons) if not reason]
-                for shortfall in row.shortfalls:
-                    shortfalls.setdefault(shortfall.name, number)
-            numbers.append(np.array([number for number, _ in kept], np.int64))
-            places.append(np.array([sequence for _, sequence in kept], np.int32))
-        return _Index(np.concatenate(numbers), np.concatenate(places), dropped, shortfalls)
+                logger.info("checked %d of %d rows", number, len(self.rows))
+            if row.error is not None:
+                where = place_of_row(paths, self.rows[number], cache_dir=self.config.cache_dir)
+                raise ConfigError(f"row {number}{f' ({where})' if where else ''}: {row.error}")
+            dropped.update(reason for reason in row.reasons if reason)
+            for sequence, reason in enumerate(row.reasons):
+                if not reason:
+                    numbers.append(number)
+                    places.append(sequence)
+            for shortfall in row.shortfalls:
+                shortfalls.setdefault(shortfall.name, number)
+        return _Index(np.array(numbers, np.int64), np.array(places, np.int32), dropped, shortfalls)
 
-    def _checked(self, num_workers: int) -> Iterator[tuple[int, list[_CheckedRow]]]:
-        """Yield chunks of checked rows in order, with the number of the first row of each."""
+    def _checked(self) -> Iterator[_CheckedRow]:
         starts = range(0, len(self.rows), _CHUNK)
-        if num_workers == 0:
-            yield from ((start, self._check(start)) for start in starts)
+        if self.config.num_workers == 0:
+            for start in starts:
+                yield from self._check(start)
             return
         # A child forked from a process with tokenizer and torch threads may hang.
         spawn = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_share, initargs=(self,))
+        pool = ProcessPoolExecutor(self.config.num_workers, spawn, initializer=_share, initargs=(self,))
         try:
-            yield from zip(starts, pool.map(_check_in_worker, starts), strict=True)
+            for chunk in pool.map(_check_in_worker, starts):
+                yield from chunk
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -201,11 +194,13 @@ class BaseDataset(Dataset[Item], Generic[S]):
 
     def _check_row(self, row: Row) -> _CheckedRow:
         try:
-            texts = self._texts(row)
-            reasons = [self._tokenize.skip_reason(text) or "" for text in texts]
+            items = self._texts(row)
+            reasons = [self.skip_reason(texts) or "" for texts in items]
         except ConfigError as error:
             return _CheckedRow(error=str(error))
-        return _CheckedRow(reasons, frozenset[Shortfall]().union(*map(self._tokenize.shortfalls, texts)))
+        return _CheckedRow(
+            reasons, frozenset[Shortfall]().union(*(text.shortfalls for texts in items for text in texts))
+        )
 
 
 class _CheckedRow(NamedTuple):
@@ -216,9 +211,8 @@ class _CheckedRow(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """Row of each item, and the number of its sequence there."""
-
     rows: NDArray[np.int64]
+    """Row of each item, and the number of its sequence there."""
     places: NDArray[np.int32]
     dropped: Counter[str]
     shortfalls: dict[str, int]
@@ -235,31 +229,15 @@ class _Index(NamedTuple):
             return cls(stored["rows"], stored["places"], Counter(dropped), shortfalls)
 
 
-_shared: list[BaseDataset[Any]] = []
-"""The dataset of a worker process."""
+_shared: list[BaseDataset] = []
 
 
-def _share(dataset: BaseDataset[Any]) -> None:
+def _share(dataset: BaseDataset) -> None:
     _shared[:] = [dataset]
 
 
 def _check_in_worker(start: int) -> list[_CheckedRow]:
     return _shared[0]._check(start)
-
-
-def config_with_length(record: type[C], config: C | None, max_length: int | None) -> C:
-    """Return ``config`` (default: a plain ``record``), with ``max_length`` instead of its own unless that is None.
-
-    Raises:
-        ConfigError: If both are None, or ``max_length`` is below 2.
-    """
-    if max_length is None:
-        if config is None:
-            raise ConfigError("neither max_length nor config is given: give one")
-        return config
-    if max_length < 2:
-        raise ConfigError(f"max_length is {max_length}: the first token is never trained, so use 2 or more")
-    return record(path="", max_length=max_length) if config is None else replace(config, max_length=max_length)
 
 
 def from_json(row: Row, key: str) -> Any:

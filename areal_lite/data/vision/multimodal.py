@@ -36,9 +36,6 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     If the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}`` and
     ``{"type": "image"}``; the same for videos. Content that is a list of parts is kept, without the None keys that
     tables add.
-
-    Raises:
-        ConfigError: If the prompt is neither messages nor text, or the numbers of placeholders and media differ.
     """
     prompt = row.get(keys.prompt_key)
     if isinstance(prompt, str):
@@ -52,7 +49,7 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     split = {kind for kind, key in columns.items() if row.get(key) is not None}
     messages = [{**message, "content": _parts(message.get("content"), split)} for message in prompt]
     for kind, key in columns.items():
-        values = column_values(row, key)
+        values = _column(row, key)
         needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
         if needed != len(values):
             raise ConfigError(
@@ -61,19 +58,26 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     return messages
 
 
-def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Sequence[Any] = ()) -> list[Any]:
-    """Return the images or videos of ``messages`` in the order of their parts, not yet loaded.
+def media_values(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], keys: DatasetConfig) -> dict[str, Any]:
+    """Return the values of ``image`` and ``video`` that there are, in the order of their parts, not yet loaded.
 
-    Args:
-        kind: ``"image"`` or ``"video"``; a part without a value of its own takes the next one of ``column``.
-        column: One value per such part.
+    A part without a value of its own takes the next one of the row's column.
     """
-    rest = iter(column)
-    return [next(rest) if (value := _inline(part, kind)) is None else value for part in _parts_of(messages, kind)]
+    media = {}
+    for kind, key in (("image", keys.image_key), ("video", keys.video_key)):
+        rest = iter(_column(row, key))
+        parts = _parts_of(messages, kind)
+        if parts:
+            media[kind] = [next(rest) if (value := _inline(part, kind)) is None else value for part in parts]
+    return media
 
 
-def column_values(row: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the images or videos in a column as a list; empty if the column is missing or None."""
+def load_media(media: Mapping[str, Any]) -> dict[str, Any]:
+    """Return :func:`media_values` loaded: ``image`` (list of PIL images) and ``video`` (list of lists of frames)."""
+    return {kind: load_images(values) if kind == "image" else load_videos(values) for kind, values in media.items()}
+
+
+def _column(row: Mapping[str, Any], key: str) -> list[Any]:
     value = row.get(key)
     if value is None:
         return []
@@ -134,32 +138,26 @@ def load_videos(values: Sequence[Any]) -> list[list[Image]]:
     return videos
 
 
-def processor_inputs(processor: Any, text: str, images: Sequence[Any], videos: Sequence[Any]) -> dict[str, Tensor]:
+def processor_inputs(processor: Any, text: str, media: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the processor's model inputs for one sequence.
 
     Args:
         text: Text with one of the model's placeholder tokens per image and video.
-
-    Returns:
-        ``input_ids`` and ``attention_mask`` ``[1, T]`` with placeholders expanded; for images also ``pixel_values``
-        ``[patches, values]``, ``image_grid_thw`` ``[N, 3]`` and so on.
-
-    Raises:
-        ConfigError: If the processor rejects them; with its own message.
     """
     import torch
 
     try:
         inputs = processor(
             text=[text],
-            images=list(images) or None,
-            videos=list(videos) or None,
+            images=media.get("image") or None,
+            videos=media.get("video") or None,
             add_special_tokens=False,
             return_tensors="pt",
         )
     except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{type(processor).__name__} rejects a text with {len(images)} images and {len(videos)} videos: {error}"
+            f"{type(processor).__name__} rejects a text with {len(media.get('image', ()))} images and "
+            f"{len(media.get('video', ()))} videos: {error}"
         ) from error
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
@@ -213,7 +211,6 @@ def _inline(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def _image_source(value: Any) -> Any:
-    """Return a PIL image or array unchanged, anything else as a path or file that PIL can open."""
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes):

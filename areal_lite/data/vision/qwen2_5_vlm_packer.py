@@ -16,37 +16,22 @@ import numpy as np
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import render_prompt
-from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
-from areal_lite.data.packer.decoder_only_llm_packer import (
-    as_sequence,
-    collate,
-    longest_length,
-    mask_prefix,
-    row_sample,
-    single_turn_sample,
-)
+from areal_lite.data.packer.data_packer import RolloutOutput
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker, mask_prefix
 from areal_lite.data.source.sample import Sample
-from areal_lite.data.vision.multimodal import (
-    build_messages,
-    column_values,
-    load_images,
-    load_videos,
-    media_values,
-    processor_inputs,
-)
+from areal_lite.data.vision.multimodal import build_messages, load_media, media_values, processor_inputs
 from areal_lite.errors import ConfigError
 
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
-class Qwen2_5_VLM_DataPacker(DataPacker):
+class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
     """Rows are conversations, or dicts with a prompt and optional columns of images and videos."""
 
     tokens_per_second: float = 2.0
     """``vision_config.tokens_per_second`` of the model's config: positions per second of video."""
 
     def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
-        """As :meth:`DataPacker.setup`; ConfigError without a processor."""
         if processor is None:
             raise ConfigError(
                 f"{type(self).__name__} needs the model's processor, and none was loaded: pip "
@@ -57,33 +42,24 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
     def get_rollout_input(self, item: Any) -> dict[str, Any]:
         """Return the prompt as input for an engine with a vision tower.
 
-        Args:
-            item: A list of messages whose content is text or parts, ``{"type": "image", "image": path or URL}``
-                and ``{"type": "text", "text": ...}``; or a dict with such a prompt (or text, which is one
-                message of the user), where ``<image>`` and parts without an image take theirs from the
-                column of images. The result of this method is accepted too.
+        ``item`` is a list of messages whose content is text or parts, ``{"type": "image", "image": path or URL}`` and
+        ``{"type": "text", "text": ...}``; or a dict with such a prompt (or text, the user's message), where ``<image>``
+        and parts without an image take theirs from the column of images; or a result of this method.
 
         Returns:
-            ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, with the
-            text under the config's ``prompt_key``, one placeholder token per image, and only the kinds
-            present. A dict keeps its other columns.
-
-        Raises:
-            ConfigError: If the row breaks a rule of :mod:`areal_lite.data.vision.multimodal`.
+            ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, with the text under
+            the config's ``prompt_key`` and only the kinds present. A dict keeps its other columns.
         """
         config = self.config
         if isinstance(item, Mapping) and "multi_modal_data" in item:
             return dict(item)
         row = item if isinstance(item, Mapping) else {config.prompt_key: item}
         messages = build_messages(row, config)
-        images = media_values(messages, "image", column_values(row, config.image_key))
-        videos = media_values(messages, "video", column_values(row, config.video_key))
-        data = {"image": load_images(images), "video": load_videos(videos)}
         renderer = self.processor if self.processor.chat_template else self.tokenizer
         others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
         return others | {
             config.prompt_key: render_prompt(renderer, messages, config=config, tools=row.get(config.tools_key)),
-            "multi_modal_data": {kind: values for kind, values in data.items() if values},
+            "multi_modal_data": load_media(media_values(messages, row, config)),
         }
 
     def get_policy_input(
@@ -91,54 +67,35 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
     ) -> TokenSequence:
         """Return the training sequence of one answer, with ``multi_modal_inputs`` if the row has images or videos.
 
-        Args:
-            sample: What :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
-            rollout_output: As for decoder-only models; the images are those of ``sample``.
-
-        Raises:
-            As for decoder-only models, and:
-            ValueError: If the recorded placeholders do not fit the images.
+        ``sample`` is what :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
+        ValueError if the recorded placeholders do not fit its images.
         """
         row = (sample.row or sample.prompt) if isinstance(sample, Sample) else sample
         item = self.get_rollout_input(row)
-        data = item["multi_modal_data"]
-        inputs = processor_inputs(
-            self.processor, item[self.config.prompt_key], data.get("image", ()), data.get("video", ())
-        )
+        inputs = processor_inputs(self.processor, item[self.config.prompt_key], item["multi_modal_data"])
         prompt_ids = inputs["input_ids"][0].tolist()
         multi_modal_inputs = {name: value for name, value in inputs.items() if name not in _PER_TOKEN}
         if not isinstance(rollout_output, Sample | TokenSequence):
-            source = row_sample(sample if isinstance(sample, Sample) else item, self.config)
-            rollout_output = single_turn_sample(source, prompt_ids, rollout_output, self.tokenizer)
-        trained = mask_prefix(as_sequence(rollout_output), n_ignore_prefix_tokens)
+            row = sample if isinstance(sample, Sample) else item
+            rollout_output = self.single_turn_sample(row, prompt_ids, rollout_output)
+        trained = mask_prefix(rollout_output, n_ignore_prefix_tokens)
         trained = dataclasses.replace(trained, multi_modal_inputs=multi_modal_inputs or None)
         return expand_placeholders(trained, self.processor)
-
-    def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
-        """Return the length, in tokens, of the longest; ValueError if there is none."""
-        return longest_length(processed_samples)
 
     def policy_collate_fn(self, processed_samples: Sequence[TokenSequence], computed_max_len: int) -> dict[str, Any]:
         """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
 
         A model with plain positions gets none. Others take them as ``[4, B, T]``, and
         ``multi_modal_inputs`` through :func:`areal_lite.data.vision.multimodal.concatenate_inputs`.
-
-        Raises:
-            As for decoder-only models.
         """
         import torch
 
         from areal_lite.data.vision.rope_positions import multimodal_position_ids
 
-        batch = collate(processed_samples, computed_max_len, self.tokenizer)
+        batch = super().policy_collate_fn(processed_samples, computed_max_len)
         positions = [
             multimodal_position_ids(
-                self.processor,
-                ids,
-                mask,
-                sequence.multi_modal_inputs or {},
-                tokens_per_second=self.tokens_per_second,
+                self.processor, ids, mask, sequence.multi_modal_inputs or {}, tokens_per_second=self.tokens_per_second
             )
             for ids, mask, sequence in zip(batch["input_ids"], batch["attention_mask"], processed_samples, strict=True)
         ]

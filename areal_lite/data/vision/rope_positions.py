@@ -16,7 +16,6 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
-"""Kinds of tokens."""
 
 _SEPARATE_FRAMES = {
     "Qwen2VLProcessor": False,
@@ -117,18 +116,9 @@ def mrope_positions(
         row     0 1  2 2 2 3 3 3  5
         column  0 1  2 3 4 2 3 4  5
 
-    Args:
-        kinds: ``[T]``, see :func:`token_kinds`.
-        image_grids: ``[N, 3]`` patches of each image along time, height and width.
-        video_grids: The same for each video.
-        merge_size: Patches merged into one token along each edge.
-        video_intervals: Positions between temporal patches of each video; default 1.
-
-    Returns:
-        ``[3, T]`` int64.
-
-    Raises:
-        ValueError: If the number of image or video tokens does not match the grids.
+    ``kinds`` is ``[T]``, see :func:`token_kinds`; grids are ``[N, 3]`` patches along time, height and width, of which
+    ``merge_size`` along each edge make one token. ``video_intervals`` are the positions between temporal patches of
+    each video, 1 by default. Returns ``[3, T]`` int64; ValueError if tokens and grids do not match.
     """
     names = {IMAGE: "image", VIDEO: "video"}
     grids: dict[int, list[list[int]]] = {

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from areal_lite.api import record_codec as codec
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, Turn, TurnRole
-from areal_lite.api.turn_tree import TurnSources, link_turns, turn_sources
+from areal_lite.api.turn_tree import link_turns, turn_sources
 from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text, row_json
 
@@ -169,7 +169,7 @@ def _unpack_trajectory(plain: codec.Plain, columns: codec.Columns) -> Trajectory
         every, chained, calls = origin
         made = [_unpack_call(*own) for own in every]
         chains = [[made[number] for number in chain] for chain in chained]
-        link_turns(trajectory, TurnSources(chains, [made[number] for number in calls]))
+        link_turns(trajectory, chains, [made[number] for number in calls])
     return trajectory
 
 

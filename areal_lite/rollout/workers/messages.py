@@ -24,7 +24,7 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.trajectory import Trajectory
-from areal_lite.api.turn_tree import TurnSources, call_key, link_turns, turn_sources
+from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
 
@@ -90,7 +90,7 @@ class EpisodeReply(NamedTuple):
         chains: list[list[ModelResponse]] = []
         if all(key in known for chain in self.chains for key in chain):  # otherwise calls are found by their tokens
             chains = [[known[key] for key in chain] for chain in self.chains]
-        link_turns(trajectory, TurnSources(chains, calls))
+        link_turns(trajectory, chains, calls)
 
 
 def pack_end(

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.data.batch.rollout_dump import ScoredAnswers, dump_rollouts
+from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.errors import StorageError
 from tests.trainer.crash_states import files_end_at
 
 
-def dump(directory, step=3, **changes):
-    columns = {"inputs": ["2+2?", "1+1?"], "outputs": ["4", "3"], "gts": ["4", "2"], "scores": [1.0, 0.0]}
-    return dump_rollouts(directory, step, ScoredAnswers(**(columns | changes)))
+def dump(directory, step=3, extra=None, **changes):
+    columns = {"input": ["2+2?", "1+1?"], "output": ["4", "3"], "gts": ["4", "2"], "score": [1.0, 0.0]}
+    return dump_rollouts(directory, step, columns | changes, extra or {})
 
 
 def lines(path):
@@ -45,10 +45,10 @@ def test_vb10_numbers_arrays_and_tensors_are_written_as_json(tmp_path):
     count = len(values + odd)
     path = dump(
         tmp_path,
-        inputs=[[{"role": "user", "content": "hé"}]] * count,
-        outputs=[""] * count,
+        input=[[{"role": "user", "content": "hé"}]] * count,
+        output=[""] * count,
         gts=values + odd,
-        scores=np.zeros(count, np.float32),
+        score=np.zeros(count, np.float32),
     )
     found = lines(path)
     assert [one["gts"] for one in found] == [0.5, 2, True, [0, 1], [1.5], None, ["a", None], {"1": [2.0]}]
@@ -56,7 +56,7 @@ def test_vb10_numbers_arrays_and_tensors_are_written_as_json(tmp_path):
 
 
 def test_vb10_a_step_trained_again_gets_a_new_file(tmp_path):
-    paths = [dump(tmp_path, scores=[score, score]) for score in (0.0, 1.0, 2.0)]
+    paths = [dump(tmp_path, score=[score, score]) for score in (0.0, 1.0, 2.0)]
     assert [path.name for path in paths] == ["3.jsonl", "3.1.jsonl", "3.2.jsonl"]
     assert [lines(path)[0]["score"] for path in paths] == [0.0, 1.0, 2.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.1.jsonl", "3.2.jsonl", "3.jsonl"]
@@ -66,15 +66,14 @@ def test_vb10_a_step_trained_again_gets_a_new_file(tmp_path):
 @given(texts=st.lists(st.text(st.characters(codec="utf-8")), max_size=4))
 def test_every_answer_is_one_line_for_any_text(tmp_path_factory, texts):
     count = len(texts)
-    path = dump(tmp_path_factory.mktemp("dump"), 0, inputs=texts, outputs=texts, gts=texts, scores=[0.0] * count)
+    path = dump(tmp_path_factory.mktemp("dump"), 0, input=texts, output=texts, gts=texts, score=[0.0] * count)
     assert [one["output"] for one in lines(path)] == texts
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra": {"acc": [1.0]}}, "step 3: acc has 1 entries for 2 inputs"),
-        ({"scores": [1.0]}, "step 3: score has 1 entries for 2 inputs"),
+        ({"score": [1.0]}, "shorter"),
         ({"extra": {"score": [1.0, 1.0]}}, r"extra has \['score'\], which every line already has"),
         (
             {"gts": [object(), 1]},

@@ -72,7 +72,7 @@ def test_values_that_no_sequence_has_make_no_column() -> None:
 
 
 def test_a_sequence_longer_than_the_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="task long: the sequence has 5 tokens, length is 4: nothing is cut here"):
+    with pytest.raises(ValueError, match="task long: computed_max_len is 4, but the longest sequence has 5 tokens"):
         collate_sequences([sequence(3), sequence(5, task_id="long")], 4, pad_token_id=0)
     with pytest.raises(ValueError, match="no sequences to collate"):
         collate_sequences([], 4, pad_token_id=0)

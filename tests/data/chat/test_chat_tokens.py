@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal_lite.data.chat.chat_text import Shortfall, render_conversation
-from areal_lite.data.chat.chat_tokens import tokenize_messages
+from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tokenize_messages
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import CHATML, FAMILIES, family_tokenizer, train_tokenizer
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from areal_lite.data.chat.chat_text import Shortfall, render_conversation
-from areal_lite.data.chat.chat_tokens import tokens_of
+from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tokens_of
 from areal_lite.errors import ConfigError
 from tests.data.template_cases import CONVERSATIONS
 from tests.fixtures.real_templates import NAMES, real_tokenizer

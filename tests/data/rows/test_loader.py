@@ -106,11 +106,6 @@ def test_the_length_is_the_number_of_batches_per_epoch():  # V19
         assert len(loader) == len(list(loader))
 
 
-def test_total_steps_are_batches_times_epochs_unless_overridden():  # V19
-    assert make(rows=20, batch_size=3).total_training_steps(4) == 24
-    assert make(rows=20, batch_size=3).total_training_steps(4, override=7) == 7
-
-
 def test_rows_are_stacked_by_default():
     (batch,) = make(4, 4, collate_fn=None, shuffle=False)
     assert torch.equal(batch, torch.arange(4))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
-from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler, create_rl_sampler, epoch_order
+from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler, create_rl_sampler
 from areal_lite.errors import ConfigError
 
 
@@ -29,6 +29,12 @@ class EasyFirst(AbstractSampler):
 
 class WithoutUpdate(EasyFirst):
     update = AbstractSampler.update
+
+
+def epoch_order(rows, *, seed, epoch):
+    sampler = EpochSampler(range(rows), shuffle=True, seed=seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
 
 
 class NoSampler:

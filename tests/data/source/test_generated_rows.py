@@ -7,7 +7,7 @@ import pytest
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.source.generated_rows import GeneratedRows, generator_of
+from areal_lite.data.source.row_streams import GeneratedRows, generator_of
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 

@@ -7,8 +7,7 @@ import pytest
 
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer, highest_reward_first
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.data.source.slime_args import settings_of
-from areal_lite.data.source.source_settings import SourceSettings
+from areal_lite.data.source.source_settings import SourceSettings, settings_of
 from areal_lite.errors import ConfigError
 
 

@@ -25,7 +25,6 @@ from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.vision.multimodal import (
     build_messages,
-    column_values,
     concatenate_inputs,
     load_images,
     load_videos,
@@ -159,13 +158,13 @@ def test_images_come_in_the_order_of_their_parts_from_message_or_column() -> Non
         ],
         "images": ["first", "second"],
     }
-    values = media_values(messages_of(row), "image", column_values(row, "images"))
-    assert values == ["inline", "first", "second"]
+    assert media_values(messages_of(row), row, DatasetConfig(path="")) == {"image": ["inline", "first", "second"]}
 
 
 def test_a_column_may_hold_a_single_image() -> None:
-    assert column_values({"images": "a.png"}, "images") == ["a.png"]
-    assert column_values({}, "images") == column_values({"images": None}, "images") == []
+    for images, expected in (("a.png", {"image": ["a.png"]}), (None, {})):
+        row = {"prompt": "<image>" if images else "none", "images": images}
+        assert media_values(messages_of(row), row, DatasetConfig(path="")) == expected
 
 
 class Server(BaseHTTPRequestHandler):
@@ -272,7 +271,7 @@ def test_a_video_file_is_refused_with_a_hint(value: Any) -> None:
 def test_the_processor_writes_as_many_placeholders_as_there_are_patches(processor: Any) -> None:
     text = "a<|image_pad|>b<|video_pad|>c<|image_pad|>"
     images = [picture((16, 8)), picture((24, 16))]
-    inputs = processor_inputs(processor, text, images, [[picture()] * 4])
+    inputs = processor_inputs(processor, text, {"image": images, "video": [[picture()] * 4]})
     ids = inputs["input_ids"][0]
     assert inputs["image_grid_thw"].tolist() == [[1, 2, 4], [1, 4, 6]]
     assert inputs["video_grid_thw"].tolist() == [[2, 2, 4]]
@@ -287,16 +286,16 @@ def test_the_processor_adds_no_special_tokens_to_those_of_the_text() -> None:
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     assert eager.tokenizer("a")["input_ids"][0] == 0
-    assert processor_inputs(eager, "<|image_pad|>", [picture()], [])["input_ids"].tolist() == [[IMAGE_ID] * 2]
+    assert processor_inputs(eager, "<|image_pad|>", {"image": [picture()]})["input_ids"].tolist() == [[IMAGE_ID] * 2]
 
 
 def test_inputs_that_the_processor_rejects_are_an_error(processor: Any) -> None:
     with pytest.raises(ConfigError, match="rejects a text with 1 images and 0 videos: .*"):
-        processor_inputs(processor, "no placeholder", [picture()], [])
+        processor_inputs(processor, "no placeholder", {"image": [picture()]})
 
 
 def test_the_inputs_of_a_batch_are_joined_in_order(processor: Any) -> None:
-    rows = [processor_inputs(processor, "<|image_pad|>", [picture(color=(n, n, n))], []) for n in (0, 90)]
+    rows = [processor_inputs(processor, "<|image_pad|>", {"image": [picture(color=(n, n, n))]}) for n in (0, 90)]
     own = [{name: row[name] for name in ("pixel_values", "image_grid_thw")} for row in rows]
     joined = concatenate_inputs([own[0], None, {}, own[1]])
     assert torch.equal(joined["pixel_values"], torch.cat([row["pixel_values"] for row in own]))
