@@ -57,9 +57,7 @@ class ChatCompletions(Api):
     event_stream = ChatCompletionStream
 
     def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
-        """Return the checked request; messages that an earlier body had are not parsed again."""
-        rest, earlier = session.history.cut(raw)
-        return parse_chat_request(json_object(rest), session.history.find, extends=earlier, sent=raw)
+        return parse_chat_request(json_object(raw), session.history.find)
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
         """Return a ``chat.completion``."""

@@ -7,7 +7,6 @@ The other APIs turn their bodies into this one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ import orjson
 
 from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.answer_grammar import answer_grammar
-from areal_lite.agents.session.request_body_cache import RequestBodyCache, cache_request_body
 from areal_lite.agents.session.request_fields import (
     RequestError,
     is_token_id,
@@ -73,21 +71,12 @@ _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_pr
 class Conversation:
     """The checked messages of an earlier request; a request that begins with them checks only its new ones."""
 
-    body: bytes
-    """The request's body; empty if the API is not chat completions."""
-    known: RequestBodyCache | None
-    """The body's beginning in the request that it extends."""
     raw: list[Any]
     """As the client sent them."""
     messages: list[dict[str, Any]]
     keys: list[Hashable]
     node: Any
     """The history's record of it."""
-
-    @functools.cached_property
-    def known_body(self) -> RequestBodyCache | None:
-        """The beginning of the body, for requests whose bodies begin alike."""
-        return cache_request_body(self.body, self.known) if self.body else None
 
 
 FindConversation = Callable[[list[Any]], Conversation | None]
@@ -104,8 +93,6 @@ class ChatRequest:
     """One key per message; equal keys mean equal messages."""
     raw: list[Any] = field(default_factory=list)
     """The messages as the client sent them."""
-    body: bytes = b""
-    """The HTTP body, if the API is chat completions."""
     extends: Conversation | None = None
     """The earlier conversation it begins with."""
     prompt: str | list[int] | None = None
@@ -143,42 +130,28 @@ class ChatRequest:
         return _canonical([self.tools, self.template_kwargs]) if self.tools or self.template_kwargs else b""
 
 
-def parse_chat_request(
-    body: Any,
-    find: FindConversation = lambda raw: None,
-    *,
-    extends: Conversation | None = None,
-    sent: bytes = b"",
-) -> ChatRequest:
-    """Return the checked request.
-
-    Args:
-        body: Parsed JSON.
-        find: Finds what an earlier request has checked already.
-        extends: That conversation if it is known; ``body`` has only the messages after it.
-        sent: The whole body as it was sent, to recognise later bodies by.
+def parse_chat_request(body: dict[str, Any], find: FindConversation = lambda raw: None) -> ChatRequest:
+    """Return the checked request; ``find`` finds what an earlier one has checked already.
 
     Raises:
         RequestError: With status 400; the message gives field, value and fix.
     """
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is a {type(body).__name__}: send a JSON object with 'messages'")
     options = request_options(body)
     tools = _tools(body.get("tools"))
     tool_choice = body.get("tool_choice")
     raw = body.get("messages")
-    if not isinstance(raw, list) or not (raw or extends):
+    if not isinstance(raw, list) or not raw:
         raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
-    if extends is None and (extends := find(raw)) is not None:
-        raw = raw[len(extends.raw) :]
-    known = len(extends.raw) if extends else 0
-    new = [parse_message(message, f"messages[{known + index}]") for index, message in enumerate(raw)]
-    messages, keys = [message for message, _ in new], [key for _, key in new]
+    extends = find(raw)
+    messages, keys = (list(extends.messages), list(extends.keys)) if extends else ([], [])
+    for index in range(len(messages), len(raw)):
+        message, key = parse_message(raw[index], f"messages[{index}]")
+        messages.append(message)
+        keys.append(key)
     return ChatRequest(
-        messages=extends.messages + messages if extends else messages,
-        keys=extends.keys + keys if extends else keys,
-        raw=extends.raw + raw if extends else raw,
-        body=sent,
+        messages=messages,
+        keys=keys,
+        raw=raw,
         extends=extends,
         tools=tools,
         template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),
