@@ -24,7 +24,6 @@ import itertools
 import multiprocessing
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.agents.doors.agent_doors import AgentDoors
 from areal_lite.agents.doors.agent_service import AgentService
-from areal_lite.agents.doors.chat_completions import ChatCompletions
+from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
@@ -124,9 +123,8 @@ def make_tokenizer(path: str | None) -> Any:
 
 async def create(session: ChatSession, messages: list[Any]) -> dict[str, Any]:
     """Answer a chat completion without HTTP."""
-    api = ChatCompletions()
-    request = api.parse(orjson.dumps({"messages": messages}), session)
-    return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)
+    call = ChatCompletions(orjson.dumps({"messages": messages}), session)
+    return call.reply(await session.answer(call.request, call.id))
 
 
 async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:

@@ -46,12 +46,7 @@ class AgentWorkflow(RolloutWorkflow):
     Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
     temperature and top_p apply; ``config.eval_gconfig`` sets what it leaves out.
 
-    Args:
-        agent: The object; it runs all episodes, so it must keep no state between them.
-        config: The rollout section of the run.
-
-    Raises:
-        ConfigError: If the agent is to run in processes and cannot be pickled.
+    One object runs all episodes, so it must keep no state between them.
     """
 
     def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
@@ -63,13 +58,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._pickled = pickled_agent(agent) if config.agents.isolation == "process" else None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions | None:
-        """Run the agent on one dataset row.
-
-        Raises:
-            ConfigError: If the tokenizer cannot be loaded.
-            ValueError: If the reward is not a finite number, or the agent called no model.
-            ServerError: If the engine failed at the agent's last call, even if the agent caught the error.
-        """
+        """Run the agent on one dataset row; an engine that failed at its last call is an error, even if it caught it."""
         context = episode_context.current()
         is_eval = context.is_eval
         renderer = self.renderer or await self.load_renderer()

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from areal_lite.agents.doors import chat_completions
+from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.session import chat_request
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
@@ -75,9 +75,7 @@ def test_the_turns_of_a_conversation_share_one_list_of_ids() -> None:
         messages: list[Any] = []
         for turn in range(20):
             messages.append({"role": "user", "content": f"question {turn}"})
-            await session.count_tokens(
-                chat_completions.ChatCompletions().parse(orjson.dumps({"messages": messages}), session)
-            )
+            await session.count_tokens(ChatCompletions(orjson.dumps({"messages": messages}), session).request)
             completion = await create(session, {"messages": messages})
             if turn == 10:  # another answer to the same prompt, which is not continued
                 await create(session, {"messages": messages})

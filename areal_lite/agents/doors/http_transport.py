@@ -26,13 +26,7 @@ BASE_URL = "http://areal-lite.local/v1"
 
 
 class ServiceTransport(httpx.AsyncBaseTransport):
-    """Passes each request to an agent service in the same process.
-
-    Args:
-        service: Answers the requests.
-        loop: The event loop of the service; requests of other loops and threads are answered there. None is the loop
-            of each request.
-    """
+    """Passes each request to an agent service in the same process."""
 
     def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._service = service

@@ -18,7 +18,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import LineTooLong
 
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService, Reply, error_reply
-from areal_lite.agents.doors.api import openai_error
+from areal_lite.agents.doors.api import Api
 from areal_lite.agents.doors.blocked_loop_responder import BlockedLoopResponder
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
@@ -30,14 +30,7 @@ _HOST_NAMES = loopback_names(_HOST)
 
 
 class Listener:
-    """Serves an agent service on an ephemeral port of 127.0.0.1, on the running event loop.
-
-    Args:
-        service: Answers the requests.
-        request_timeout_s: Seconds a client has to send the head of a request, and again for the body. Idle connections
-            are closed after the same time.
-        max_connections: Connections at once; further ones get status 503.
-    """
+    """Serves an agent service on an ephemeral port of 127.0.0.1, on the running event loop."""
 
     def __init__(self, service: AgentService, *, request_timeout_s: float = 30.0, max_connections: int = 8192) -> None:
         self._service = service
@@ -73,7 +66,7 @@ class Listener:
 
     def refuse(self, key: str, message: str) -> None:
         """Answer 503 to waiting requests of the session of ``key``; for another thread, while the loop is blocked."""
-        self._responder.refuse(key, openai_error(RequestError(message, status=503, code="event_loop_blocked")))
+        self._responder.refuse(key, Api.error(RequestError(message, status=503, code="event_loop_blocked")))
 
     @property
     def url(self) -> str:

@@ -7,11 +7,10 @@ from typing import Any
 
 import orjson
 
-from areal_lite.agents.doors.api import Api, EventStream, event, fields_as_chat
+from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed
+from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -29,26 +28,20 @@ _RAW_ARGUMENTS = "_arguments"
 """Key of a tool's input whose arguments are not JSON, as the model wrote them."""
 
 
-class MessageStream(EventStream):
-    """Writes message_start, the blocks one after another, message_delta and message_stop."""
+class Messages(Api):
+    """A message; its stream has message_start, the blocks one after another, message_delta and message_stop."""
 
+    id_prefix = "msg_"
     _block = -1
     _kind = ""
     """Type of the open block; empty if none is open."""
 
-    def start(self, answer_id: str) -> bytes:
-        """Return message_start; the prompt's length is in message_delta."""
-        message = {
-            **_head(answer_id, self.request),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
-        }
-        return _event("message_start", message=message)
+    def start(self) -> bytes:
+        usage = {"input_tokens": 0, "output_tokens": 0}  # the prompt's length is in message_delta
+        stop = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**self._head(), "content": [], **stop, "usage": usage})
 
     def text(self, index: int, piece: Piece) -> bytes:
-        """Return the delta of a piece of text or thinking; each has a block of its own."""
         kind = "thinking" if piece.is_reasoning else "text"
         head = b""
         if kind != self._kind:
@@ -57,7 +50,6 @@ class MessageStream(EventStream):
         return head + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return the tool calls, the stop reason and usage."""
         (answer,) = answers
         parts = [self._close()]
         for block in _blocks(answer.message):
@@ -71,9 +63,14 @@ class MessageStream(EventStream):
         parts += [_event("message_delta", delta=_stop(answer), usage=_usage(answer)), _event("message_stop")]
         return b"".join(parts)
 
-    def error(self, error: RequestError) -> bytes:
-        """Return the error as an event."""
-        return event(_error(error), "error")
+    @staticmethod
+    def error(error: RequestError) -> dict[str, Any]:
+        """Return Anthropic's error object."""
+        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+        return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, kind), "message": error.message}}
+
+    def error_event(self, error: RequestError) -> bytes:
+        return event(self.error(error), "error")
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._block += 1
@@ -89,16 +86,7 @@ class MessageStream(EventStream):
         self._kind = ""
         return _event("content_block_stop", index=self._block)
 
-
-class Messages(Api):
-    """Bodies and replies of Messages."""
-
-    id_prefix = "msg_"
-    event_stream = MessageStream
-
-    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
-        """Return the checked request."""
-        body = json_object(raw)
+    def parse(self, body: dict[str, Any]) -> ChatRequest:
         chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
         chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
         if tools := typed("tools", body.get("tools"), list, "send a list of tools"):
@@ -109,26 +97,14 @@ class Messages(Api):
         output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
         if output_format is not None:
             chat["response_format"] = output_format
-        return parse_chat_request(chat, session.history.find)
+        return parse_chat_request(chat, self.session.history.find)
 
-    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
-        """Return a ``message``."""
+    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return {
-            **_head(answer.id, request),
-            "content": _blocks(answer.message),
-            **_stop(answer),
-            "usage": _usage(answer),
-        }
+        return {**self._head(), "content": _blocks(answer.message), **_stop(answer), "usage": _usage(answer)}
 
-    def error(self, error: RequestError) -> dict[str, Any]:
-        """Return Anthropic's error object."""
-        return _error(error)
-
-
-def _error(error: RequestError) -> dict[str, Any]:
-    kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, kind), "message": error.message}}
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.request.model}
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -137,10 +113,6 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 def _usage(answer: Answer) -> dict[str, int]:
     return {"input_tokens": answer.response.input_len, "output_tokens": answer.response.output_len}
-
-
-def _head(answer_id: str, request: ChatRequest) -> dict[str, Any]:
-    return {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
 
 
 def _stop(answer: Answer) -> dict[str, Any]:

@@ -28,12 +28,6 @@ async def run_in_thread(
     If the caller is cancelled, the coroutine in the thread is too. A thread that does not end within ``GRACE_S``, for
     instance because it is plain code that waits for something else, is left behind, logged and counted as
     ``abandoned_threads``.
-
-    Args:
-        call: Starts the agent.
-        name: Of the thread.
-        stop: Called at cancellation; ends what the thread may wait for.
-        shared: Counts.
     """
     agent = _AgentThread(call, name)
     try:

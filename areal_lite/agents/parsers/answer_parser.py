@@ -73,14 +73,7 @@ class AnswerParser:
         thinking: bool = False,
         bare_json: bool = False,
     ) -> ParsedAnswer:
-        """Return the parts of a complete answer.
-
-        Args:
-            text: The answer, without its end token.
-            tools: Declared tools; None leaves tool calls in the content.
-            thinking: True if the prompt ends with ``<think>``, so that the answer begins inside of it.
-            bare_json: True if an answer that is only JSON may be a call in every format, since a grammar forces it.
-        """
+        """Return the parts of a complete answer."""
         reasoning, closed, content = self._split_reasoning(text, thinking)
         if not tools or not closed:
             return ParsedAnswer(content, reasoning)
@@ -119,16 +112,7 @@ class AnswerParser:
 def answer_parser(
     template: str, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> AnswerParser:
-    """Return the parser of a chat template's answers.
-
-    Args:
-        template: The chat template's text; the markers in it choose what is not named.
-        tool_parser: A name in ``TOOL_FORMATS``.
-        reasoning_parser: "think", or "none" to leave reasoning in the content.
-
-    Raises:
-        ConfigError: If a name is unknown.
-    """
+    """Return the parser of a chat template's answers."""
     for key, name, known in (
         ("tool_parser", tool_parser, TOOL_FORMATS),
         ("reasoning_parser", reasoning_parser, REASONING_PARSERS),

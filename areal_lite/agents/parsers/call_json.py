@@ -75,9 +75,7 @@ def read_calls(text: str) -> list[ToolCall] | None:
 
     An object has ``name`` and ``arguments`` or ``parameters``. If the JSON is broken after a name, the rest of the text
     is that call's arguments.
-
-    Returns:
-        None if a name cannot be read, or if there is anything else in the text.
+    None if a name cannot be read, or if there is anything else in the text.
     """
     calls: list[ToolCall] = []
     start = _end(_SEPARATORS, text, 0)

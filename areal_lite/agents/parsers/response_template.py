@@ -61,15 +61,7 @@ class Regions:
 
 
 class ResponseTemplateParser:
-    """Parses answers with a response template.
-
-    Args:
-        spec: The template, which has a field ``content`` without opening.
-        splits_reasoning: False leaves reasoning in the content.
-
-    Raises:
-        ConfigError: If transformers rejects the template.
-    """
+    """Parses answers with a response template."""
 
     def __init__(self, spec: dict[str, Any], *, splits_reasoning: bool = True) -> None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -110,14 +102,7 @@ class ResponseTemplateParser:
     def parse(
         self, text: str, tools: Sequence[dict[str, Any]] | None, *, prefill: str = "", bare_json: bool = False
     ) -> ParsedAnswer:
-        """Return the parts of a complete answer.
-
-        Args:
-            text: The answer, without its end token.
-            tools: Declared tools; None leaves tool calls in the content.
-            prefill: The end of the prompt, which may have the beginning of the message.
-            bare_json: True if an answer that is only JSON is a call, since a grammar forces it.
-        """
+        """Return the parts of a complete answer."""
         if tools and bare_json and (bare := read_bare_calls(text, declared_tools(tools))):
             return ParsedAnswer("", "", [openai_call(call) for call in bare], not all(call.is_json for call in bare))
         try:

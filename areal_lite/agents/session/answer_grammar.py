@@ -18,9 +18,6 @@ def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> 
 
     Reads ``response_format``, ``tool_choice``, SGLang's ``regex`` and ``ebnf``, vLLM's ``guided_*`` and
     ``structured_outputs``.
-
-    Raises:
-        RequestError: If there are several, or one has another form.
     """
     if body.keys().isdisjoint(_FIELDS):
         return {}

@@ -33,14 +33,7 @@ class Answer:
 
 
 class AnswerReader:
-    """Reads the answers to one prompt.
-
-    Args:
-        renderer: Decodes and parses.
-        request: The request.
-        prompt: Ids of the prompt, whose end may begin the answer's reasoning.
-        gconfig: The run's sampling parameters.
-    """
+    """Reads the answers to one prompt."""
 
     def __init__(
         self, renderer: ChatRenderer, request: ChatRequest, prompt: list[int], gconfig: GenerationHyperparameters

@@ -15,7 +15,8 @@ Designs that look right and are not:
   are normalised, and an answer is also found by its key without reasoning.
 - Checking the whole history in each request. A conversation of a hundred turns would cost the square of its length, on
   the one event loop of all episodes. So the latest requests are kept, and only what follows them is checked; reading
-  the JSON of 200 turns and comparing it with them takes less than a millisecond. Their number is bounded: an agent with more conversations at once pays for parsing, nothing else.
+  the JSON of 200 turns and comparing it takes less than a millisecond. Their number is bounded: an agent with more
+  conversations at once pays for checks, nothing else.
 
 Concurrent requests of a session need no lock: finding and recording do not await, and a node is only ever added. Two
 requests that continue one answer at the same time both find it, and both record a child. What can still fail: an agent
@@ -65,11 +66,7 @@ class _Node:
 
 
 class ChatHistory:
-    """The recorded answers of one session.
-
-    Attributes:
-        interactions: Every answer by completion id, in the order they came.
-    """
+    """The recorded answers of one session."""
 
     def __init__(self) -> None:
         self.interactions: Interactions = {}
@@ -80,10 +77,7 @@ class ChatHistory:
         """Answers to prompts without template, with the text of prompt and answer."""
 
     def find(self, raw: list[Any]) -> Conversation | None:
-        """Return the longest earlier conversation that the messages of a request begin with.
-
-        Comparing lists is a fraction of the cost of parsing them.
-        """
+        """Return the longest earlier conversation that the messages of a request begin with."""
         found = None
         for one in self._conversations:
             count = len(one.raw)
@@ -162,10 +156,9 @@ class ChatHistory:
     def export(self, style: Style) -> Interactions:
         """Return the sequences to train on, by completion id; the originals stay as they are.
 
-        Args:
-            style: "individual": every answer is a sequence of its own, its prompt not trained. "concat":
-                every conversation is one sequence that trains all its answers; where conversations branch,
-                the earlier one trains what they share, so each sampled token is trained once.
+        "individual": every answer is a sequence of its own, its prompt not trained. "concat": every conversation is
+        one sequence that trains all its answers; where conversations branch, the earlier one trains what they share,
+        so each sampled token is trained once.
         """
         if style == "individual":
             return {key: replace(answer, concat=False) for key, answer in self.interactions.items()}

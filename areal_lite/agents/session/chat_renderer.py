@@ -34,23 +34,7 @@ _PROMPTS_KEPT = 256
 
 
 class ChatRenderer:
-    """A tokenizer with its chat template.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer, or an object with the methods ``apply_chat_template``, ``encode`` and
-            ``decode``.
-        tool_parser: Name of the format of tool calls; None reads answers with the tokenizer's response template, or
-            without one in the format of its chat template.
-        reasoning_parser: "think" or "none"; None chooses it by the template.
-        tools_in_system_prompt: Write tools, calls and results in Hermes form, for templates that do not render them.
-
-    Attributes:
-        answer_parser: Splits the text of an answer.
-        stop_ids: Ids that end an answer: the end tokens of the tokenizer and of the chat template.
-
-    Raises:
-        ConfigError: If the tokenizer has no chat template, or a parser's name is unknown.
-    """
+    """A tokenizer with its chat template."""
 
     def __init__(
         self,
@@ -108,11 +92,7 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
     ) -> list[int]:
-        """Return the ids of a whole conversation, up to the start of the answer.
-
-        Raises:
-            RequestError: If the template rejects the messages, or does not render the tools.
-        """
+        """Return the ids of a whole conversation, up to the start of the answer."""
         key = None if self._depends_on_time else _prompt_key(messages, tools, template_kwargs)
         if key is not None and (known := self._prompts.get(key)) is not None:
             self._prompts.move_to_end(key)
@@ -142,18 +122,7 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
     ) -> list[int]:
-        """Return the ids after a sampled answer, up to the start of the next answer.
-
-        Args:
-            answer: Sampled ids. If they include the end token, it is not repeated.
-            ended: True if the answer stopped by itself, False if the length limit cut it.
-            messages: The new messages.
-            tools: Declared tools.
-            template_kwargs: Extra variables for the template.
-
-        Raises:
-            RequestError: If the template rejects the messages or cannot be continued.
-        """
+        """Return the ids after a sampled answer, up to the start of the next answer."""
         if self._tools_in_system_prompt:
             messages, tools = in_hermes_form(messages, None), None
         ids = await self._ids(self._text_after_answer(messages, tools, template_kwargs))
@@ -174,14 +143,7 @@ class ChatRenderer:
         return str(self._decode(ids, skip_special_tokens=skip_special_tokens))
 
     def visible_text(self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False) -> str:
-        """Return the text of an answer for ``answer_parser``.
-
-        Args:
-            ids: Sampled ids, or some of them.
-            skip_special_tokens: Leave out special tokens, except the markers that the parser reads.
-            tools: True if tool calls will be parsed.
-            ended: True if ``ids`` are the whole answer, whose end token is left out.
-        """
+        """Return the text of an answer for ``answer_parser``."""
         dropped = self._dropped_ids[tools]
         if ended and ids and ids[-1] in dropped:
             ids = ids[:-1]

@@ -131,11 +131,7 @@ class ChatRequest:
 
 
 def parse_chat_request(body: dict[str, Any], find: FindConversation = lambda raw: None) -> ChatRequest:
-    """Return the checked request; ``find`` finds what an earlier one has checked already.
-
-    Raises:
-        RequestError: With status 400; the message gives field, value and fix.
-    """
+    """Return the checked request; ``find`` finds what an earlier one has checked already."""
     options = request_options(body)
     tools = _tools(body.get("tools"))
     tool_choice = body.get("tool_choice")
@@ -164,11 +160,7 @@ def parse_chat_request(body: dict[str, Any], find: FindConversation = lambda raw
 
 
 def request_options(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a :class:`ChatRequest` that all APIs share.
-
-    Raises:
-        RequestError: For an unknown field or an unsupported value.
-    """
+    """Return the fields of a :class:`ChatRequest` that all APIs share."""
     sampling: dict[str, float] = {}
     options: dict[str, Any] = {"sampling": sampling}
     for name, value in body.items():

@@ -22,16 +22,8 @@ def request_gconfig(
     gconfig: GenerationHyperparameters, request: ChatRequest, *, choice: int, prompt_tokens: int, agent_samples: bool
 ) -> GenerationHyperparameters:
     """Return the sampling parameters of one answer.
-
-    Args:
-        gconfig: The run's sampling parameters.
-        request: The agent's request.
-        choice: Index of the answer among ``request.n``; each has a seed of its own.
-        prompt_tokens: Length of the prompt; ``gconfig.max_tokens`` limits prompt and answer together.
-        agent_samples: True applies the agent's temperature, top_p, penalties and logit_bias.
-
-    Raises:
-        RequestError: ``context_length_exceeded`` if the prompt leaves no room for an answer.
+    ``choice`` is its index among ``request.n``; each has a seed of its own. ``agent_samples`` applies the agent's
+    temperature, top_p, penalties and logit_bias.
     """
     room = gconfig.max_tokens - prompt_tokens
     if room < 1:

@@ -44,25 +44,7 @@ OnText = Callable[[int, Piece], None]
 
 
 class ChatSession:
-    """The token cache of one episode.
-
-    Args:
-        engine: Generates; only ``agenerate`` is used.
-        renderer: The tokenizer with its chat template.
-        gconfig: The run's sampling parameters.
-        agent_samples: True applies the agent's temperature, top_p and the like; False while training.
-        prompt_ids: Tokens of the first request, in place of its rendered messages.
-
-    Attributes:
-        history: The recorded answers.
-        interactions: Those of ``history`` by completion id, in the order they came.
-        clean_turns: Answers whose prompt holds no earlier answer, or holds it as sampled.
-        forks: Answers whose prompt renders an assistant message from text although the session has
-            answers: the client's history does not exactly extend them.
-        forked_tokens: Tokens of earlier conversations that forks rendered anew instead of continuing.
-        tool_calls: Tool calls in all answers.
-        tool_parse_errors: Answers with a tool call whose name or arguments cannot be parsed.
-    """
+    """The token cache of one episode."""
 
     def __init__(
         self,
@@ -99,16 +81,7 @@ class ChatSession:
         """The latest invalid request."""
 
     async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[Answer]:
-        """Return ``request.n`` answers to one prompt.
-
-        Args:
-            request: The checked request.
-            answer_id: Id of the first answer; the k-th after it is ``ID-k``.
-            on_text: Gets the text while it is sampled.
-
-        Raises:
-            RequestError: If the request is bad (400) or no server answers (503).
-        """
+        """Return ``request.n`` answers to one prompt."""
         with self._inside_episode():
             try:
                 if request.n == 1:

@@ -19,19 +19,7 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """Turns ids into the pieces of text that the finished message will begin with.
-
-    Text waits while a character or a stop string is incomplete, and from an opening on (of a tool call, say)
-    until the answer is complete and parsed. White space at the end waits for what follows.
-
-    Args:
-        decode: Returns the text of ids.
-        stops: Strings that end the answer, and are not part of it.
-        openings: Strings that begin something other than text.
-        json_waits: True if an answer that begins like JSON may be a tool call.
-        thinking: True if the answer begins inside of ``<think>``; None if there is no reasoning.
-        regions: Splits the text in place of ``openings``, ``json_waits`` and ``thinking``.
-    """
+    """Turns ids into the pieces of text that the finished message will begin with."""
 
     def __init__(
         self,
