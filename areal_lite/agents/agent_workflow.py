@@ -58,7 +58,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._pickled = pickled_agent(agent) if config.agents.isolation == "process" else None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions | None:
-        """Run the agent on one dataset row; an engine that failed at its last call is an error, even if it caught it."""
+        """Run the agent on one row. An engine that failed at its last call is an error, even if the agent caught it."""
         context = episode_context.current()
         is_eval = context.is_eval
         renderer = self.renderer or await self.load_renderer()
@@ -108,7 +108,6 @@ class AgentWorkflow(RolloutWorkflow):
     async def _run_agent(
         self, data: dict[str, Any], access: AgentAccess, session: ChatSession, shared: SharedResources
     ) -> Any:
-        """Call ``run()`` where ``rollout.agents.isolation`` says, and return its reward."""
         if self._pickled is not None:
 
             async def pool() -> AgentProcesses:

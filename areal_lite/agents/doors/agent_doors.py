@@ -29,7 +29,6 @@ class AgentDoors:
         return doors
 
     async def aclose(self) -> None:
-        """Stop to listen."""
         await self._listener.close()
 
     def access(self, key: str) -> AgentAccess:
@@ -42,6 +41,5 @@ class AgentDoors:
         )
 
     def _refuse(self, blocking: AgentAccess | None, message: str) -> None:
-        """Refuse the calls of an agent that blocks the loop and so waits for itself."""
         if blocking is not None:
             self._listener.refuse(blocking.api_key, message)

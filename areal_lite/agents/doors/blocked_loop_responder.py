@@ -64,7 +64,6 @@ class BlockedLoopResponder:
                     loop.call_soon_threadsafe(self._adopt)
 
     def _adopt(self) -> None:
-        """Serve the connections that were left to the loop."""
         loop = asyncio.get_running_loop()
         while self._accepted:
             connection = self._accepted.popleft()

@@ -153,7 +153,6 @@ class Completions(_Choices):
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return OpenAI's token counts; the prompt counts once."""
     prompt = answers[0].response.input_len
     sampled = sum(answer.response.output_len for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

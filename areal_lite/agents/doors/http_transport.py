@@ -95,7 +95,7 @@ class SharedClient(httpx.AsyncClient):
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """Do nothing."""
+        pass
 
 
 def socket_client(*, is_async: bool) -> Any:

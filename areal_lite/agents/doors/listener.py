@@ -41,7 +41,6 @@ class Listener:
         self.port = 0
 
     async def open(self) -> None:
-        """Start to listen."""
         server = _Server(
             self._handle,
             max_connections=self._max_connections,
@@ -58,7 +57,6 @@ class Listener:
         self._responder.open(listening, server)
 
     async def close(self) -> None:
-        """Stop to listen and end all requests."""
         self._responder.close()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -191,7 +189,6 @@ class _WholeResponse(web.StreamResponse):
         self._reply = reply
 
     async def prepare(self, request: web.BaseRequest) -> Any:
-        """Write all of it."""
         status, headers, body = self._reply
         assert isinstance(body, bytes)
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -200,7 +197,7 @@ class _WholeResponse(web.StreamResponse):
         await request.writer.drain()
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Do nothing."""
+        pass
 
 
 class _StreamedResponse(web.StreamResponse):

@@ -123,7 +123,6 @@ def _stop(answer: Answer) -> dict[str, Any]:
 
 
 def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an assistant message as content blocks."""
     blocks: list[dict[str, Any]] = []
     if thinking := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})

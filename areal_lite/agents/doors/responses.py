@@ -203,7 +203,6 @@ def _no_response(name: object, param: str | None) -> RequestError:
 
 
 def _input_items(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a chat message of a request as items of its input."""
     if message["role"] == "tool":
         call_id = message.get("tool_call_id")
         return [{"type": "function_call_output", "call_id": call_id, "output": message["content"]}]
@@ -231,7 +230,6 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
-    """Return an answer as output items."""
     message = answer.message
     items: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):

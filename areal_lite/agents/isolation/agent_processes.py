@@ -51,7 +51,6 @@ class AgentProcesses:
         return reply["reward"]
 
     async def aclose(self) -> None:
-        """Kill all processes."""
         self._pool.close()
 
 

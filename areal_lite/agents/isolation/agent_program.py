@@ -187,7 +187,6 @@ class _Program:
         self._outputs = [_Output(self._process.stdout), _Output(self._process.stderr)]
 
     def kill(self) -> None:
-        """Have the program and all that it started killed."""
         os.close(self._held_open)
 
     def finish(self) -> ProcessRecord:
@@ -232,10 +231,14 @@ def _end_of(program: _Program) -> asyncio.Future[ProcessRecord]:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[ProcessRecord] = loop.create_future()
 
+    def end(record: ProcessRecord) -> None:
+        if not ended.done():
+            ended.set_result(record)
+
     def run() -> None:
         record = program.finish()
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(record))
+            loop.call_soon_threadsafe(end, record)
 
     threading.Thread(target=run, daemon=True).start()
     return ended

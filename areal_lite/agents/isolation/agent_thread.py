@@ -52,8 +52,6 @@ async def run_in_thread(
 
 
 class _AgentThread:
-    """One call in a thread, with an event loop if it needs one."""
-
     def __init__(self, call: Callable[[], Any], name: str) -> None:
         self._call = call
         self._home = asyncio.get_running_loop()
@@ -67,7 +65,6 @@ class _AgentThread:
         self.thread.start()
 
     def cancel(self) -> None:
-        """Cancel the coroutine, if there is one."""
         self._cancelled = True
         if self._task is not None:
             with contextlib.suppress(RuntimeError):  # its loop is closed

@@ -56,9 +56,17 @@ class AnswerParser:
     """True if ``<think>...</think>`` at the beginning is reasoning."""
 
     @property
-    def starts(self) -> tuple[str, ...]:
-        """Openings of tool calls: from one on, text may not be content."""
-        return self.tool_format.starts
+    def reads_prefill(self) -> bool:
+        """True if the end of the prompt can begin the answer."""
+        return self.splits_reasoning
+
+    def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
+        """Return how a :class:`.TextStream` reads an answer; from an opening on, text may not be content."""
+        return {
+            "openings": self.tool_format.starts if tools else (),
+            "json_waits": bool(tools) and self.tool_format.bare_json,
+            "thinking": prefill.rstrip().endswith(THINK) if self.splits_reasoning else None,
+        }
 
     def reads(self, token: str, *, tools: bool) -> bool:
         """Return whether parsing needs to see ``token``, also where it is a special token."""
@@ -70,17 +78,16 @@ class AnswerParser:
         text: str,
         tools: Sequence[dict[str, Any]] | None = None,
         *,
-        thinking: bool = False,
+        prefill: str = "",
         bare_json: bool = False,
     ) -> ParsedAnswer:
         """Return the parts of a complete answer."""
-        reasoning, closed, content = self._split_reasoning(text, thinking)
+        reasoning, closed, content = self._split_reasoning(text, thinking=prefill.rstrip().endswith(THINK))
         if not tools or not closed:
             return ParsedAnswer(content, reasoning)
         return self._split_calls(content, tools, bare_json)._replace(reasoning=reasoning)
 
-    def _split_reasoning(self, text: str, thinking: bool) -> tuple[str, bool, str]:
-        """Return the reasoning, whether it has ended, and the content."""
+    def _split_reasoning(self, text: str, *, thinking: bool) -> tuple[str, bool, str]:
         body = text.lstrip()
         if not self.splits_reasoning or not (thinking or body.startswith(THINK)):
             return "", True, text

@@ -32,9 +32,9 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def skip_space(text: str, position: int) -> int:
-    """Return the position of the next character that is not white space."""
-    match = _SPACE.match(text, position)
+def skip_space(text: str, position: int, skipped: re.Pattern[str] = _SPACE) -> int:
+    """Return the position of the next character that is not white space, or not ``skipped``."""
+    match = skipped.match(text, position)
     return match.end() if match else position
 
 
@@ -78,7 +78,7 @@ def read_calls(text: str) -> list[ToolCall] | None:
     None if a name cannot be read, or if there is anything else in the text.
     """
     calls: list[ToolCall] = []
-    start = _end(_SEPARATORS, text, 0)
+    start = skip_space(text, 0, _SEPARATORS)
     while start < len(text):
         found = read_json(text, start)
         end = found[1] if found else len(text)
@@ -86,7 +86,7 @@ def read_calls(text: str) -> list[ToolCall] | None:
         if call is None:
             return None
         calls.append(call)
-        start = _end(_SEPARATORS, text, end)
+        start = skip_space(text, end, _SEPARATORS)
     return calls or None
 
 
@@ -166,11 +166,6 @@ def _kind(value: Any) -> set[str]:
     if isinstance(value, float):
         return {"number"}
     return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
-
-
-def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
-    match = pattern.match(text, position)
-    return match.end() if match else position
 
 
 def _reject_constant(name: str) -> NoReturn:

@@ -93,6 +93,12 @@ class ResponseTemplateParser:
         patterns = [one.pattern.replace("\\", "") for field in fields for one in (field.open_re, field.close_re) if one]
         return any(token in pattern for pattern in patterns)
 
+    reads_prefill = True
+
+    def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
+        """Return how a :class:`.TextStream` reads an answer."""
+        return {"regions": self.regions(tools, prefill)}
+
     def regions(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> Regions:
         """Return the reader of an answer; without ``tools``, calls are content."""
         template = self._template if tools else self._texts

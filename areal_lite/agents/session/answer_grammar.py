@@ -118,7 +118,6 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _structured(raw: Any) -> dict[str, str]:
-    """Return the grammar of vLLM's ``structured_outputs``."""
     if not raw:
         return {}
     for name, value in raw.items() if isinstance(raw, dict) else ():

@@ -55,7 +55,6 @@ class _Node:
     interaction: InteractionWithTokenLogpReward | None = None
 
     def grow(self, keys: Iterable[Hashable]) -> _Node:
-        """Return the node after the messages of ``keys``; make those that are missing."""
         node = self
         for key in keys:
             child = node.children.get(key)
@@ -188,7 +187,6 @@ class ChatHistory:
 
 
 def _shared_length(first: list[int], second: list[int]) -> int:
-    """Return the length of the common beginning."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

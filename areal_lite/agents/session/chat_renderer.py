@@ -25,8 +25,6 @@ from areal_lite.errors import ConfigError
 
 _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
-_PREFILL_TOKENS = 32
-"""Tokens at a prompt's end that hold what the template writes of the answer, such as ``<think>`` and a line break."""
 _LONG_TEXT = 20_000
 """Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
 _PROMPTS_KEPT = 256
@@ -86,12 +84,7 @@ class ChatRenderer:
             for tools in (False, True)
         }
 
-    async def prompt(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        template_kwargs: dict[str, Any],
-    ) -> list[int]:
+    async def prompt(self, messages: list[Any], tools: list[Any] | None, template_kwargs: dict[str, Any]) -> list[int]:
         """Return the ids of a whole conversation, up to the start of the answer."""
         key = None if self._depends_on_time else _prompt_key(messages, tools, template_kwargs)
         if key is not None and (known := self._prompts.get(key)) is not None:
@@ -118,11 +111,11 @@ class ChatRenderer:
         self,
         answer: list[int],
         ended: bool,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        messages: list[Any],
+        tools: list[Any] | None,
         template_kwargs: dict[str, Any],
     ) -> list[int]:
-        """Return the ids after a sampled answer, up to the start of the next answer."""
+        """Return the ids after a sampled answer, up to the start of the next one; ``ended`` if no limit cut it."""
         if self._tools_in_system_prompt:
             messages, tools = in_hermes_form(messages, None), None
         ids = await self._ids(self._text_after_answer(messages, tools, template_kwargs))
@@ -139,7 +132,6 @@ class ChatRenderer:
         return [bos, *ids] if begins and bos is not None and self._adds_bos else ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``."""
         return str(self._decode(ids, skip_special_tokens=skip_special_tokens))
 
     def visible_text(self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False) -> str:
@@ -150,10 +142,6 @@ class ChatRenderer:
         if skip_special_tokens:
             ids = [i for i in ids if i not in dropped]
         return self.decode(ids, skip_special_tokens=False)
-
-    def prefill(self, prompt: list[int]) -> str:
-        """Return the end of a prompt, which has what the template writes of the answer."""
-        return self.decode(prompt[-_PREFILL_TOKENS:], skip_special_tokens=False)
 
     def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
         text = self._render([*_BASE, *messages], tools, template_kwargs)

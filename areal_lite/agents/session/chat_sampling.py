@@ -60,7 +60,6 @@ def request_gconfig(
 def _distribution(
     gconfig: GenerationHyperparameters, asked: Mapping[str, float], agent_samples: bool
 ) -> dict[str, Any]:
-    """Return the agent's parameters that apply; warn about the others."""
     run_values = {
         "temperature": gconfig.effective_temperature,
         "top_p": gconfig.top_p,

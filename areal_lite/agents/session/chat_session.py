@@ -70,11 +70,7 @@ class ChatSession:
         self.interactions = self.history.interactions
         self.responses: dict[str, dict[str, Any]] = {}
         """Replies of the Responses API, by id; an agent may read and delete them."""
-        self.clean_turns = 0
-        self.forks = 0
-        self.forked_tokens = 0
-        self.tool_calls = 0
-        self.tool_parse_errors = 0
+        self.clean_turns = self.forks = self.forked_tokens = self.tool_calls = self.tool_parse_errors = 0
         self.error: Exception | None = None
         """The engine's error in the latest call; None if that succeeded."""
         self.refusal: RequestError | None = None
@@ -127,14 +123,8 @@ class ChatSession:
 
     def counts(self) -> dict[str, float]:
         """Return the session's numbers by name; see docs/metrics.md."""
-        return {
-            "answers": float(len(self.interactions)),
-            "clean_turns": float(self.clean_turns),
-            "forks": float(self.forks),
-            "forked_tokens": float(self.forked_tokens),
-            "tool_calls": float(self.tool_calls),
-            "tool_parse_errors": float(self.tool_parse_errors),
-        }
+        names = ("clean_turns", "forks", "forked_tokens", "tool_calls", "tool_parse_errors")
+        return {"answers": float(len(self.interactions)), **{name: float(getattr(self, name)) for name in names}}
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has."""
@@ -246,7 +236,6 @@ class ChatSession:
 
 
 def _extended(parent: InteractionWithTokenLogpReward | None, ids: list[int]) -> TokenPrefix:
-    """Return the prompt that continues an answer, or begins anew, with ``ids``."""
     if parent is None:
         return TokenPrefix(ids, len(ids))
     recorded = parent.model_response

@@ -186,7 +186,7 @@ def test_no_text_fails_and_what_is_streamed_is_the_beginning_of_the_content(
     parser = parser_of(name, "think")
     text = "".join(pieces)
     for tools in ([ADD], None):
-        parsed = parser.parse(text, tools, thinking=thinking)
+        parsed = parser.parse(text, tools, prefill="<think>" if thinking else "")
         for call in parsed.tool_calls:
             assert call["function"]["name"]
             if not parsed.unparsable:
@@ -201,12 +201,8 @@ def test_no_text_fails_and_what_is_streamed_is_the_beginning_of_the_content(
 
 
 def text_stream(parser: AnswerParser, *, tools: bool, thinking: bool = False) -> TextStream:
-    return TextStream(
-        lambda ids: "".join(map(chr, ids)),
-        openings=parser.starts if tools else (),
-        json_waits=tools and parser.tool_format.bare_json,
-        thinking=thinking,
-    )
+    options = parser.stream_options([ADD] if tools else None, "<think>" if thinking else "")
+    return TextStream(lambda ids: "".join(map(chr, ids)), **options)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -224,7 +220,7 @@ def test_the_template_chooses_the_parsers(family_name: str) -> None:
     parser = ChatRenderer(tool_tokenizer(family_name)).answer_parser
     assert parser.tool_format is TOOL_FORMATS[family.parser]
     assert parser.splits_reasoning == ("<think>" in family.template)
-    assert set(parser.starts) >= set(TOOL_FORMATS[family.parser].starts)
+    assert set(parser.tool_format.starts) >= set(TOOL_FORMATS[family.parser].starts)
     named = ChatRenderer(tool_tokenizer(family_name), tool_parser="mistral", reasoning_parser="none").answer_parser
     assert (named.tool_format, named.splits_reasoning) == (TOOL_FORMATS["mistral"], False)
 
@@ -262,7 +258,7 @@ def test_unknown_parsers_are_refused_with_the_names() -> None:
     ],
 )
 def test_reasoning_is_split_off(text: str, thinking: bool, reasoning: str, content: str) -> None:
-    parsed = parser_of("hermes", "think").parse(text, thinking=thinking)
+    parsed = parser_of("hermes", "think").parse(text, prefill="<think>" if thinking else "")
     assert (parsed.reasoning, parsed.content) == (reasoning, content)
 
 
