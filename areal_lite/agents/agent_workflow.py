@@ -65,10 +65,7 @@ class AgentWorkflow(RolloutWorkflow):
         shared = context.shared or SharedResources()
         doors = await shared.get("agents", partial(AgentDoors.open, shared))
         session = ChatSession(
-            engine,
-            renderer,
-            self._config.eval_gconfig if is_eval else self._config.gconfig,
-            agent_samples=is_eval,
+            engine, renderer, self._config.eval_gconfig if is_eval else self._config.gconfig, agent_samples=is_eval
         )
         access = doors.access(doors.service.open(session))
         episode_context.enter(context._replace(agent=access))

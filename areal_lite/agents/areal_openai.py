@@ -77,11 +77,7 @@ class ArealOpenAI(AsyncOpenAI):
         self.session = ChatSession(engine, renderer, gconfig, agent_samples=True, prompt_ids=prompt_ids)
         self._discounted = self._exported = False
         service = AgentService()
-        options = {
-            "base_url": BASE_URL,
-            "api_key": service.open(self.session),
-            "http_client": SharedClient(service),
-        }
+        options = {"base_url": BASE_URL, "api_key": service.open(self.session), "http_client": SharedClient(service)}
         super().__init__(**{**client_options, **options})
 
     @cached_property

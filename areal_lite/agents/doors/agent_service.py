@@ -134,9 +134,7 @@ class AgentService:
                 code="session_ended",
             )
         raise RequestError(
-            "no session has this key: use the api_key passed to run()",
-            status=401,
-            code="invalid_api_key",
+            "no session has this key: use the api_key passed to run()", status=401, code="invalid_api_key"
         )
 
 

@@ -10,14 +10,9 @@ from typing import Any
 from areal_lite.agents.doors.api import Api, event
 from areal_lite.agents.session.answer_grammar import answer_grammar
 from areal_lite.agents.session.chat_answer import Answer
-from areal_lite.agents.session.chat_request import (
-    MAX_TOP_LOGPROBS,
-    ChatRequest,
-    parse_chat_request,
-    request_options,
-)
+from areal_lite.agents.session.chat_request import MAX_TOP_LOGPROBS, ChatRequest, parse_chat_request, request_options
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, is_token_id, short, whole
+from areal_lite.agents.session.request_fields import is_token_id, whole, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 
@@ -115,10 +110,7 @@ class Completions(_Choices):
             prompt = prompt[0]
         ids = isinstance(prompt, list) and all(is_token_id(token) for token in prompt)
         if not prompt or not (ids or isinstance(prompt, str)):
-            raise RequestError(
-                f"prompt is {short(prompt)}: send one prompt per call, a string or a list of token ids",
-                param="prompt",
-            )
+            raise wrong("prompt", prompt, "send one prompt per call, a string or a list of token ids")
         top_logprobs = whole("logprobs", body.get("logprobs"), 0, MAX_TOP_LOGPROBS)
         rest = {name: value for name, value in body.items() if name not in ("prompt", "logprobs")}
         return ChatRequest(

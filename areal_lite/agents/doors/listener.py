@@ -135,11 +135,7 @@ class _Connection(web.RequestHandler):
             transport.close()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer what is not HTTP, and errors of our own. aiohttp's log of it would quote headers."""
         if status == 500:

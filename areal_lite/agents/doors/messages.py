@@ -10,7 +10,7 @@ import orjson
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed
+from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -148,21 +148,18 @@ def _system(raw: Any) -> list[dict[str, Any]]:
 
 def _messages(raw: Any) -> list[dict[str, Any]]:
     if not isinstance(raw, list) or not raw:
-        raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
+        raise wrong("messages", raw, "send a list of at least one")
     messages: list[dict[str, Any]] = []
     for index, message in enumerate(raw):
         where = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant", "system"):
-            raise RequestError(f"{where}.role is {short(role)}: send user or assistant", param=f"{where}.role")
+            raise wrong(f"{where}.role", role, "send user or assistant")
         content = message.get("content")
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif not isinstance(content, list):
-            raise RequestError(
-                f"{where}.content is {short(content)}: send a string or a list of blocks",
-                param=f"{where}.content",
-            )
+            raise wrong(f"{where}.content", content, "send a string or a list of blocks")
         elif role == "assistant":
             messages.append(_assistant(content, where))
         else:

@@ -13,7 +13,7 @@ from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed
+from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -111,7 +111,7 @@ class Responses(Api):
         if body.get("background"):
             raise RequestError("background is not served: leave it out and wait for the response", param="background")
         if body.get("truncation") not in (None, "disabled", "auto"):
-            raise RequestError(f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation")
+            raise wrong("truncation", body["truncation"], "send 'disabled'")
         history = self._history(body.get("previous_response_id"))
         instructions = typed("instructions", body.get("instructions"), str, "send a string")
         chat["messages"] = [
@@ -256,13 +256,13 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
     if isinstance(raw, str):
         return [{"role": "user", "content": raw}]
     if not isinstance(raw, list):
-        raise RequestError(f"input is {short(raw)}: send a string or a list of items", param="input")
+        raise wrong("input", raw, "send a string or a list of items")
     messages: list[dict[str, Any]] = []
     reasoning: str | None = None
     for index, item in enumerate(raw):
         where = f"input[{index}]"
         if not isinstance(item, dict):
-            raise RequestError(f"{where} is {short(item)}: send an object", param=where)
+            raise wrong(where, item, "send an object")
         kind = item.get("type") or "message"
         if kind == "reasoning":
             texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
@@ -293,8 +293,6 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise RequestError(
-            f"{where} is {short(tool)}: send functions; tools that OpenAI runs are not served", param=where
-        )
+        raise wrong(where, tool, "send functions; tools that OpenAI runs are not served")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}

@@ -74,12 +74,7 @@ class AnswerParser:
         return token in markers or (self.splits_reasoning and token in (THINK, THINK_END))
 
     def parse(
-        self,
-        text: str,
-        tools: Sequence[dict[str, Any]] | None = None,
-        *,
-        prefill: str = "",
-        bare_json: bool = False,
+        self, text: str, tools: Sequence[dict[str, Any]] | None = None, *, prefill: str = "", bare_json: bool = False
     ) -> ParsedAnswer:
         """Return the parts of a complete answer."""
         reasoning, closed, content = self._split_reasoning(text, thinking=prefill.rstrip().endswith(THINK))

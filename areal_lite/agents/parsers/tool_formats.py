@@ -257,9 +257,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama3": ToolFormat(llama3, ("<|python_tag|>",), bare_json=True),
     "mistral": ToolFormat(mistral, ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]"), call_id_digits=9),
     "deepseek": ToolFormat(
-        deepseek,
-        (_DEEPSEEK_CALLS, _DEEPSEEK_CALL),
-        (_DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END, _DEEPSEEK_SEPARATOR),
+        deepseek, (_DEEPSEEK_CALLS, _DEEPSEEK_CALL), (_DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END, _DEEPSEEK_SEPARATOR)
     ),
     "glm45": ToolFormat(
         glm45, ("<tool_call>",), ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

@@ -88,6 +88,5 @@ def _distribution(
 def warn_once(ignored: str) -> None:
     """Warn about ignored parameters, once per process instead of once per episode."""
     logger.warning(
-        "the agent sets %s: ignored, because the trainer assumes the distribution of the run's gconfig",
-        ignored,
+        "the agent sets %s: ignored, because the trainer assumes the distribution of the run's gconfig", ignored
     )

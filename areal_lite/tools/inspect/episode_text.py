@@ -85,8 +85,7 @@ def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(printable(f"{name} ({', '.join(str(fact) for fact in facts if fact)})"), "bold")
         text = turn.get("text")
         yield Text(
-            printable(str(text)) if text is not None else "no text: the run had no tokenizer",
-            _ROLE_STYLE.get(role, ""),
+            printable(str(text)) if text is not None else "no text: the run had no tokenizer", _ROLE_STYLE.get(role, "")
         )
     for process in record.get("processes") or ():
         yield from _process_lines(process)

@@ -31,16 +31,8 @@ class Panel:
 PANELS = (
     Panel("Reward", "reward", {"train/reward_mean": "train", "eval/reward": "eval"}),
     Panel("Loss", "loss", {"train/loss": "train", "eval/loss": "eval"}),
-    Panel(
-        "Response length",
-        "tokens",
-        {"train/response_length_mean": "mean", "train/response_length_max": "max"},
-    ),
-    Panel(
-        "KL divergence",
-        "nats per token",
-        {"train/kl": "from the reference", "train/approx_kl": "within the step"},
-    ),
+    Panel("Response length", "tokens", {"train/response_length_mean": "mean", "train/response_length_max": "max"}),
+    Panel("KL divergence", "nats per token", {"train/kl": "from the reference", "train/approx_kl": "within the step"}),
     Panel("Staleness", "policy versions", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
     Panel("Entropy", "nats", {"train/entropy": "policy"}),
     Panel("Gradient norm", "before clipping", {"train/grad_norm": "policy", "train/critic_grad_norm": "critic"}),
@@ -50,9 +42,7 @@ PANELS = (
         {"train/clip_fraction": "all", "train/clip_fraction_high": "at the upper bound"},
     ),
     Panel(
-        "Reward deviation",
-        "reward",
-        {"train/reward_std": "of the batch", "train/reward_group_std": "within groups"},
+        "Reward deviation", "reward", {"train/reward_std": "of the batch", "train/reward_group_std": "within groups"}
     ),
     Panel("Learning rate", "per step", {"train/learning_rate": "policy", "train/critic_learning_rate": "critic"}),
     Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
