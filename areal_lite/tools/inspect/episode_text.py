@@ -17,11 +17,7 @@ from areal_lite.errors import ConfigError
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of ``path``; an unfinished last line is skipped.
-
-    Raises:
-        ConfigError: If there is no such file, or a line before the last is not an object; with its number.
-    """
+    """Yield the objects of ``path``; an unfinished last line is skipped."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
