@@ -7,8 +7,9 @@ import inspect
 from functools import partial
 from typing import Any
 
-from areal_lite.agents.doors.agent_doors import AgentDoors
+from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import socket_client
+from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.episode_reward import rewarded
 from areal_lite.agents.isolation import episode_environ
 from areal_lite.agents.isolation.agent_access import AgentAccess
@@ -63,7 +64,7 @@ class AgentWorkflow(RolloutWorkflow):
         is_eval = context.is_eval
         renderer = self.renderer or await self.load_renderer()
         shared = context.shared or SharedResources()
-        doors = await shared.get("agents", partial(AgentDoors.open, shared))
+        doors = await shared.get("agents", partial(Listener(AgentService()).open, shared))
         session = ChatSession(
             engine, renderer, self._config.eval_gconfig if is_eval else self._config.gconfig, agent_samples=is_eval
         )

@@ -105,35 +105,21 @@ class ProcessLimits:
 
 
 async def run_program(
-    command: Sequence[str],
-    *,
-    cwd: str | None,
-    inherit: Sequence[str],
-    variables: Mapping[str, str],
-    limits: ProcessLimits,
-    timeout_s: float | None,
+    command: Sequence[str], folder: str, environment: Mapping[str, str], limits: ProcessLimits, timeout_s: float | None
 ) -> ProcessRecord:
-    """Run a program and return how it ended, as :meth:`.AgentAccess.run_process` says."""
-    with _folder(cwd) as folder:
-        environment = {
-            "PATH": os.environ.get("PATH", os.defpath),
-            "LANG": os.environ.get("LANG", "C.UTF-8"),
-            **{name: os.environ[name] for name in inherit if name in os.environ},
-            "HOME": folder,
-            **variables,
-        }
-        _check_command(command, folder, environment["PATH"])
-        program = _Program(command, folder, environment, limits)
-        ended = _end_of(program)
-        done: set[asyncio.Future[ProcessRecord]] = set()
-        try:
-            done, _ = await asyncio.wait([ended], timeout=timeout_s)
-        finally:  # also when the episode is stopped
-            program.kill()
-            record = replace(await ended, timed_out=not done)
-            if (episode := episode_context.current().episode) is not None:
-                episode.processes.append(record)
-        return record
+    """Run a program and return how it ended; also recorded in the running episode."""
+    _check_command(command, folder, environment["PATH"])
+    program = _Program(command, folder, environment, limits)
+    ended = _end_of(program)
+    done: set[asyncio.Future[ProcessRecord]] = set()
+    try:
+        done, _ = await asyncio.wait([ended], timeout=timeout_s)
+    finally:  # also when the episode is stopped
+        program.kill()
+        record = replace(await ended, timed_out=not done)
+        if (episode := episode_context.current().episode) is not None:
+            episode.processes.append(record)
+    return record
 
 
 def _check_command(command: Sequence[str], folder: str, path: str) -> None:
@@ -147,7 +133,8 @@ def _check_command(command: Sequence[str], folder: str, path: str) -> None:
 
 
 @contextmanager
-def _folder(cwd: str | None) -> Iterator[str]:
+def working_folder(cwd: str | None) -> Iterator[str]:
+    """Lend the folder ``cwd``, or an empty one that is removed afterwards."""
     if cwd is not None:
         yield str(Path(cwd).absolute())
         return

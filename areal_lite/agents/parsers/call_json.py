@@ -16,6 +16,11 @@ _BROKEN_CALL = re.compile(
 )
 _JSON_BEGINS = frozenset('{["-0123456789tfn')
 _LITERALS = {"True": True, "False": False, "None": None}
+_KINDS: dict[type, set[str]] = {
+    **{type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}},
+    **{str: {"string"}, list: {"array"}, dict: {"object"}},
+}
+"""JSON types of a value."""
 
 
 class ToolCall(NamedTuple):
@@ -105,16 +110,10 @@ def typed_value(text: str, schema: Any) -> Any:
     if kinds == {"string"}:
         return text
     bare = text.strip()
-    if bare in _LITERALS:
-        value = _LITERALS[bare]
-    else:
-        found = read_json(bare)
-        if found is None or found[1] < len(bare):
-            return text
-        value = found[0]
-    if isinstance(value, str) or (kinds and not _kind(value) & kinds):
+    found = (_LITERALS[bare], len(bare)) if bare in _LITERALS else read_json(bare)
+    if found is None or found[1] < len(bare) or isinstance(found[0], str):
         return text
-    return value
+    return found[0] if not kinds or _KINDS[type(found[0])] & kinds else text
 
 
 def _call(value: Any) -> ToolCall | None:
@@ -152,20 +151,8 @@ def _kinds(schema: Any) -> set[str]:
             if isinstance(option, dict) and isinstance(option.get("type"), str):
                 kinds.add(option["type"])
     if not kinds and isinstance(schema.get("enum"), list):
-        kinds = set().union(*(_kind(value) for value in schema["enum"]))
+        kinds = set().union(*(_KINDS[type(value)] for value in schema["enum"]))
     return kinds
-
-
-def _kind(value: Any) -> set[str]:
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    if isinstance(value, float):
-        return {"number"}
-    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
 def _reject_constant(name: str) -> NoReturn:

@@ -76,8 +76,8 @@ class Conversation:
     """As the client sent them."""
     messages: list[dict[str, Any]]
     keys: list[Hashable]
-    node: Any
-    """The history's record of it."""
+    path: list[Hashable]
+    """Its nodes in the history."""
 
 
 FindConversation = Callable[[list[Any]], Conversation | None]
