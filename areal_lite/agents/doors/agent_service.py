@@ -60,7 +60,6 @@ class EventBody:
         return self._events
 
     async def aclose(self) -> None:
-        """Stop generating, if it has not ended."""
         self._task.cancel()
 
 

@@ -31,7 +31,6 @@ class BlockedLoopResponder:
         self._adopting: set[asyncio.Task[Any]] = set()
 
     def close(self) -> None:
-        """Close what nobody serves."""
         self._listening = None
         while self._accepted:
             self._accepted.popleft().close()

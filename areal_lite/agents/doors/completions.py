@@ -22,6 +22,8 @@ class _Choices(Api):
     kind: str
     """Object name of a reply."""
     chunk_kind: str
+    nothing: dict[str, Any]
+    """A piece without text."""
 
     def __init__(self, body: bytes, session: ChatSession) -> None:
         super().__init__(body, session)
@@ -33,7 +35,7 @@ class _Choices(Api):
         return {**self._head, "object": self.kind, "choices": choices, "usage": _usage(answers)}
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        parts = [self._end(index, answer) for index, answer in enumerate(answers)]
+        parts = [self._event(index, self.nothing, answer) for index, answer in enumerate(answers)]
         if self.request.stream_usage:
             parts.append(event({**self._head, "choices": [], "usage": _usage(answers)}))
         return b"".join(parts) + b"data: [DONE]\n\n"
@@ -49,9 +51,6 @@ class _Choices(Api):
     def _whole(self, answer: Answer) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _end(self, index: int, answer: Answer) -> bytes:
-        raise NotImplementedError
-
     def _logprobs(self, answer: Answer) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -60,7 +59,7 @@ class ChatCompletions(_Choices):
     """A chat completion; its stream has chunks of role, pieces of text, tool calls and finish reason."""
 
     id_prefix = "chatcmpl-"
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    kind, chunk_kind, nothing = "chat.completion", "chat.completion.chunk", {"delta": {}}
 
     def parse(self, body: dict[str, Any]) -> ChatRequest:
         return parse_chat_request(body, self.session.history.find)
@@ -79,13 +78,15 @@ class ChatCompletions(_Choices):
     def text(self, index: int, piece: Piece) -> bytes:
         return self._event(index, {"delta": {"reasoning_content" if piece.is_reasoning else "content": piece.text}})
 
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        events = []
+        for index, answer in enumerate(answers):
+            if calls := [{"index": k, **call} for k, call in enumerate(answer.message.get("tool_calls") or ())]:
+                events.append(self._event(index, {"delta": {"tool_calls": calls}}))
+        return b"".join(events) + super().end(answers)
+
     def _whole(self, answer: Answer) -> dict[str, Any]:
         return {"message": answer.message}
-
-    def _end(self, index: int, answer: Answer) -> bytes:
-        calls = [{"index": number, **call} for number, call in enumerate(answer.message.get("tool_calls") or ())]
-        head = self._event(index, {"delta": {"tool_calls": calls}}) if calls else b""
-        return head + self._event(index, {"delta": {}}, answer)
 
     def _logprobs(self, answer: Answer) -> dict[str, Any]:
         def token(text: str, logprob: float) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class Completions(_Choices):
     """A completion of one prompt; its stream has pieces of text and finish reasons."""
 
     id_prefix = "cmpl-"
-    kind = chunk_kind = "text_completion"
+    kind, chunk_kind, nothing = "text_completion", "text_completion", {"text": ""}
 
     def parse(self, body: dict[str, Any]) -> ChatRequest:
         prompt = body.get("prompt")
@@ -129,9 +130,6 @@ class Completions(_Choices):
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
         return {"text": str(answer.message["content"])}
-
-    def _end(self, index: int, answer: Answer) -> bytes:
-        return self._event(index, {"text": ""}, answer)
 
     def _logprobs(self, answer: Answer) -> dict[str, Any]:
         tokens = _tokens(answer, self.session)

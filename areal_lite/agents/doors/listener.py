@@ -71,7 +71,6 @@ class Listener:
             await self._runner.cleanup()
 
     def access(self, key: str) -> AgentAccess:
-        """Return what the agent of the session of ``key`` needs, in this process or outside."""
         url = f"http://{_HOST}:{self.port}"
         return AgentAccess(base_url=f"{url}/v1", anthropic_base_url=url, api_key=key, http_client=self._client)
 

@@ -65,7 +65,6 @@ class Messages(Api):
 
     @staticmethod
     def error(error: RequestError) -> dict[str, Any]:
-        """Return Anthropic's error object."""
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
         return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, kind), "message": error.message}}
 
@@ -220,11 +219,7 @@ def _unsupported(kind: str, where: str) -> RequestError:
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom") or "name" not in tool:
-        raise RequestError(
-            f"{where} is {short(tool)}: send name, description and input_schema; tools that Anthropic runs are not "
-            "served",
-            param=where,
-        )
+        raise wrong(where, tool, "send name, description and input_schema; tools that Anthropic runs are not served")
     function = {
         "name": tool["name"],
         "description": tool.get("description") or "",

@@ -19,10 +19,8 @@ from areal_lite.agents.parsers.tool_formats import (
     Unreadable,
     tool_format_of_template,
 )
-from areal_lite.errors import ConfigError
 
 THINK, THINK_END = "<think>", "</think>"
-REASONING_PARSERS = ("think", "none")
 
 
 class ParsedAnswer(NamedTuple):
@@ -76,7 +74,6 @@ class AnswerParser:
     def parse(
         self, text: str, tools: Sequence[dict[str, Any]] | None = None, *, prefill: str = "", bare_json: bool = False
     ) -> ParsedAnswer:
-        """Return the parts of a complete answer."""
         reasoning, closed, content = self._split_reasoning(text, thinking=prefill.rstrip().endswith(THINK))
         if not tools or not closed:
             return ParsedAnswer(content, reasoning)
@@ -114,15 +111,7 @@ class AnswerParser:
 def answer_parser(
     template: str, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> AnswerParser:
-    """Return the parser of a chat template's answers."""
-    for key, name, known in (
-        ("tool_parser", tool_parser, TOOL_FORMATS),
-        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
-    ):
-        if name is not None and name not in known:
-            raise ConfigError(
-                f"{key} is {name!r}: use one of {', '.join(known)}, or null to choose by the chat template"
-            )
+    """Return the parser of a chat template's answers; the config has checked the names."""
     tool_format = TOOL_FORMATS[tool_parser or tool_format_of_template(template)]
     splits_reasoning = THINK in template if reasoning_parser is None else reasoning_parser == "think"
     return AnswerParser(tool_format, splits_reasoning)

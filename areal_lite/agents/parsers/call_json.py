@@ -33,7 +33,6 @@ class ToolCall(NamedTuple):
 
 
 def is_name(text: str) -> bool:
-    """Return whether ``text`` can be the name of a tool."""
     return _NAME.fullmatch(text) is not None
 
 

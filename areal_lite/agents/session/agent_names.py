@@ -12,8 +12,6 @@ _NAME_WORDS, _NAME_CHARACTERS = 6, 60
 
 
 class AgentNames:
-    """The agents that have called the model so far."""
-
     def __init__(self) -> None:
         self._names: dict[tuple[str, ...], str] = {}
         """Names per system prompt, the main agent's first."""

@@ -76,11 +76,8 @@ def _calls(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, An
         name = (choice.get("function") or choice).get("name")
         functions = [function for function in functions if function["name"] == name]
     elif choice != "required":
-        raise RequestError(
-            f"tool_choice is {short(choice)}: send 'auto', 'none', 'required', or "
-            "{'type': 'function', 'function': {'name': ...}}",
-            param="tool_choice",
-        )
+        hint = "send 'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}"
+        raise wrong("tool_choice", choice, hint)
     if not functions:
         raise RequestError(f"tool_choice is {short(choice)} but tools has no such function", param="tool_choice")
     return [_call(function) for function in functions]

@@ -35,8 +35,6 @@ class Answer:
 
 
 class AnswerReader:
-    """Reads the answers to one prompt."""
-
     def __init__(
         self, renderer: ChatRenderer, request: ChatRequest, prompt: list[int], gconfig: GenerationHyperparameters
     ) -> None:
@@ -66,7 +64,6 @@ class AnswerReader:
         return stream.finish(message["content"] or "", message.get("reasoning_content") or "")
 
     def read(self, response: ModelResponse, answer_id: str) -> Answer:
-        """Return the whole answer."""
         text = self._renderer.visible_text(
             response.output_tokens,
             skip_special_tokens=self._skip_special_tokens,
@@ -93,10 +90,8 @@ class AnswerReader:
     def _new_stream(self) -> TextStream:
         parser = self._parser
         options = parser.stream_options(self._tools, self._prefill) if parser else {}
-        stream = TextStream(self._decode, stops=self._stops, **options)
-        if self._tools and self._request.grammar:  # the answer is a call as bare JSON
-            stream.wait()
-        return stream
+        waits = bool(self._tools and self._request.grammar)  # the answer is a call as bare JSON
+        return TextStream(self._decode, stops=self._stops, waits=waits, **options)
 
     def _decode(self, ids: list[int]) -> str:
         return self._renderer.visible_text(

@@ -41,8 +41,6 @@ _CONVERSATIONS_KEPT = 8
 
 
 class ChatHistory:
-    """The recorded answers of one session."""
-
     def __init__(self) -> None:
         self.interactions: Interactions = {}
         self._nodes: dict[tuple[Hashable, Hashable], int] = {}
@@ -104,7 +102,6 @@ class ChatHistory:
         return left
 
     def record(self, request: ChatRequest, interaction: InteractionWithTokenLogpReward) -> None:
-        """Record the answer to a request with messages."""
         (answer,) = interaction.output_message_list
         self.interactions[interaction.completion["id"]] = interaction
         path = self._path(request, grows=True)

@@ -122,12 +122,10 @@ class ChatSession:
             episode_context.leave(outside)
 
     def counts(self) -> dict[str, float]:
-        """Return the session's numbers by name; see docs/metrics.md."""
         names = ("clean_turns", "forks", "forked_tokens", "tool_calls", "tool_parse_errors")
         return {"answers": float(len(self.interactions)), **{name: float(getattr(self, name)) for name in names}}
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return how many tokens the prompt of a request has."""
         return (await self._find_prompt(request))[0].length
 
     def own(self, task: asyncio.Task[list[Answer]]) -> None:

@@ -24,7 +24,6 @@ class RequestError(Exception):
 
 
 def wrong(name: str, value: object, hint: str) -> RequestError:
-    """Return the error of a field's value."""
     return RequestError(f"{name} is {short(value)}: {hint}", param=name)
 
 

@@ -30,6 +30,7 @@ class TextStream:
         json_waits: bool = False,
         thinking: bool | None = None,
         regions: Regions | None = None,
+        waits: bool = False,
     ) -> None:
         self.sent = ""
         """The content so far."""
@@ -42,15 +43,11 @@ class TextStream:
         """Ids before it are decoded for good; those from it to ``_decoded`` give the next ones their context."""
         self._decoded = 0
         self._waiting = ""
-        self._closed = False
+        self._closed = waits  # nothing is sent before the answer is complete
         self._json_waits = json_waits
         self._thinking = thinking
         self._in_reasoning = False
         self._regions = regions
-
-    def wait(self) -> None:
-        """Send nothing before the answer is complete."""
-        self._closed = True
 
     def feed(self, ids: Sequence[int]) -> list[Piece]:
         """Return the text that can be sent after these ids; often nothing."""
