@@ -24,7 +24,6 @@ import itertools
 import multiprocessing
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,9 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from areal_lite.agents.doors.agent_doors import AgentDoors
 from areal_lite.agents.doors.agent_service import AgentService
-from areal_lite.agents.doors.chat_completions import ChatCompletions
+from areal_lite.agents.doors.completions import ChatCompletions
+from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
@@ -124,9 +123,8 @@ def make_tokenizer(path: str | None) -> Any:
 
 async def create(session: ChatSession, messages: list[Any]) -> dict[str, Any]:
     """Answer a chat completion without HTTP."""
-    api = ChatCompletions()
-    request = api.parse(orjson.dumps({"messages": messages}), session)
-    return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)
+    call = ChatCompletions(orjson.dumps({"messages": messages}), session)
+    return call.reply(await session.answer(call.request, call.id))
 
 
 async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
@@ -144,7 +142,7 @@ async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
 
 
 async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: list[int], port: int) -> list[Figure]:
-    doors = await AgentDoors.open()
+    doors = await Listener(AgentService()).open()
     through_socket = [openai.DefaultAsyncHttpxClient() for _ in range(CONCURRENCY)]
     access = doors.access("")
     connector = aiohttp.TCPConnector(limit=CONCURRENCY)
@@ -200,7 +198,7 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
         figures += await per_turn(no_engine, renderer)
     for http_client in through_socket:
         await http_client.aclose()
-    await doors.aclose()
+    await doors.close()
     return figures
 
 

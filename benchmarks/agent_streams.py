@@ -32,7 +32,8 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from areal_lite.agents.doors.agent_doors import AgentDoors
+from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
@@ -99,7 +100,7 @@ def serve_agents(ready: Connection, server_port: int, sessions: int, one_core: b
     """Be the service: open ``sessions`` and report port and keys, then the CPU seconds spent when asked."""
 
     async def main() -> None:
-        doors = await AgentDoors.open()
+        doors = await Listener(AgentService()).open()
         renderer = ChatRenderer(make_tokenizer(None))
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)

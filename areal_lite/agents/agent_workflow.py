@@ -7,8 +7,9 @@ import inspect
 from functools import partial
 from typing import Any
 
-from areal_lite.agents.doors.agent_doors import AgentDoors
+from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import socket_client
+from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.episode_reward import rewarded
 from areal_lite.agents.isolation import episode_environ
 from areal_lite.agents.isolation.agent_access import AgentAccess
@@ -46,12 +47,7 @@ class AgentWorkflow(RolloutWorkflow):
     Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
     temperature and top_p apply; ``config.eval_gconfig`` sets what it leaves out.
 
-    Args:
-        agent: The object; it runs all episodes, so it must keep no state between them.
-        config: The rollout section of the run.
-
-    Raises:
-        ConfigError: If the agent is to run in processes and cannot be pickled.
+    One object runs all episodes, so it must keep no state between them.
     """
 
     def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
@@ -63,23 +59,14 @@ class AgentWorkflow(RolloutWorkflow):
         self._pickled = pickled_agent(agent) if config.agents.isolation == "process" else None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions | None:
-        """Run the agent on one dataset row.
-
-        Raises:
-            ConfigError: If the tokenizer cannot be loaded.
-            ValueError: If the reward is not a finite number, or the agent called no model.
-            ServerError: If the engine failed at the agent's last call, even if the agent caught the error.
-        """
+        """Run the agent on one row. An engine that failed at its last call is an error, even if the agent caught it."""
         context = episode_context.current()
         is_eval = context.is_eval
         renderer = self.renderer or await self.load_renderer()
         shared = context.shared or SharedResources()
-        doors = await shared.get("agents", partial(AgentDoors.open, shared))
+        doors = await shared.get("agents", partial(Listener(AgentService()).open, shared))
         session = ChatSession(
-            engine,
-            renderer,
-            self._config.eval_gconfig if is_eval else self._config.gconfig,
-            agent_samples=is_eval,
+            engine, renderer, self._config.eval_gconfig if is_eval else self._config.gconfig, agent_samples=is_eval
         )
         access = doors.access(doors.service.open(session))
         episode_context.enter(context._replace(agent=access))
@@ -119,7 +106,6 @@ class AgentWorkflow(RolloutWorkflow):
     async def _run_agent(
         self, data: dict[str, Any], access: AgentAccess, session: ChatSession, shared: SharedResources
     ) -> Any:
-        """Call ``run()`` where ``rollout.agents.isolation`` says, and return its reward."""
         if self._pickled is not None:
 
             async def pool() -> AgentProcesses:

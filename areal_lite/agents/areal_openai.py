@@ -6,12 +6,10 @@ For workflows that call the model themselves. An agent with ``async run()`` uses
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 from openai import AsyncOpenAI
-from openai.resources.chat import AsyncChat
-from openai.resources.chat.completions import AsyncCompletions
 from openai.types.chat import ChatCompletion
 
 from areal_lite.agents.doors.agent_service import AgentService
@@ -77,17 +75,10 @@ class ArealOpenAI(AsyncOpenAI):
         self.session = ChatSession(engine, renderer, gconfig, agent_samples=True, prompt_ids=prompt_ids)
         self._discounted = self._exported = False
         service = AgentService()
-        options = {
-            "base_url": BASE_URL,
-            "api_key": service.open(self.session),
-            "http_client": SharedClient(service),
-        }
+        options = {"base_url": BASE_URL, "api_key": service.open(self.session), "http_client": SharedClient(service)}
         super().__init__(**{**client_options, **options})
-
-    @cached_property
-    def chat(self) -> _Chat:
-        """The chat API, with ``model`` optional."""
-        return _Chat(self)
+        completions: Any = self.chat.completions
+        completions.create = partial(completions.create, model="default")
 
     def get_interaction(self, completion_id: str) -> InteractionWithTokenLogpReward:
         """Return the request and answer of a completion, with its tokens.
@@ -168,15 +159,3 @@ class ArealOpenAI(AsyncOpenAI):
             return next(reversed(self.session.interactions))
         except StopIteration:
             raise ValueError("there is no completion to reward yet: call chat.completions.create() first") from None
-
-
-class _Chat(AsyncChat):
-    @cached_property
-    def completions(self) -> _Completions:
-        return _Completions(self._client)
-
-
-class _Completions(AsyncCompletions):
-    async def create(self, **params: Any) -> ChatCompletion:  # type: ignore[override]
-        completion: ChatCompletion = await super().create(**{"model": "default", **params})
-        return completion

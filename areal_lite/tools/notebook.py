@@ -146,14 +146,11 @@ def _run(config: Any, on_step: OnStep, workflow: WorkflowChoice | None) -> Summa
 
 
 class _Lines:
-    """Progress as lines of text."""
-
     def __init__(self, config: ExperimentConfig, console: Console) -> None:
         self._console = console
         self._progress = TrainingProgress(1, console=console) if isinstance(config, RunConfig) else None
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Print one record."""
         if self._progress is not None:
             self._progress.on_step(step, metrics)
         else:
@@ -180,7 +177,6 @@ class _Notebook(_Lines):
         self._next_curves = time.monotonic() + _CURVES_EVERY_S
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Show one record; called by the thread of the run."""
         super().on_step(step, metrics)
         self._step = step
         self._on_loop(self._show_progress)
@@ -191,7 +187,6 @@ class _Notebook(_Lines):
             self._on_loop(lambda: self._curves_display.update(curves))
 
     def end(self) -> None:
-        """Draw the curves once more."""
         self._curves_display.update(self._curves())
 
     def _on_loop(self, show: Callable[[], object]) -> None:

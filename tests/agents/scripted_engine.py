@@ -6,11 +6,10 @@ import asyncio
 import functools
 import json
 import random
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from areal_lite.agents.doors.chat_completions import ChatCompletions
+from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 
@@ -174,6 +173,5 @@ def random_ids(draw: random.Random, family: str, length: int) -> list[int]:
 
 async def create(session: ChatSession, body: Any) -> dict[str, Any]:
     """Answer a chat completion without HTTP."""
-    api = ChatCompletions()
-    request = api.parse(json.dumps(body).encode(), session)
-    return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)
+    call = ChatCompletions(json.dumps(body).encode(), session)
+    return call.reply(await session.answer(call.request, call.id))

@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from areal_lite.agents.doors.api import Api
-from areal_lite.agents.doors.chat_completions import ChatCompletions
-from areal_lite.agents.doors.completions import Completions
+from areal_lite.agents.doors.completions import ChatCompletions, Completions
 from areal_lite.agents.doors.messages import Messages
 from areal_lite.agents.doors.responses import Responses, stored_response
 from areal_lite.agents.session.chat_answer import Answer
-from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.agents.session.text_stream import Piece
@@ -31,16 +29,12 @@ _ENDED_KEPT = 10_000
 _HEADERS = {"x-should-retry": "false"}
 """SDKs must not retry: the engine client has the only retry loop."""
 JSON_HEADERS = {"content-type": "application/json", **_HEADERS}
-STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    **_HEADERS,
-}
-_APIS: dict[str, Api] = {
-    "/v1/chat/completions": ChatCompletions(),
-    "/v1/completions": Completions(),
-    "/v1/responses": Responses(),
-    "/v1/messages": Messages(),
+STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **_HEADERS}
+_APIS: dict[str, type[Api]] = {
+    "/v1/chat/completions": ChatCompletions,
+    "/v1/completions": Completions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
 }
 _COUNT_TOKENS = "/v1/messages/count_tokens"
 _MODELS = "/v1/models"
@@ -66,7 +60,6 @@ class EventBody:
         return self._events
 
     async def aclose(self) -> None:
-        """Stop generating, if it has not ended."""
         self._task.cancel()
 
 
@@ -92,15 +85,7 @@ class AgentService:
             del self._ended[next(iter(self._ended))]
 
     async def handle(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
-        """Answer one HTTP request; errors have the API's own form.
-
-        Args:
-            method: HTTP method in upper case.
-            path: Path with its query, not decoded. ``/s/KEY/v1/...`` carries the key for clients that can send no
-                header.
-            headers: Lower-case names, or a mapping that ignores case.
-            body: Raw bytes.
-        """
+        """Answer one HTTP request; errors have the API's own form."""
         path, _, query = path.partition("?")
         key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
         if path.startswith("/s/"):
@@ -112,7 +97,7 @@ class AgentService:
             session = self._session(key)
             if path in (_MODELS, f"{_MODELS}/default"):
                 _require(method, "GET", path)
-                return _json(_models() if path == _MODELS else _MODEL)
+                return _json({"object": "list", "data": [_MODEL]} if path == _MODELS else _MODEL)
             if path.startswith(_STORED):
                 return _json(stored_response(method, path.removeprefix(_STORED), query, session))
             api = _APIS.get("/v1/messages" if path == _COUNT_TOKENS else path)
@@ -123,16 +108,15 @@ class AgentService:
             try:
                 if len(body) > MAX_BODY_BYTES:
                     raise RequestError(f"the body has {len(body)} bytes: at most {MAX_BODY_BYTES}", status=413)
-                request = api.parse(body, session)
+                call = api(body, session)
             except RequestError as error:
                 session.refusal = error
                 raise
             if path == _COUNT_TOKENS:
-                return _json({"input_tokens": await session.count_tokens(request)})
-            answer_id = api.id_prefix + secrets.token_hex(16)
-            if request.stream:
-                return await _stream(api, request, session, answer_id)
-            return _json(api.reply(request, await session.answer(request, answer_id), session))
+                return _json({"input_tokens": await session.count_tokens(call.request)})
+            if call.request.stream:
+                return await _stream(call)
+            return _json(call.reply(await session.answer(call.request, call.id)))
         except RequestError as error:
             return error_reply(path, error)
 
@@ -149,9 +133,7 @@ class AgentService:
                 code="session_ended",
             )
         raise RequestError(
-            "no session has this key: use the api_key passed to run()",
-            status=401,
-            code="invalid_api_key",
+            "no session has this key: use the api_key passed to run()", status=401, code="invalid_api_key"
         )
 
 
@@ -163,13 +145,13 @@ def error_reply(path: str, error: RequestError) -> Reply:
     return Reply(error.status, JSON_HEADERS, orjson.dumps(api.error(error)))
 
 
-async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_id: str) -> Reply:
+async def _stream(call: Api) -> Reply:
     """Return a streamed reply; an error before the first text is a plain one."""
     pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
     task: asyncio.Task[list[Answer]] = asyncio.create_task(
-        session.answer(request, answer_id, on_text=lambda index, piece: pieces.put_nowait((index, piece)))
+        call.session.answer(call.request, call.id, on_text=lambda index, piece: pieces.put_nowait((index, piece)))
     )
-    session.own(task)
+    call.session.own(task)
     task.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
         first = await pieces.get()
@@ -180,20 +162,19 @@ async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_i
         _result(task)
 
     async def events() -> AsyncIterator[bytes]:
-        writer = api.event_stream(request, session)
         try:
-            ready = [writer.start(answer_id)]  # one write for all that came meanwhile
+            ready = [call.start()]  # one write for all that came meanwhile
             arrived = first
             while arrived is not None:
-                ready.append(writer.text(*arrived))
+                ready.append(call.text(*arrived))
                 if pieces.empty():
                     yield b"".join(ready)
                     ready.clear()
                 arrived = await pieces.get()
             try:
-                ready.append(writer.end(_result(task)))
+                ready.append(call.end(_result(task)))
             except RequestError as error:
-                ready.append(writer.error(error))
+                ready.append(call.error_event(error))
             yield b"".join(ready)
         finally:
             task.cancel()
@@ -217,10 +198,6 @@ def _json(value: Any) -> Reply:
 
 
 _MODEL = {"id": "default", "object": "model", "created": int(time.time()), "owned_by": "areal_lite"}
-
-
-def _models() -> dict[str, Any]:
-    return {"object": "list", "data": [_MODEL]}
 
 
 def _bearer(header: str) -> str:

@@ -22,29 +22,22 @@ _BODY_SECONDS = 1.0
 class BlockedLoopResponder:
     """Accepts connections in place of a blocked event loop; ``refuse`` is for another thread, the rest for the loop."""
 
-    def __init__(self) -> None:
-        self._listening: socket.socket | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._protocol: Callable[[], Any] | None = None
+    def __init__(self, listening: socket.socket, protocol: Callable[[], Any]) -> None:
+        self._listening: socket.socket | None = listening  # shared with the loop, whose protocol serves connections
+        self._protocol = protocol
+        self._loop = asyncio.get_running_loop()
         self._accepted: deque[socket.socket] = deque()
         """Connections of nobody yet; whoever takes one out, this thread or the loop, owns it."""
         self._adopting: set[asyncio.Task[Any]] = set()
 
-    def open(self, listening: socket.socket, protocol: Callable[[], Any]) -> None:
-        """Share a listening socket with the running loop, whose ``protocol`` serves its connections."""
-        self._listening, self._protocol = listening, protocol
-        self._loop = asyncio.get_running_loop()
-
     def close(self) -> None:
-        """Close what nobody serves."""
         self._listening = None
         while self._accepted:
             self._accepted.popleft().close()
 
     def refuse(self, key: str, error: dict[str, Any]) -> None:
         """Answer 503 with ``error`` to waiting requests that carry ``key``; leave the others to the loop."""
-        listening, loop = self._listening, self._loop
-        if listening is None or loop is None:
+        if (listening := self._listening) is None:
             return
         with contextlib.suppress(OSError):  # none is waiting, or the listener is closed
             while True:
@@ -61,17 +54,15 @@ class BlockedLoopResponder:
             else:
                 self._accepted.append(connection)
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._adopt)
+                    self._loop.call_soon_threadsafe(self._adopt)
 
     def _adopt(self) -> None:
-        """Serve the connections that were left to the loop."""
-        loop = asyncio.get_running_loop()
         while self._accepted:
             connection = self._accepted.popleft()
-            if self._listening is None or self._protocol is None:
+            if self._listening is None:
                 connection.close()
                 continue
-            task = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
+            task = self._loop.create_task(self._loop.connect_accepted_socket(self._protocol, connection))
             self._adopting.add(task)
             task.add_done_callback(self._adopting.discard)
 

@@ -1,61 +1,117 @@
-"""OpenAI's completions: ``POST /v1/completions``, a prompt without chat template, as text or ids."""
+"""OpenAI's ``POST /v1/chat/completions``, and ``POST /v1/completions``: a prompt without chat template, text or ids."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from areal_lite.agents.doors.api import Api, EventStream, event
-from areal_lite.agents.doors.chat_completions import end_of_choices, openai_usage
+from areal_lite.agents.doors.api import Api, event
 from areal_lite.agents.session.answer_grammar import answer_grammar
 from areal_lite.agents.session.chat_answer import Answer
-from areal_lite.agents.session.chat_request import MAX_TOP_LOGPROBS, ChatRequest, request_options
+from areal_lite.agents.session.chat_request import MAX_TOP_LOGPROBS, ChatRequest, parse_chat_request, request_options
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, is_token_id, json_object, short, whole
+from areal_lite.agents.session.request_fields import is_token_id, whole, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 
-class CompletionStream(EventStream):
-    """Writes pieces of text, finish reasons, then usage if asked for."""
+class _Choices(Api):
+    """An answer is a choice; a stream ends with the choices' ends, usage if asked for, and an end mark."""
 
-    def start(self, answer_id: str) -> bytes:
-        """Return nothing: the first event has text."""
-        self._head = _head(answer_id, self.request)
-        return b""
+    kind: str
+    """Object name of a reply."""
+    chunk_kind: str
+    nothing: dict[str, Any]
+    """A piece without text."""
 
-    def text(self, index: int, piece: Piece) -> bytes:
-        """Return the event of a piece of text."""
-        choice = {"index": index, "text": piece.text, "finish_reason": None, "logprobs": None}
-        return event({**self._head, "choices": [choice]})
+    def __init__(self, body: bytes, session: ChatSession) -> None:
+        super().__init__(body, session)
+        created = int(time.time())
+        self._head = {"id": self.id, "object": self.chunk_kind, "created": created, "model": self.request.model}
+
+    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [self._choice(index, answer, self._whole(answer)) for index, answer in enumerate(answers)]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": _usage(answers)}
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return finish reasons, usage and the end mark."""
-        parts = [
-            event({**self._head, "choices": [_choice(index, "", answer, self.request, self.session)]})
-            for index, answer in enumerate(answers)
-        ]
-        return b"".join(parts) + end_of_choices(self._head, self.request, answers)
+        parts = [self._event(index, self.nothing, answer) for index, answer in enumerate(answers)]
+        if self.request.stream_usage:
+            parts.append(event({**self._head, "choices": [], "usage": _usage(answers)}))
+        return b"".join(parts) + b"data: [DONE]\n\n"
+
+    def _event(self, index: int, text: dict[str, Any], answer: Answer | None = None) -> bytes:
+        return event({**self._head, "choices": [self._choice(index, answer, text)]})
+
+    def _choice(self, index: int, answer: Answer | None, text: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice, or a piece of it without the answer."""
+        logprobs = self._logprobs(answer) if answer and self.request.logprobs else None
+        return {"index": index, **text, "finish_reason": answer and answer.finish_reason, "logprobs": logprobs}
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
 
 
-class Completions(Api):
-    """Bodies and replies of completions."""
+class ChatCompletions(_Choices):
+    """A chat completion; its stream has chunks of role, pieces of text, tool calls and finish reason."""
+
+    id_prefix = "chatcmpl-"
+    kind, chunk_kind, nothing = "chat.completion", "chat.completion.chunk", {"delta": {}}
+
+    def parse(self, body: dict[str, Any]) -> ChatRequest:
+        return parse_chat_request(body, self.session.history.find)
+
+    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        completion = super().reply(answers)
+        for answer in answers:
+            if (interaction := self.session.interactions.get(answer.id)) is not None:
+                interaction.completion = completion
+        return completion
+
+    def start(self) -> bytes:
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._event(index, role) for index in range(self.request.n))
+
+    def text(self, index: int, piece: Piece) -> bytes:
+        return self._event(index, {"delta": {"reasoning_content" if piece.is_reasoning else "content": piece.text}})
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        events = []
+        for index, answer in enumerate(answers):
+            if calls := [{"index": k, **call} for k, call in enumerate(answer.message.get("tool_calls") or ())]:
+                events.append(self._event(index, {"delta": {"tool_calls": calls}}))
+        return b"".join(events) + super().end(answers)
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        return {"message": answer.message}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+        def token(text: str, logprob: float) -> dict[str, Any]:
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        content = []
+        for text, logprob, top in _tokens(answer, self.session):
+            others = [token(other, value) for other, value in top]
+            content.append({**token(text, logprob), "top_logprobs": others})
+        return {"content": content, "refusal": None}
+
+
+class Completions(_Choices):
+    """A completion of one prompt; its stream has pieces of text and finish reasons."""
 
     id_prefix = "cmpl-"
-    event_stream = CompletionStream
+    kind, chunk_kind, nothing = "text_completion", "text_completion", {"text": ""}
 
-    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
-        """Return the checked request; one prompt per call."""
-        body = json_object(raw)
+    def parse(self, body: dict[str, Any]) -> ChatRequest:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         ids = isinstance(prompt, list) and all(is_token_id(token) for token in prompt)
         if not prompt or not (ids or isinstance(prompt, str)):
-            raise RequestError(
-                f"prompt is {short(prompt)}: send one prompt per call, a string or a list of token ids",
-                param="prompt",
-            )
+            raise wrong("prompt", prompt, "send one prompt per call, a string or a list of token ids")
         top_logprobs = whole("logprobs", body.get("logprobs"), 0, MAX_TOP_LOGPROBS)
         rest = {name: value for name, value in body.items() if name not in ("prompt", "logprobs")}
         return ChatRequest(
@@ -66,36 +122,36 @@ class Completions(Api):
             **request_options(rest),
         )
 
-    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
-        """Return a ``text_completion``."""
-        choices = [
-            _choice(index, str(answer.message["content"]), answer, request, session)
-            for index, answer in enumerate(answers)
-        ]
-        return {**_head(answers[0].id, request), "choices": choices, "usage": openai_usage(answers)}
+    def start(self) -> bytes:
+        return b""  # the first event has text
 
+    def text(self, index: int, piece: Piece) -> bytes:
+        return self._event(index, {"text": piece.text})
 
-def _head(answer_id: str, request: ChatRequest) -> dict[str, Any]:
-    created = int(time.time())
-    return {"id": answer_id, "object": "text_completion", "created": created, "model": request.model}
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        return {"text": str(answer.message["content"])}
 
-
-def _choice(index: int, text: str, answer: Answer, request: ChatRequest, session: ChatSession) -> dict[str, Any]:
-    logprobs = None
-    if request.logprobs:
-        response = answer.response
-        texts = session.token_texts(response.output_tokens)
-        ends = [0]
-        for piece in texts:
-            ends.append(ends[-1] + len(piece))
-        logprobs = {
+    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+        tokens = _tokens(answer, self.session)
+        texts = [text for text, _, _ in tokens]
+        return {
             "tokens": texts,
-            "token_logprobs": response.output_logprobs,
-            "top_logprobs": [
-                dict(zip(session.token_texts([i for i, _ in top]), [p for _, p in top], strict=True))
-                for top in response.output_top_logprobs
-            ]
-            or None,
-            "text_offset": ends[:-1],
+            "token_logprobs": answer.response.output_logprobs,
+            "top_logprobs": [dict(top) for _, _, top in tokens] if answer.response.output_top_logprobs else None,
+            "text_offset": [*itertools.accumulate(map(len, texts), initial=0)][:-1],
         }
-    return {"index": index, "text": text, "finish_reason": answer.finish_reason, "logprobs": logprobs}
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    prompt = answers[0].response.input_len
+    sampled = sum(answer.response.output_len for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _tokens(answer: Answer, session: ChatSession) -> list[tuple[str, float, list[tuple[str, float]]]]:
+    """Return text and log-prob of each sampled token, and those of the likeliest tokens there if asked for."""
+    response = answer.response
+    tops = response.output_top_logprobs or [[] for _ in response.output_tokens]
+    texts = session.token_texts(response.output_tokens)
+    others = [[(session.token_texts([token])[0], logprob) for token, logprob in top] for top in tops]
+    return list(zip(texts, response.output_logprobs, others, strict=True))

@@ -26,20 +26,13 @@ BASE_URL = "http://areal-lite.local/v1"
 
 
 class ServiceTransport(httpx.AsyncBaseTransport):
-    """Passes each request to an agent service in the same process.
-
-    Args:
-        service: Answers the requests.
-        loop: The event loop of the service; requests of other loops and threads are answered there. None is the loop
-            of each request.
-    """
+    """Passes each request to an agent service in the same process."""
 
     def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._service = service
         self._loop = loop
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Answer one request; ``httpx`` calls this."""
         body = await request.aread()
         answer = self._service.handle(request.method, request.url.raw_path.decode(), request.headers, body)
         reply = await self._receive(request, answer)
@@ -54,16 +47,13 @@ class ServiceTransport(httpx.AsyncBaseTransport):
         """Await a part of the answer no longer than the client's timeout."""
         try:
             async with asyncio.timeout(request.extensions.get("timeout", {}).get("read")):
-                return await self._on_loop(coroutine)
+                if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
+                    return await coroutine
+                # In an empty context, so that the session runs the call as its own and ends it with the episode.
+                future = Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+                return await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise httpx.ReadTimeout("the model did not answer in time", request=request) from error
-
-    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
-            return await coroutine
-        # In an empty context, so that the session runs the call as its own and ends it with the episode.
-        future = Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
-        return await asyncio.wrap_future(future)
 
 
 class _Stream(httpx.AsyncByteStream):
@@ -95,13 +85,13 @@ class SharedClient(httpx.AsyncClient):
         super().__init__(transport=transport, base_url=BASE_URL, trust_env=False, timeout=None)
 
     async def aclose(self) -> None:
-        """Do nothing."""
+        pass
 
     async def __aenter__(self) -> SharedClient:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """Do nothing."""
+        pass
 
 
 def socket_client(*, is_async: bool) -> Any:

@@ -14,13 +14,17 @@ import socket
 from http import HTTPStatus
 from typing import Any
 
+import orjson
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import LineTooLong
 
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService, Reply, error_reply
-from areal_lite.agents.doors.api import openai_error
+from areal_lite.agents.doors.api import Api
 from areal_lite.agents.doors.blocked_loop_responder import BlockedLoopResponder
+from areal_lite.agents.doors.http_transport import SharedClient
+from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.session.request_fields import RequestError
+from areal_lite.api.shared_resources import SharedResources
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
 
 logger = logging.getLogger(__name__)
@@ -30,25 +34,18 @@ _HOST_NAMES = loopback_names(_HOST)
 
 
 class Listener:
-    """Serves an agent service on an ephemeral port of 127.0.0.1, on the running event loop.
-
-    Args:
-        service: Answers the requests.
-        request_timeout_s: Seconds a client has to send the head of a request, and again for the body. Idle connections
-            are closed after the same time.
-        max_connections: Connections at once; further ones get status 503.
-    """
+    """Serves an agent service on an ephemeral port of 127.0.0.1, on the running event loop; one for all agents."""
 
     def __init__(self, service: AgentService, *, request_timeout_s: float = 30.0, max_connections: int = 8192) -> None:
-        self._service = service
+        self.service = service
         self._request_timeout_s = request_timeout_s
         self._max_connections = max_connections
         self._runner: web.ServerRunner | None = None
-        self._responder = BlockedLoopResponder()
+        self._responder: BlockedLoopResponder | None = None
         self.port = 0
 
-    async def open(self) -> None:
-        """Start to listen."""
+    async def open(self, shared: SharedResources | None = None) -> Listener:
+        """Start to listen; ``shared`` says when the loop is blocked."""
         server = _Server(
             self._handle,
             max_connections=self._max_connections,
@@ -62,23 +59,26 @@ class Listener:
         listening = socket.create_server((_HOST, 0), backlog=4096)
         self.port = listening.getsockname()[1]
         await web.SockSite(self._runner, listening, backlog=4096).start()
-        self._responder.open(listening, server)
+        self._responder = BlockedLoopResponder(listening, server)
+        self._client = SharedClient(self.service, asyncio.get_running_loop())
+        if shared is not None:
+            shared.while_blocked.append(self._refuse)
+        return self
 
     async def close(self) -> None:
-        """Stop to listen and end all requests."""
-        self._responder.close()
-        if self._runner is not None:
+        if self._runner is not None and self._responder is not None:
+            self._responder.close()
             await self._runner.cleanup()
-            self._runner = None
 
-    def refuse(self, key: str, message: str) -> None:
-        """Answer 503 to waiting requests of the session of ``key``; for another thread, while the loop is blocked."""
-        self._responder.refuse(key, openai_error(RequestError(message, status=503, code="event_loop_blocked")))
+    def access(self, key: str) -> AgentAccess:
+        url = f"http://{_HOST}:{self.port}"
+        return AgentAccess(base_url=f"{url}/v1", anthropic_base_url=url, api_key=key, http_client=self._client)
 
-    @property
-    def url(self) -> str:
-        """``http://127.0.0.1:PORT``; OpenAI's APIs are below ``/v1``."""
-        return f"http://{_HOST}:{self.port}"
+    def _refuse(self, blocking: AgentAccess | None, message: str) -> None:
+        """Answer 503 to waiting requests of an agent that blocks the loop and so waits for itself."""
+        if blocking is not None and self._responder is not None:
+            error = Api.error(RequestError(message, status=503, code="event_loop_blocked"))
+            self._responder.refuse(blocking.api_key, error)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.raw_path.partition("?")[0]  # not decoded: an encoded path is not served
@@ -87,7 +87,7 @@ class Listener:
             body = await self._read(request) if request.can_read_body else b""
         except RequestError as error:
             return _error_response(error, path)
-        reply = await self._service.handle(request.method, request.raw_path, request.headers, body)
+        reply = await self.service.handle(request.method, request.raw_path, request.headers, body)
         if not isinstance(reply.body, bytes):
             return await send_stream(request, reply)
         if request.keep_alive and request.version == HttpVersion11:
@@ -128,27 +128,10 @@ def _check(request: web.BaseRequest) -> None:
 
 
 class _Connection(web.RequestHandler):
-    """A connection with the errors of the agents' APIs, over the limit closed at once."""
-
-    __slots__ = ("_is_surplus",)
-
-    def __init__(self, server: _Server, *, is_surplus: bool, **options: Any) -> None:
-        super().__init__(server, **options)
-        self._is_surplus = is_surplus
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if self._is_surplus:
-            assert isinstance(transport, asyncio.Transport)
-            transport.write(_too_many_connections())
-            transport.close()
+    __slots__ = ()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer what is not HTTP, and errors of our own. aiohttp's log of it would quote headers."""
         if status == 500:
@@ -167,9 +150,19 @@ class _Server(web.Server):
         self._max_connections = max_connections
         self._options = options
 
-    def __call__(self) -> _Connection:
-        is_surplus = len(self._connections) >= self._max_connections
-        return _Connection(self, is_surplus=is_surplus, loop=self._loop, **self._options)
+    def __call__(self) -> Any:
+        if len(self._connections) >= self._max_connections:
+            return _Surplus()
+        return _Connection(self, loop=self._loop, **self._options)
+
+
+class _Surplus(asyncio.Protocol):
+    def connection_made(self, transport: Any) -> None:
+        error = RequestError("too many connections: close some", status=503, code="too_many_connections")
+        body = orjson.dumps(Api.error(error))
+        head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        transport.close()
 
 
 def _error_response(error: RequestError, path: str = "") -> web.Response:
@@ -178,14 +171,6 @@ def _error_response(error: RequestError, path: str = "") -> web.Response:
     response = web.Response(status=reply.status, headers=reply.headers, body=reply.body)
     response.force_close()
     return response
-
-
-def _too_many_connections() -> bytes:
-    error = RequestError("too many connections: close some", status=503, code="too_many_connections")
-    body = error_reply("", error).body
-    assert isinstance(body, bytes)
-    head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 class _WholeResponse(web.StreamResponse):
@@ -198,7 +183,6 @@ class _WholeResponse(web.StreamResponse):
         self._reply = reply
 
     async def prepare(self, request: web.BaseRequest) -> Any:
-        """Write all of it."""
         status, headers, body = self._reply
         assert isinstance(body, bytes)
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -207,7 +191,7 @@ class _WholeResponse(web.StreamResponse):
         await request.writer.drain()
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Do nothing."""
+        pass
 
 
 class _StreamedResponse(web.StreamResponse):

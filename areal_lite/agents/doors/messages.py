@@ -7,11 +7,10 @@ from typing import Any
 
 import orjson
 
-from areal_lite.agents.doors.api import Api, EventStream, event, fields_as_chat
+from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed
+from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -29,26 +28,20 @@ _RAW_ARGUMENTS = "_arguments"
 """Key of a tool's input whose arguments are not JSON, as the model wrote them."""
 
 
-class MessageStream(EventStream):
-    """Writes message_start, the blocks one after another, message_delta and message_stop."""
+class Messages(Api):
+    """A message; its stream has message_start, the blocks one after another, message_delta and message_stop."""
 
+    id_prefix = "msg_"
     _block = -1
     _kind = ""
     """Type of the open block; empty if none is open."""
 
-    def start(self, answer_id: str) -> bytes:
-        """Return message_start; the prompt's length is in message_delta."""
-        message = {
-            **_head(answer_id, self.request),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
-        }
-        return _event("message_start", message=message)
+    def start(self) -> bytes:
+        usage = {"input_tokens": 0, "output_tokens": 0}  # the prompt's length is in message_delta
+        stop = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**self._head(), "content": [], **stop, "usage": usage})
 
     def text(self, index: int, piece: Piece) -> bytes:
-        """Return the delta of a piece of text or thinking; each has a block of its own."""
         kind = "thinking" if piece.is_reasoning else "text"
         head = b""
         if kind != self._kind:
@@ -57,7 +50,6 @@ class MessageStream(EventStream):
         return head + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return the tool calls, the stop reason and usage."""
         (answer,) = answers
         parts = [self._close()]
         for block in _blocks(answer.message):
@@ -71,9 +63,13 @@ class MessageStream(EventStream):
         parts += [_event("message_delta", delta=_stop(answer), usage=_usage(answer)), _event("message_stop")]
         return b"".join(parts)
 
-    def error(self, error: RequestError) -> bytes:
-        """Return the error as an event."""
-        return event(_error(error), "error")
+    @staticmethod
+    def error(error: RequestError) -> dict[str, Any]:
+        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+        return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, kind), "message": error.message}}
+
+    def error_event(self, error: RequestError) -> bytes:
+        return event(self.error(error), "error")
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._block += 1
@@ -89,16 +85,7 @@ class MessageStream(EventStream):
         self._kind = ""
         return _event("content_block_stop", index=self._block)
 
-
-class Messages(Api):
-    """Bodies and replies of Messages."""
-
-    id_prefix = "msg_"
-    event_stream = MessageStream
-
-    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
-        """Return the checked request."""
-        body = json_object(raw)
+    def parse(self, body: dict[str, Any]) -> ChatRequest:
         chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
         chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
         if tools := typed("tools", body.get("tools"), list, "send a list of tools"):
@@ -109,26 +96,14 @@ class Messages(Api):
         output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
         if output_format is not None:
             chat["response_format"] = output_format
-        return parse_chat_request(chat, session.history.find)
+        return parse_chat_request(chat, self.session.history.find)
 
-    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
-        """Return a ``message``."""
+    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return {
-            **_head(answer.id, request),
-            "content": _blocks(answer.message),
-            **_stop(answer),
-            "usage": _usage(answer),
-        }
+        return {**self._head(), "content": _blocks(answer.message), **_stop(answer), "usage": _usage(answer)}
 
-    def error(self, error: RequestError) -> dict[str, Any]:
-        """Return Anthropic's error object."""
-        return _error(error)
-
-
-def _error(error: RequestError) -> dict[str, Any]:
-    kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, kind), "message": error.message}}
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.request.model}
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -139,10 +114,6 @@ def _usage(answer: Answer) -> dict[str, int]:
     return {"input_tokens": answer.response.input_len, "output_tokens": answer.response.output_len}
 
 
-def _head(answer_id: str, request: ChatRequest) -> dict[str, Any]:
-    return {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
-
-
 def _stop(answer: Answer) -> dict[str, Any]:
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
     if answer.stopped_by is not None and reason == "end_turn":
@@ -151,7 +122,6 @@ def _stop(answer: Answer) -> dict[str, Any]:
 
 
 def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an assistant message as content blocks."""
     blocks: list[dict[str, Any]] = []
     if thinking := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
@@ -177,21 +147,18 @@ def _system(raw: Any) -> list[dict[str, Any]]:
 
 def _messages(raw: Any) -> list[dict[str, Any]]:
     if not isinstance(raw, list) or not raw:
-        raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
+        raise wrong("messages", raw, "send a list of at least one")
     messages: list[dict[str, Any]] = []
     for index, message in enumerate(raw):
         where = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant", "system"):
-            raise RequestError(f"{where}.role is {short(role)}: send user or assistant", param=f"{where}.role")
+            raise wrong(f"{where}.role", role, "send user or assistant")
         content = message.get("content")
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif not isinstance(content, list):
-            raise RequestError(
-                f"{where}.content is {short(content)}: send a string or a list of blocks",
-                param=f"{where}.content",
-            )
+            raise wrong(f"{where}.content", content, "send a string or a list of blocks")
         elif role == "assistant":
             messages.append(_assistant(content, where))
         else:
@@ -252,11 +219,7 @@ def _unsupported(kind: str, where: str) -> RequestError:
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom") or "name" not in tool:
-        raise RequestError(
-            f"{where} is {short(tool)}: send name, description and input_schema; tools that Anthropic runs are not "
-            "served",
-            param=where,
-        )
+        raise wrong(where, tool, "send name, description and input_schema; tools that Anthropic runs are not served")
     function = {
         "name": tool["name"],
         "description": tool.get("description") or "",

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
-from areal_lite.agents.doors.api import Api, EventStream, event, fields_as_chat
+from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.chat_answer import Answer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed
+from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -23,16 +23,7 @@ _AS_CHAT = {
     "metadata": "metadata",
 }  # fmt: skip
 """Fields with the same meaning as a chat completion's, by their name there."""
-_READ = {
-    *_AS_CHAT,
-    "input",
-    "instructions",
-    "tools",
-    "text",
-    "previous_response_id",
-    "background",
-    "truncation",
-}
+_READ = {*_AS_CHAT, "input", "instructions", "tools", "text", "previous_response_id", "background", "truncation"}
 _IGNORED = {
     "include", "max_tool_calls", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
     "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management",
@@ -41,28 +32,25 @@ _IGNORED = {
 _TEXTS = ("input_text", "output_text", "text")
 
 
-class ResponseStream(EventStream):
-    """Writes response.created, the output items one after another, and response.completed."""
+class Responses(Api):
+    """A response; its stream has response.created, the output items one after another, and response.completed."""
 
-    def __init__(self, request: ChatRequest, session: ChatSession) -> None:
-        super().__init__(request, session)
+    id_prefix = "resp_"
+
+    def __init__(self, body: bytes, session: ChatSession) -> None:
+        super().__init__(body, session)
         self._number = -1
-        self._id = ""
         self._item: dict[str, Any] = {}
         """The open item of text or reasoning; empty if none is open."""
         self._output: list[dict[str, Any]] = []
         """Complete items."""
 
-    def start(self, answer_id: str) -> bytes:
-        """Return response.created and response.in_progress."""
-        self._id = answer_id
-        response = _response(answer_id, self.request, None, [])
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+    def start(self) -> bytes:
+        response = self._response(None, [])
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
     def text(self, index: int, piece: Piece) -> bytes:
-        """Return the delta of a piece of text or reasoning; each has an item of its own."""
         new = _reasoning("") if piece.is_reasoning else _message("")
         head = b""
         if self._item.get("type") != new["type"]:
@@ -77,7 +65,6 @@ class ResponseStream(EventStream):
         return head + delta
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return the end of the text, the other items, and the whole response."""
         (answer,) = answers
         parts = [self._close()]
         items = _items(answer)
@@ -93,13 +80,11 @@ class ResponseStream(EventStream):
                 parts.append(self._event("response.function_call_arguments.done", **done))
             parts.append(self._event("response.output_item.done", **output, item=item))
             self._output.append(item)
-        response = _response(self._id, self.request, answer, self._output)
-        self.session.responses[self._id] = response
+        response = self.session.responses[self.id] = self._response(answer, self._output)
         parts.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(parts)
 
-    def error(self, error: RequestError) -> bytes:
-        """Return the error as an event."""
+    def error_event(self, error: RequestError) -> bytes:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _close(self) -> bytes:
@@ -121,22 +106,13 @@ class ResponseStream(EventStream):
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
-
-class Responses(Api):
-    """Bodies and replies of Responses. A session keeps its responses, so ``previous_response_id`` works."""
-
-    id_prefix = "resp_"
-    event_stream = ResponseStream
-
-    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
-        """Return the checked request."""
-        body = json_object(raw)
+    def parse(self, body: dict[str, Any]) -> ChatRequest:
         chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
         if body.get("background"):
             raise RequestError("background is not served: leave it out and wait for the response", param="background")
         if body.get("truncation") not in (None, "disabled", "auto"):
-            raise RequestError(f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation")
-        history = self._history(body.get("previous_response_id"), session)
+            raise wrong("truncation", body["truncation"], "send 'disabled'")
+        history = self._history(body.get("previous_response_id"))
         instructions = typed("instructions", body.get("instructions"), str, "send a string")
         chat["messages"] = [
             *([{"role": "system", "content": instructions}] if instructions else []),
@@ -148,33 +124,59 @@ class Responses(Api):
         text = typed("text", body.get("text"), dict, "send an object with format") or {}
         if text.get("format") is not None:
             chat["response_format"] = text["format"]
-        return parse_chat_request(chat, session.history.find)
+        return parse_chat_request(chat, self.session.history.find)
 
-    def _history(self, previous: Any, session: ChatSession) -> list[dict[str, Any]]:
+    def _history(self, previous: Any) -> list[dict[str, Any]]:
         """Return the messages of an earlier response without its instructions, and its answer."""
         if previous is None:
             return []
-        if not isinstance(previous, str) or previous not in session.responses:
+        if not isinstance(previous, str) or previous not in self.session.responses:
             raise _no_response(previous, "previous_response_id")
-        interaction = session.interactions[previous]
+        interaction = self.session.interactions[previous]
         messages = interaction.messages
         if messages and messages[0]["role"] == "system":  # instructions hold for one response
             messages = messages[1:]
         return [*messages, *interaction.output_message_list]
 
-    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
-        """Return a ``response``."""
+    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        response = session.responses[answer.id] = _response(answer.id, request, answer, _items(answer))
+        response = self.session.responses[self.id] = self._response(answer, _items(answer))
         return response
+
+    def _response(self, answer: Answer | None, output: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the response object; without an answer it is in progress."""
+        usage = None
+        status = "in_progress"
+        if answer is not None:
+            prompt, sampled = answer.response.input_len, answer.response.output_len
+            status = "incomplete" if answer.finish_reason == "length" else "completed"
+            usage = {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + sampled,
+            }
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": None,
+            "model": self.request.model,
+            "output": output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in self.request.tools or ()],
+            "metadata": {},
+            "usage": usage,
+        }
 
 
 def stored_response(method: str, path: str, query: str, session: ChatSession) -> dict[str, Any]:
-    """Answer ``GET ID``, ``DELETE ID`` and ``GET ID/input_items`` of the session's responses.
-
-    Raises:
-        RequestError: If the session has no such response, or for anything else.
-    """
+    """Answer ``GET ID``, ``DELETE ID`` and ``GET ID/input_items`` of the session's responses."""
     name, _, part = path.partition("/")
     if name not in session.responses or part not in ("", "input_items"):
         raise _no_response(path, None)
@@ -201,7 +203,6 @@ def _no_response(name: object, param: str | None) -> RequestError:
 
 
 def _input_items(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a chat message of a request as items of its input."""
     if message["role"] == "tool":
         call_id = message.get("tool_call_id")
         return [{"type": "function_call_output", "call_id": call_id, "output": message["content"]}]
@@ -229,7 +230,6 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
-    """Return an answer as output items."""
     message = answer.message
     items: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
@@ -251,52 +251,18 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def _response(
-    answer_id: str, request: ChatRequest, answer: Answer | None, output: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the response object; without an answer it is in progress."""
-    usage = None
-    status = "in_progress"
-    if answer is not None:
-        prompt, sampled = answer.response.input_len, answer.response.output_len
-        status = "incomplete" if answer.finish_reason == "length" else "completed"
-        usage = {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": sampled,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + sampled,
-        }
-    return {
-        "id": answer_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": status,
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": None,
-        "model": request.model,
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in request.tools or ()],
-        "metadata": {},
-        "usage": usage,
-    }
-
-
 def _messages(raw: Any) -> list[dict[str, Any]]:
     """Return input items as chat messages; one answer's text, reasoning and calls are one message."""
     if isinstance(raw, str):
         return [{"role": "user", "content": raw}]
     if not isinstance(raw, list):
-        raise RequestError(f"input is {short(raw)}: send a string or a list of items", param="input")
+        raise wrong("input", raw, "send a string or a list of items")
     messages: list[dict[str, Any]] = []
     reasoning: str | None = None
     for index, item in enumerate(raw):
         where = f"input[{index}]"
         if not isinstance(item, dict):
-            raise RequestError(f"{where} is {short(item)}: send an object", param=where)
+            raise wrong(where, item, "send an object")
         kind = item.get("type") or "message"
         if kind == "reasoning":
             texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
@@ -327,8 +293,6 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise RequestError(
-            f"{where} is {short(tool)}: send functions; tools that OpenAI runs are not served", param=where
-        )
+        raise wrong(where, tool, "send functions; tools that OpenAI runs are not served")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}

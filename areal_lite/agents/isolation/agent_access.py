@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_lite.agents.isolation.agent_program import ProcessLimits, run_program
+from areal_lite.agents.isolation.agent_program import ProcessLimits, run_program, working_folder
 from areal_lite.api.trajectory import ProcessRecord
 
 
@@ -63,11 +64,11 @@ class AgentAccess:
         Raises:
             FileNotFoundError: If there is no such program or folder.
         """
-        return await run_program(
-            command,
-            cwd=cwd,
-            inherit=inherit,
-            variables={**self.environment, **(variables or {})},
-            limits=limits or ProcessLimits(),
-            timeout_s=timeout_s,
-        )
+        with working_folder(cwd) as folder:
+            environment = {
+                "PATH": os.environ.get("PATH", os.defpath),
+                "LANG": os.environ.get("LANG", "C.UTF-8"),
+                **{name: os.environ[name] for name in inherit if name in os.environ},
+                **{"HOME": folder, **self.environment, **(variables or {})},
+            }
+            return await run_program(command, folder, environment, limits or ProcessLimits(), timeout_s)

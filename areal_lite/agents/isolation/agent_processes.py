@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from areal_lite.agents.doors.http_transport import socket_client
 from areal_lite.agents.isolation.agent_access import AgentAccess
-from areal_lite.agents.isolation.agent_episode import run_agent
-from areal_lite.api.episode_context import EpisodeContext
+from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
+from areal_lite.api import episode_context
+from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.trajectory import ProcessRecord
 from areal_lite.processes.call_pool import CallPool
-from areal_lite.processes.child_error import rebuilt
+from areal_lite.processes.child_error import describe, rebuilt
 from areal_lite.processes.child_process import PickledObject, pickled_object
 
 
 def pickled_agent(agent: Any) -> PickledObject:
-    """Return what a process needs to run ``agent``.
-
-    Raises:
-        ConfigError: If it cannot be pickled.
-    """
+    """Return what a process needs to run ``agent``; ConfigError if it cannot be pickled."""
     hint = (
         "Define its class at the top level of a module and make clients, locks and files in run(), or set "
         "rollout.agents.isolation: thread"
     )
-    return pickled_object(partial(run_agent, agent), name=f"agent {type(agent).__name__}", hint=hint)
+    return pickled_object(partial(_run_episode, agent), name=f"agent {type(agent).__name__}", hint=hint)
 
 
 class AgentProcesses:
-    """The agents' processes of one engine.
-
-    Args:
-        size: Maximum number of processes; None is two per core.
-    """
+    """The agents' processes of one engine, at most ``size``; None is two per core."""
 
     def __init__(self, size: int | None) -> None:
         self._pool = CallPool(size or 2 * (os.cpu_count() or 1))
@@ -41,12 +38,7 @@ class AgentProcesses:
     async def run(
         self, agent: PickledObject, data: dict[str, Any], access: AgentAccess, context: EpisodeContext
     ) -> Any:
-        """Return the reward of one episode; what its agent ran and recorded is added to the context's episode.
-
-        Raises:
-            Exception: What ``run()`` raised: the builtin class, or one of the same name; a note has the traceback.
-            RuntimeError: If the process died.
-        """
+        """Return the reward of one episode; what its agent ran and recorded is added to the context's episode."""
         place = {name: getattr(context, name) for name in ("is_eval", "task_id", "group_id", "member_idx", "version")}
         doors = {name: getattr(access, name) for name in ("base_url", "anthropic_base_url", "api_key")}
         reply = await self._pool.call(agent, (data, doors, place))
@@ -59,5 +51,38 @@ class AgentProcesses:
         return reply["reward"]
 
     async def aclose(self) -> None:
-        """Kill all processes."""
         self._pool.close()
+
+
+def _run_episode(agent: Any, data: dict[str, Any], access: dict[str, str], context: dict[str, Any]) -> dict[str, Any]:
+    """Run one episode, in its process; return its reward or error, the programs it ran, and what it recorded."""
+    own = AgentAccess(**access, http_client=None)
+    os.environ.update(own.environment)
+    episode = Episode(member_idx=context["member_idx"])
+    end: dict[str, Any]
+    try:
+        end = {"reward": _reward(agent, data, own, EpisodeContext(**context, episode=episode))}
+    except BaseException as error:  # SystemExit too: the exception is the answer, beside what was recorded
+        explain_misrouted_call(error, own.base_url)
+        end = {"error": describe(error)}
+    return {
+        **end,
+        "processes": [asdict(record) for record in episode.processes],
+        "scalars": episode.scalars,
+        "facts": episode.reward_extra,
+    }
+
+
+def _reward(agent: Any, data: dict[str, Any], access: AgentAccess, context: EpisodeContext) -> Any:
+    def call(client: Any) -> Any:
+        episode_context.enter(context._replace(agent=replace(access, http_client=client)))
+        return agent.run(data, base_url=access.base_url, api_key=access.api_key, http_client=client)
+
+    async def main() -> Any:
+        async with socket_client(is_async=True) as client:
+            return await call(client)
+
+    if inspect.iscoroutinefunction(agent.run):
+        return asyncio.run(main())
+    with socket_client(is_async=False) as client:
+        return call(client)

@@ -17,16 +17,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 from areal_lite.api import episode_context
 from areal_lite.api.trajectory import ProcessRecord
-
-T = TypeVar("T")
 
 KEPT_BYTES = 64 * 1024
 """Bytes kept of each output, the last ones."""
@@ -107,42 +105,21 @@ class ProcessLimits:
 
 
 async def run_program(
-    command: Sequence[str],
-    *,
-    cwd: str | None,
-    inherit: Sequence[str],
-    variables: Mapping[str, str],
-    limits: ProcessLimits,
-    timeout_s: float | None,
+    command: Sequence[str], folder: str, environment: Mapping[str, str], limits: ProcessLimits, timeout_s: float | None
 ) -> ProcessRecord:
-    """Run a program and return how it ended; also recorded in the running episode.
-
-    Raises:
-        FileNotFoundError: If there is no such program or folder.
-    """
-    with _folder(cwd) as folder:
-        environment = {
-            "PATH": os.environ.get("PATH", os.defpath),
-            "LANG": os.environ.get("LANG", "C.UTF-8"),
-            **{name: os.environ[name] for name in inherit if name in os.environ},
-            "HOME": folder,
-            **variables,
-        }
-        _check_command(command, folder, environment["PATH"])
-        program = _Program(command, folder, environment, limits)
-        timed_out = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await _in_thread(program.wait)
-            timed_out = False
-        except TimeoutError:
-            pass
-        finally:  # also when the episode is stopped
-            program.kill()
-            record = await _in_thread(lambda: program.finish(timed_out=timed_out))
-            if (episode := episode_context.current().episode) is not None:
-                episode.processes.append(record)
-        return record
+    """Run a program and return how it ended; also recorded in the running episode."""
+    _check_command(command, folder, environment["PATH"])
+    program = _Program(command, folder, environment, limits)
+    ended = _end_of(program)
+    done: set[asyncio.Future[ProcessRecord]] = set()
+    try:
+        done, _ = await asyncio.wait([ended], timeout=timeout_s)
+    finally:  # also when the episode is stopped
+        program.kill()
+        record = replace(await ended, timed_out=not done)
+        if (episode := episode_context.current().episode) is not None:
+            episode.processes.append(record)
+    return record
 
 
 def _check_command(command: Sequence[str], folder: str, path: str) -> None:
@@ -156,7 +133,8 @@ def _check_command(command: Sequence[str], folder: str, path: str) -> None:
 
 
 @contextmanager
-def _folder(cwd: str | None) -> Iterator[str]:
+def working_folder(cwd: str | None) -> Iterator[str]:
+    """Lend the folder ``cwd``, or an empty one that is removed afterwards."""
     if cwd is not None:
         yield str(Path(cwd).absolute())
         return
@@ -168,8 +146,6 @@ def _folder(cwd: str | None) -> Iterator[str]:
 
 
 class _Program:
-    """A running program below its supervisor."""
-
     def __init__(
         self, command: Sequence[str], folder: str, environment: Mapping[str, str], limits: ProcessLimits
     ) -> None:
@@ -197,23 +173,18 @@ class _Program:
             os.close(life_line)
         self._outputs = [_Output(self._process.stdout), _Output(self._process.stderr)]
 
-    def wait(self) -> None:
-        """Wait until the program and all that it started have ended."""
-        self._process.wait()
-
     def kill(self) -> None:
-        """Have the program and all that it started killed."""
         os.close(self._held_open)
 
-    def finish(self, *, timed_out: bool) -> ProcessRecord:
-        """Wait for the killed program and return what it left."""
+    def finish(self) -> ProcessRecord:
+        """Wait until the program and all that it started have ended, and return what it left."""
         self._process.wait()
         seconds = time.monotonic() - self._started
         stdout, stderr = (output.text() for output in self._outputs)
         return ProcessRecord(
             command=self._command,
             returncode=self._process.returncode,
-            timed_out=timed_out,
+            timed_out=False,
             seconds=seconds,
             stdout=stdout,
             stderr=stderr,
@@ -242,19 +213,19 @@ class _Output:
         return bytes(self._kept).decode(errors="replace")
 
 
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Run ``function`` in a thread of its own: the loop's own few threads may all wait for programs."""
+def _end_of(program: _Program) -> asyncio.Future[ProcessRecord]:
+    """Wait for a program in a thread of its own: the loop's own few threads may all wait for programs."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    ended: asyncio.Future[ProcessRecord] = loop.create_future()
 
-    def end(result: T) -> None:
-        if not done.done():
-            done.set_result(result)
+    def end(record: ProcessRecord) -> None:
+        if not ended.done():
+            ended.set_result(record)
 
     def run() -> None:
-        result = function()
+        record = program.finish()
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(end, result)
+            loop.call_soon_threadsafe(end, record)
 
     threading.Thread(target=run, daemon=True).start()
-    return await done
+    return ended

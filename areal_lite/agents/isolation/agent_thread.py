@@ -28,22 +28,48 @@ async def run_in_thread(
     If the caller is cancelled, the coroutine in the thread is too. A thread that does not end within ``GRACE_S``, for
     instance because it is plain code that waits for something else, is left behind, logged and counted as
     ``abandoned_threads``.
-
-    Args:
-        call: Starts the agent.
-        name: Of the thread.
-        stop: Called at cancellation; ends what the thread may wait for.
-        shared: Counts.
     """
-    agent = _AgentThread(call, name)
+    home = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[BaseException | None, Any]] = home.create_future()
+    is_cancelled = False
+    task: asyncio.Task[Any] | None = None
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        nonlocal task
+        task = asyncio.current_task()
+        if is_cancelled and task is not None:
+            task.cancel()
+        return await result
+
+    def end(error: BaseException | None, result: Any) -> None:
+        if not ended.done():
+            ended.set_result((error, result))
+
+    def run() -> None:
+        error, result = None, None
+        try:
+            result = call()
+            if inspect.isawaitable(result):
+                result = asyncio.run(awaited(result))
+        except BaseException as raised:  # the caller raises it
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the engine's loop is closed
+            home.call_soon_threadsafe(end, error, result)
+
+    # A daemon, so that a thread left behind does not keep the program alive.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)
+    thread.start()
     try:
-        error, result = await asyncio.shield(agent.ended)
+        error, result = await asyncio.shield(ended)
     except asyncio.CancelledError:
         stop()
-        agent.cancel()
-        if not (await asyncio.wait([agent.ended], timeout=GRACE_S))[0]:
+        is_cancelled = True
+        if task is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        if not (await asyncio.wait([ended], timeout=GRACE_S))[0]:
             shared.counts["abandoned_threads"] = shared.counts.get("abandoned_threads", 0) + 1
-            _, line = place_of(agent.thread) or ("", "an unknown line")
+            _, line = place_of(thread) or ("", "an unknown line")
             logger.warning(
                 "the thread of %s did not end within %g s of its cancellation and is left behind at %s: give what it "
                 "waits for a timeout, or set rollout.agents.isolation: process",
@@ -55,48 +81,3 @@ async def run_in_thread(
     if error is not None:
         raise error
     return result
-
-
-class _AgentThread:
-    """One call in a thread, with an event loop if it needs one."""
-
-    def __init__(self, call: Callable[[], Any], name: str) -> None:
-        self._call = call
-        self._home = asyncio.get_running_loop()
-        self.ended: asyncio.Future[tuple[BaseException | None, Any]] = self._home.create_future()
-        """The error or None, and the result."""
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelled = False
-        # A daemon, so that a thread left behind does not keep the program alive.
-        context = contextvars.copy_context()
-        self.thread = threading.Thread(target=context.run, args=(self._main,), name=name, daemon=True)
-        self.thread.start()
-
-    def cancel(self) -> None:
-        """Cancel the coroutine, if there is one."""
-        self._cancelled = True
-        if self._task is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-
-    def _main(self) -> None:
-        error: BaseException | None = None
-        result = None
-        try:
-            result = self._call()
-            if inspect.isawaitable(result):
-                result = asyncio.run(self._await(result))
-        except BaseException as raised:  # the caller raises it
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the engine's loop is closed
-            self._home.call_soon_threadsafe(self._end, error, result)
-
-    async def _await(self, awaitable: Awaitable[Any]) -> Any:
-        self._task = asyncio.current_task()
-        if self._cancelled and self._task is not None:
-            self._task.cancel()
-        return await awaitable
-
-    def _end(self, error: BaseException | None, result: Any) -> None:
-        if not self.ended.done():
-            self.ended.set_result((error, result))

@@ -32,9 +32,6 @@ class EpisodeEnviron(os._Environ[str]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def copy(self) -> dict[str, str]:
-        return dict(self)
-
 
 def show(variables: Mapping[str, str]) -> None:
     """Show ``variables`` to the code that runs in this context and in tasks it starts."""

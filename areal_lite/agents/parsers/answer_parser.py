@@ -19,10 +19,8 @@ from areal_lite.agents.parsers.tool_formats import (
     Unreadable,
     tool_format_of_template,
 )
-from areal_lite.errors import ConfigError
 
 THINK, THINK_END = "<think>", "</think>"
-REASONING_PARSERS = ("think", "none")
 
 
 class ParsedAnswer(NamedTuple):
@@ -56,9 +54,17 @@ class AnswerParser:
     """True if ``<think>...</think>`` at the beginning is reasoning."""
 
     @property
-    def starts(self) -> tuple[str, ...]:
-        """Openings of tool calls: from one on, text may not be content."""
-        return self.tool_format.starts
+    def reads_prefill(self) -> bool:
+        """True if the end of the prompt can begin the answer."""
+        return self.splits_reasoning
+
+    def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
+        """Return how a :class:`.TextStream` reads an answer; from an opening on, text may not be content."""
+        return {
+            "openings": self.tool_format.starts if tools else (),
+            "json_waits": bool(tools) and self.tool_format.bare_json,
+            "thinking": prefill.rstrip().endswith(THINK) if self.splits_reasoning else None,
+        }
 
     def reads(self, token: str, *, tools: bool) -> bool:
         """Return whether parsing needs to see ``token``, also where it is a special token."""
@@ -66,28 +72,14 @@ class AnswerParser:
         return token in markers or (self.splits_reasoning and token in (THINK, THINK_END))
 
     def parse(
-        self,
-        text: str,
-        tools: Sequence[dict[str, Any]] | None = None,
-        *,
-        thinking: bool = False,
-        bare_json: bool = False,
+        self, text: str, tools: Sequence[dict[str, Any]] | None = None, *, prefill: str = "", bare_json: bool = False
     ) -> ParsedAnswer:
-        """Return the parts of a complete answer.
-
-        Args:
-            text: The answer, without its end token.
-            tools: Declared tools; None leaves tool calls in the content.
-            thinking: True if the prompt ends with ``<think>``, so that the answer begins inside of it.
-            bare_json: True if an answer that is only JSON may be a call in every format, since a grammar forces it.
-        """
-        reasoning, closed, content = self._split_reasoning(text, thinking)
+        reasoning, closed, content = self._split_reasoning(text, thinking=prefill.rstrip().endswith(THINK))
         if not tools or not closed:
             return ParsedAnswer(content, reasoning)
         return self._split_calls(content, tools, bare_json)._replace(reasoning=reasoning)
 
-    def _split_reasoning(self, text: str, thinking: bool) -> tuple[str, bool, str]:
-        """Return the reasoning, whether it has ended, and the content."""
+    def _split_reasoning(self, text: str, *, thinking: bool) -> tuple[str, bool, str]:
         body = text.lstrip()
         if not self.splits_reasoning or not (thinking or body.startswith(THINK)):
             return "", True, text
@@ -119,24 +111,7 @@ class AnswerParser:
 def answer_parser(
     template: str, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> AnswerParser:
-    """Return the parser of a chat template's answers.
-
-    Args:
-        template: The chat template's text; the markers in it choose what is not named.
-        tool_parser: A name in ``TOOL_FORMATS``.
-        reasoning_parser: "think", or "none" to leave reasoning in the content.
-
-    Raises:
-        ConfigError: If a name is unknown.
-    """
-    for key, name, known in (
-        ("tool_parser", tool_parser, TOOL_FORMATS),
-        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
-    ):
-        if name is not None and name not in known:
-            raise ConfigError(
-                f"{key} is {name!r}: use one of {', '.join(known)}, or null to choose by the chat template"
-            )
+    """Return the parser of a chat template's answers; the config has checked the names."""
     tool_format = TOOL_FORMATS[tool_parser or tool_format_of_template(template)]
     splits_reasoning = THINK in template if reasoning_parser is None else reasoning_parser == "think"
     return AnswerParser(tool_format, splits_reasoning)

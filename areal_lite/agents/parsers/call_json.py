@@ -16,6 +16,11 @@ _BROKEN_CALL = re.compile(
 )
 _JSON_BEGINS = frozenset('{["-0123456789tfn')
 _LITERALS = {"True": True, "False": False, "None": None}
+_KINDS: dict[type, set[str]] = {
+    **{type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}},
+    **{str: {"string"}, list: {"array"}, dict: {"object"}},
+}
+"""JSON types of a value."""
 
 
 class ToolCall(NamedTuple):
@@ -28,13 +33,12 @@ class ToolCall(NamedTuple):
 
 
 def is_name(text: str) -> bool:
-    """Return whether ``text`` can be the name of a tool."""
     return _NAME.fullmatch(text) is not None
 
 
-def skip_space(text: str, position: int) -> int:
-    """Return the position of the next character that is not white space."""
-    match = _SPACE.match(text, position)
+def skip_space(text: str, position: int, skipped: re.Pattern[str] = _SPACE) -> int:
+    """Return the position of the next character that is not white space, or not ``skipped``."""
+    match = skipped.match(text, position)
     return match.end() if match else position
 
 
@@ -75,12 +79,10 @@ def read_calls(text: str) -> list[ToolCall] | None:
 
     An object has ``name`` and ``arguments`` or ``parameters``. If the JSON is broken after a name, the rest of the text
     is that call's arguments.
-
-    Returns:
-        None if a name cannot be read, or if there is anything else in the text.
+    None if a name cannot be read, or if there is anything else in the text.
     """
     calls: list[ToolCall] = []
-    start = _end(_SEPARATORS, text, 0)
+    start = skip_space(text, 0, _SEPARATORS)
     while start < len(text):
         found = read_json(text, start)
         end = found[1] if found else len(text)
@@ -88,7 +90,7 @@ def read_calls(text: str) -> list[ToolCall] | None:
         if call is None:
             return None
         calls.append(call)
-        start = _end(_SEPARATORS, text, end)
+        start = skip_space(text, end, _SEPARATORS)
     return calls or None
 
 
@@ -107,16 +109,10 @@ def typed_value(text: str, schema: Any) -> Any:
     if kinds == {"string"}:
         return text
     bare = text.strip()
-    if bare in _LITERALS:
-        value = _LITERALS[bare]
-    else:
-        found = read_json(bare)
-        if found is None or found[1] < len(bare):
-            return text
-        value = found[0]
-    if isinstance(value, str) or (kinds and not _kind(value) & kinds):
+    found = (_LITERALS[bare], len(bare)) if bare in _LITERALS else read_json(bare)
+    if found is None or found[1] < len(bare) or isinstance(found[0], str):
         return text
-    return value
+    return found[0] if not kinds or _KINDS[type(found[0])] & kinds else text
 
 
 def _call(value: Any) -> ToolCall | None:
@@ -154,25 +150,8 @@ def _kinds(schema: Any) -> set[str]:
             if isinstance(option, dict) and isinstance(option.get("type"), str):
                 kinds.add(option["type"])
     if not kinds and isinstance(schema.get("enum"), list):
-        kinds = set().union(*(_kind(value) for value in schema["enum"]))
+        kinds = set().union(*(_KINDS[type(value)] for value in schema["enum"]))
     return kinds
-
-
-def _kind(value: Any) -> set[str]:
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    if isinstance(value, float):
-        return {"number"}
-    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
-
-
-def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
-    match = pattern.match(text, position)
-    return match.end() if match else position
 
 
 def _reject_constant(name: str) -> NoReturn:

@@ -44,7 +44,6 @@ class Regions:
             self._take(self._parser.feed(text[start : start + _CHUNK]))
 
     def finish(self) -> None:
-        """Take the end of the answer."""
         self._take(self._parser.finalize()[1])
 
     def _take(self, events: list[dict[str, Any]]) -> None:
@@ -61,16 +60,6 @@ class Regions:
 
 
 class ResponseTemplateParser:
-    """Parses answers with a response template.
-
-    Args:
-        spec: The template, which has a field ``content`` without opening.
-        splits_reasoning: False leaves reasoning in the content.
-
-    Raises:
-        ConfigError: If transformers rejects the template.
-    """
-
     def __init__(self, spec: dict[str, Any], *, splits_reasoning: bool = True) -> None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -96,10 +85,14 @@ class ResponseTemplateParser:
         """Without calls, which are then content."""
 
     def reads(self, token: str, *, tools: bool) -> bool:
-        """Return whether parsing needs to see ``token``, also where it is a special token."""
         fields = (self._template if tools else self._texts).fields.values()
         patterns = [one.pattern.replace("\\", "") for field in fields for one in (field.open_re, field.close_re) if one]
         return any(token in pattern for pattern in patterns)
+
+    reads_prefill = True
+
+    def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
+        return {"regions": self.regions(tools, prefill)}
 
     def regions(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> Regions:
         """Return the reader of an answer; without ``tools``, calls are content."""
@@ -110,14 +103,6 @@ class ResponseTemplateParser:
     def parse(
         self, text: str, tools: Sequence[dict[str, Any]] | None, *, prefill: str = "", bare_json: bool = False
     ) -> ParsedAnswer:
-        """Return the parts of a complete answer.
-
-        Args:
-            text: The answer, without its end token.
-            tools: Declared tools; None leaves tool calls in the content.
-            prefill: The end of the prompt, which may have the beginning of the message.
-            bare_json: True if an answer that is only JSON is a call, since a grammar forces it.
-        """
         if tools and bare_json and (bare := read_bare_calls(text, declared_tools(tools))):
             return ParsedAnswer("", "", [openai_call(call) for call in bare], not all(call.is_json for call in bare))
         try:

@@ -54,36 +54,33 @@ class ToolFormat:
 
 def hermes(text: str, tools: Tools) -> Iterator[Part]:
     """Hermes, Qwen 2.5 and 3: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    for part in _blocks(text, "<tool_call>", "</tool_call>"):
-        if isinstance(part, str):
-            yield part
-        else:
-            yield from _calls(part.body, part.whole)
+    for outside, body, whole in _blocks(text, "<tool_call>", "</tool_call>"):
+        yield outside
+        if whole:
+            yield from _calls(body, whole)
 
 
 def glm45(text: str, tools: Tools) -> Iterator[Part]:
     """GLM 4.5: ``<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>``."""
-    for part in _blocks(text, "<tool_call>", "</tool_call>"):
-        if isinstance(part, str):
-            yield part
-            continue
-        end = min(index for index in (part.body.find("<arg_key>"), part.body.find("\n"), len(part.body)) if index >= 0)
-        name = part.body[:end].strip()
+    for outside, body, whole in _blocks(text, "<tool_call>", "</tool_call>"):
+        yield outside
+        end = _first(body, 0, "<arg_key>", "\n")
+        name = body[:end].strip()
         if is_name(name):
-            yield _glm_call(name, part.body[end:], tools.get(name, {}))
-        else:
-            yield from _calls(part.body, part.whole)
+            yield _glm_call(name, body[end:], tools.get(name, {}))
+        elif whole:
+            yield from _calls(body, whole)
 
 
 def _glm_call(name: str, body: str, schemas: Mapping[str, Any]) -> ToolCall:
     values: dict[str, Any] = {}
     position = skip_space(body, 0)
     while (key := _element(body, position, "<arg_key>", "</arg_key>")) is not None:
-        value = _element(body, skip_space(body, key.end), "<arg_value>", "</arg_value>")
+        value = _element(body, skip_space(body, key[1]), "<arg_value>", "</arg_value>")
         if value is None:
             break
-        values[key.text.strip()] = typed_value(value.text, schemas.get(key.text.strip()))
-        position = skip_space(body, value.end)
+        values[key[0].strip()] = typed_value(value[0], schemas.get(key[0].strip()))
+        position = skip_space(body, value[1])
     arguments = dump_json(values) if position == len(body) else None
     return call_with_arguments(name, body) if arguments is None else ToolCall(name, arguments)
 
@@ -121,11 +118,11 @@ def _function_call(name: str, text: str, start: int, schemas: Mapping[str, Any])
     position = skip_space(text, start)
     while text.startswith("<parameter=", position):
         key = _element(text, position, "<parameter=", ">")
-        end = _first(text, key.end, "</parameter>", "<parameter=") if key else len(text)
+        end = _first(text, key[1], "</parameter>", "<parameter=") if key else len(text)
         if key is None or not text.startswith("</parameter>", end):
             break
-        value = text[key.end : end].removeprefix("\n").removesuffix("\n")
-        values[key.text.strip()] = typed_value(value, schemas.get(key.text.strip()))
+        value = text[key[1] : end].removeprefix("\n").removesuffix("\n")
+        values[key[0].strip()] = typed_value(value, schemas.get(key[0].strip()))
         position = skip_space(text, end + len("</parameter>"))
     arguments = dump_json(values) if _AFTER_FUNCTION.match(text, position) else None
     if arguments is not None:
@@ -173,18 +170,17 @@ def deepseek(text: str, tools: Tools) -> Iterator[Part]:
     if _DEEPSEEK_CALLS in text and _DEEPSEEK_CALL not in text:
         yield Unreadable(text)
         return
-    for part in _blocks(text, _DEEPSEEK_CALL, _DEEPSEEK_CALL_END):
-        if isinstance(part, str):
-            yield part.replace(_DEEPSEEK_CALLS, "").replace(_DEEPSEEK_CALLS_END, "")
+    for outside, body, whole in _blocks(text, _DEEPSEEK_CALL, _DEEPSEEK_CALL_END):
+        yield outside.replace(_DEEPSEEK_CALLS, "").replace(_DEEPSEEK_CALLS_END, "")
+        if not whole:
             continue
-        name, _, arguments = part.body.replace(_DEEPSEEK_CALLS_END, "").partition(_DEEPSEEK_SEPARATOR)
+        name, separator, arguments = body.replace(_DEEPSEEK_CALLS_END, "").partition(_DEEPSEEK_SEPARATOR)
         first_line, _, rest = arguments.partition("\n")
         if is_name(first_line.strip()) and rest.lstrip().startswith("```"):
             name = first_line
             arguments = rest.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
         name = name.strip()
-        has_separator = _DEEPSEEK_SEPARATOR in part.body
-        yield (call_with_arguments(name, arguments) if has_separator and is_name(name) else Unreadable(part.whole))
+        yield call_with_arguments(name, arguments) if separator and is_name(name) else Unreadable(whole)
 
 
 _FENCE = re.compile(r"```(?:json|tool_calls?)?[ \t]*\n")
@@ -206,30 +202,22 @@ def fenced_json(text: str, tools: Tools) -> Iterator[Part]:
     yield text[position:]
 
 
-class _Block(NamedTuple):
-    body: str
-    whole: str
-
-
-class _Element(NamedTuple):
-    text: str
-    end: int
-
-
 def _calls(body: str, whole: str) -> Sequence[Part]:
     return read_calls(body) or [Unreadable(whole)]
 
 
-def _blocks(text: str, opening: str, closing: str) -> Iterator[str | _Block]:
-    """Yield the text outside of ``opening ... closing``, and the blocks; the last block may lack its end."""
+def _blocks(text: str, opening: str, closing: str) -> Iterator[tuple[str, str, str]]:
+    """Yield ``opening ... closing``: the text before, the body and the whole; the last block may lack its end.
+
+    The text after the last block comes with an empty whole.
+    """
     position = 0
     while (start := text.find(opening, position)) >= 0:
-        yield text[position:start]
-        body = start + len(opening)
+        outside, body = text[position:start], start + len(opening)
         end = _body_end(text, body, closing, opening)
         position = end + len(closing) if text.startswith(closing, end) else end
-        yield _Block(text[body:end], text[start:position])
-    yield text[position:]
+        yield outside, text[body:end], text[start:position]
+    yield text[position:], "", ""
 
 
 def _body_end(text: str, start: int, closing: str, opening: str) -> int:
@@ -253,13 +241,13 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-def _element(text: str, start: int, opening: str, closing: str) -> _Element | None:
-    """Return the text from ``opening``, which stands at ``start``, to ``closing``; None if either is missing."""
+def _element(text: str, start: int, opening: str, closing: str) -> tuple[str, int] | None:
+    """Return the text between ``opening`` at ``start`` and ``closing``, and its end; None if either is missing."""
     if not text.startswith(opening, start):
         return None
     start += len(opening)
     end = _first(text, start, closing, opening)
-    return _Element(text[start:end], end + len(closing)) if text.startswith(closing, end) else None
+    return (text[start:end], end + len(closing)) if text.startswith(closing, end) else None
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -269,9 +257,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama3": ToolFormat(llama3, ("<|python_tag|>",), bare_json=True),
     "mistral": ToolFormat(mistral, ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]"), call_id_digits=9),
     "deepseek": ToolFormat(
-        deepseek,
-        (_DEEPSEEK_CALLS, _DEEPSEEK_CALL),
-        (_DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END, _DEEPSEEK_SEPARATOR),
+        deepseek, (_DEEPSEEK_CALLS, _DEEPSEEK_CALL), (_DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END, _DEEPSEEK_SEPARATOR)
     ),
     "glm45": ToolFormat(
         glm45, ("<tool_call>",), ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

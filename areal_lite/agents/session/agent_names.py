@@ -8,15 +8,10 @@ from typing import Any
 from areal_lite.agents.session.chat_request import ChatRequest
 
 MAIN = "main"
-_MAX_CHARACTERS = 4000
-"""Longest beginning of a system prompt that is read for a name."""
-_NAME_WORDS = 6
-_NAME_CHARACTERS = 60
+_NAME_WORDS, _NAME_CHARACTERS = 6, 60
 
 
 class AgentNames:
-    """The agents that have called the model so far."""
-
     def __init__(self) -> None:
         self._names: dict[tuple[str, ...], str] = {}
         """Names per system prompt, the main agent's first."""
@@ -46,7 +41,7 @@ class AgentNames:
 
 
 def _words(key: tuple[str, ...]) -> list[str]:
-    return "\n".join(key)[:_MAX_CHARACTERS].split()
+    return "\n".join(key)[:4000].split()
 
 
 def _shortened(words: list[Any]) -> str:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from areal_lite.agents.session.request_fields import RequestError, json_bytes, short
+from areal_lite.agents.session.request_fields import RequestError, json_bytes, short, wrong
 
 _SERVER_FIELDS = {"regex": "regex", "ebnf": "ebnf", "guided_regex": "regex", "guided_grammar": "ebnf"}
 """Fields of SGLang and vLLM that hold a grammar as text, and the grammar's kind."""
@@ -18,9 +18,6 @@ def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> 
 
     Reads ``response_format``, ``tool_choice``, SGLang's ``regex`` and ``ebnf``, vLLM's ``guided_*`` and
     ``structured_outputs``.
-
-    Raises:
-        RequestError: If there are several, or one has another form.
     """
     if body.keys().isdisjoint(_FIELDS):
         return {}
@@ -67,10 +64,7 @@ def _response_format(raw: Any) -> dict[str, Any] | None:
         schema = raw.get("json_schema", raw)  # the Responses API has no inner object
         if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
             return dict(schema["schema"])
-    raise RequestError(
-        f"response_format is {short(raw)}: send type text, json_object, or json_schema with its schema",
-        param="response_format",
-    )
+    raise wrong("response_format", raw, "send type text, json_object, or json_schema with its schema")
 
 
 def _calls(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -82,11 +76,8 @@ def _calls(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, An
         name = (choice.get("function") or choice).get("name")
         functions = [function for function in functions if function["name"] == name]
     elif choice != "required":
-        raise RequestError(
-            f"tool_choice is {short(choice)}: send 'auto', 'none', 'required', or "
-            "{'type': 'function', 'function': {'name': ...}}",
-            param="tool_choice",
-        )
+        hint = "send 'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}"
+        raise wrong("tool_choice", choice, hint)
     if not functions:
         raise RequestError(f"tool_choice is {short(choice)} but tools has no such function", param="tool_choice")
     return [_call(function) for function in functions]
@@ -121,7 +112,6 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _structured(raw: Any) -> dict[str, str]:
-    """Return the grammar of vLLM's ``structured_outputs``."""
     if not raw:
         return {}
     for name, value in raw.items() if isinstance(raw, dict) else ():
@@ -131,10 +121,7 @@ def _structured(raw: Any) -> dict[str, str]:
             return {"regex" if name == "regex" else "ebnf": value}
         if name == "choice" and isinstance(value, list) and all(isinstance(choice, str) for choice in value):
             return {"regex": "|".join(map(re.escape, value))}
-    raise RequestError(
-        f"structured_outputs is {short(raw)}: send an object with json, regex, choice or grammar",
-        param="structured_outputs",
-    )
+    raise wrong("structured_outputs", raw, "send an object with json, regex, choice or grammar")
 
 
 def _schema_text(schema: dict[str, Any] | str) -> str:

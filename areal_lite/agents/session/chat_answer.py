@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_lite.agents.parsers.answer_parser import THINK, AnswerParser, ParsedAnswer
-from areal_lite.agents.parsers.response_template import ResponseTemplateParser
+from areal_lite.agents.parsers.answer_parser import ParsedAnswer
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.text_stream import Piece, TextStream
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.config.generation import GenerationHyperparameters
+
+_PREFILL_TOKENS = 32
+"""Tokens at a prompt's end that hold what the template writes of the answer, such as ``<think>`` and a line break."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +35,6 @@ class Answer:
 
 
 class AnswerReader:
-    """Reads the answers to one prompt.
-
-    Args:
-        renderer: Decodes and parses.
-        request: The request.
-        prompt: Ids of the prompt, whose end may begin the answer's reasoning.
-        gconfig: The run's sampling parameters.
-    """
-
     def __init__(
         self, renderer: ChatRenderer, request: ChatRequest, prompt: list[int], gconfig: GenerationHyperparameters
     ) -> None:
@@ -56,11 +49,11 @@ class AnswerReader:
 
     @functools.cached_property
     def _prefill(self) -> str:
-        # Under a grammar there is no reasoning.
-        return "" if self._request.grammar else self._renderer.prefill(self._prompt)
+        """The end of the prompt, if it may have the beginning of the answer; under a grammar there is no reasoning."""
+        is_read = self._parser and self._parser.reads_prefill and not self._request.grammar
+        return self._renderer.decode(self._prompt[-_PREFILL_TOKENS:], skip_special_tokens=False) if is_read else ""
 
     def feed(self, ids: Sequence[int]) -> list[Piece]:
-        """Return the text that can be sent after these ids; often nothing."""
         if self._stream is None:
             self._stream = self._new_stream()
         return self._stream.feed([token for token in ids if token not in self._renderer.stop_ids])
@@ -71,7 +64,6 @@ class AnswerReader:
         return stream.finish(message["content"] or "", message.get("reasoning_content") or "")
 
     def read(self, response: ModelResponse, answer_id: str) -> Answer:
-        """Return the whole answer."""
         text = self._renderer.visible_text(
             response.output_tokens,
             skip_special_tokens=self._skip_special_tokens,
@@ -81,7 +73,10 @@ class AnswerReader:
         stopped_by = min((stop for stop in self._stops if stop in text), key=text.index, default=None)
         if stopped_by is not None:
             text = text.partition(stopped_by)[0]
-        parsed = self._parse(text)
+        parsed = ParsedAnswer(text)
+        if self._parser is not None:
+            bare_json = bool(self._request.grammar)
+            parsed = self._parser.parse(text, self._tools, prefill=self._prefill, bare_json=bare_json)
         finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
         return Answer(
             id=answer_id,
@@ -92,37 +87,11 @@ class AnswerReader:
             response=response,
         )
 
-    def _parse(self, text: str) -> ParsedAnswer:
-        bare_json = bool(self._request.grammar)
-        match self._parser:
-            case None:
-                return ParsedAnswer(text)
-            case AnswerParser() as parser:
-                return parser.parse(text, self._tools, thinking=self._thinking(parser), bare_json=bare_json)
-            case ResponseTemplateParser() as parser:
-                return parser.parse(text, self._tools, prefill=self._prefill, bare_json=bare_json)
-
     def _new_stream(self) -> TextStream:
-        parser, tools = self._parser, self._request.parse_tools
-        if isinstance(parser, ResponseTemplateParser):
-            stream = TextStream(self._decode, stops=self._stops, regions=parser.regions(self._tools, self._prefill))
-        elif parser is None:
-            stream = TextStream(self._decode, stops=self._stops)
-        else:
-            stream = TextStream(
-                self._decode,
-                stops=self._stops,
-                openings=parser.starts if tools else (),
-                json_waits=tools and parser.tool_format.bare_json,
-                thinking=self._thinking(parser) if parser.splits_reasoning else None,
-            )
-        if tools and self._request.grammar:  # the answer is a call as bare JSON
-            stream.wait()
-        return stream
-
-    def _thinking(self, parser: AnswerParser) -> bool:
-        """Return whether the prompt ends with ``<think>``, so that the answer begins with reasoning."""
-        return parser.splits_reasoning and self._prefill.rstrip().endswith(THINK)
+        parser = self._parser
+        options = parser.stream_options(self._tools, self._prefill) if parser else {}
+        waits = bool(self._tools and self._request.grammar)  # the answer is a call as bare JSON
+        return TextStream(self._decode, stops=self._stops, waits=waits, **options)
 
     def _decode(self, ids: list[int]) -> str:
         return self._renderer.visible_text(

@@ -13,9 +13,10 @@ Designs that look right and are not:
   arguments, so an unchanged history would fork at its second turn.
 - Matching the raw messages alone. SDKs rewrite them: null for "", reasoning left out, JSON with other spaces. So keys
   are normalised, and an answer is also found by its key without reasoning.
-- Parsing the whole history in each request. A conversation of a hundred turns would cost the square of its length, on
-  the one event loop of all episodes. So the latest requests are kept, as bytes and as parsed, and only what follows
-  them is parsed. Their number is bounded: an agent with more conversations at once pays for parsing, nothing else.
+- Checking the whole history in each request. A conversation of a hundred turns would cost the square of its length, on
+  the one event loop of all episodes. So the latest requests are kept, and only what follows them is checked; reading
+  the JSON of 200 turns and comparing it takes less than a millisecond. Their number is bounded: an agent with more
+  conversations at once pays for checks, nothing else.
 
 Concurrent requests of a session need no lock: finding and recording do not await, and a node is only ever added. Two
 requests that continue one answer at the same time both find it, and both record a child. What can still fail: an agent
@@ -25,10 +26,9 @@ both answers read alike, the later one's ids are continued. Both are on policy; 
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, Literal
 
 from areal_lite.agents.session.chat_request import ChatRequest, Conversation, parse_message, without_reasoning
@@ -40,57 +40,20 @@ Interactions = dict[str, InteractionWithTokenLogpReward]
 _CONVERSATIONS_KEPT = 8
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Node:
-    """A conversation so far; ``interaction`` where its last message is an answer of ours."""
-
-    root: bytes
-    """Key of the tree it is in."""
-    before: weakref.ref[_Node] | None = None
-    """Weak, so that an ended session, with its tokens, is freed without a garbage collection."""
-    depth: int = 0
-    """Messages so far."""
-    children: dict[Hashable, _Node] = field(default_factory=dict)
-    interaction: InteractionWithTokenLogpReward | None = None
-
-    def grow(self, keys: Iterable[Hashable]) -> _Node:
-        """Return the node after the messages of ``keys``; make those that are missing."""
-        node = self
-        for key in keys:
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node(node.root, weakref.ref(node), node.depth + 1)
-            node = child
-        return node
-
-
 class ChatHistory:
-    """The recorded answers of one session.
-
-    Attributes:
-        interactions: Every answer by completion id, in the order they came.
-    """
-
     def __init__(self) -> None:
         self.interactions: Interactions = {}
-        self._roots: dict[bytes, _Node] = {}
+        self._nodes: dict[tuple[Hashable, Hashable], int] = {}
+        """The tree: the node after a node and the key of a message. A root is the render key of requests."""
+        self._answers: dict[Hashable, InteractionWithTokenLogpReward] = {}
+        """By the node after the answer."""
         self._conversations: deque[Conversation] = deque(maxlen=_CONVERSATIONS_KEPT)
-        """The latest requests; their ``node`` is in the tree."""
+        """The latest requests."""
         self._untemplated: list[tuple[str, InteractionWithTokenLogpReward]] = []
         """Answers to prompts without template, with the text of prompt and answer."""
 
-    def cut(self, body: bytes) -> tuple[bytes, Conversation | None]:
-        """Return a request's body without the messages of an earlier body that it repeats, and that conversation."""
-        for earlier in sorted(self._conversations, key=lambda one: len(one.raw), reverse=True):
-            if earlier.known_body is not None and (rest := earlier.known_body.cut_from(body)) is not None:
-                return rest, earlier
-        return body, None
-
     def find(self, raw: list[Any]) -> Conversation | None:
-        """Return the longest earlier conversation that the messages of a request begin with.
-
-        Comparing lists is a fraction of the cost of parsing them.
-        """
+        """Return the longest earlier conversation that the messages of a request begin with."""
         found = None
         for one in self._conversations:
             count = len(one.raw)
@@ -100,15 +63,9 @@ class ChatHistory:
 
     def longest_recorded(self, request: ChatRequest) -> tuple[InteractionWithTokenLogpReward | None, int]:
         """Return the answer that ends the longest recorded prefix of a request, and the prefix's length in messages."""
-        node = self._start(request)
-        for key in request.keys[node.depth :]:
-            child = node.children.get(key)
-            if child is None:
-                break
-            node = child
-        while node.interaction is None and node.before is not None and (before := node.before()) is not None:
-            node = before
-        return node.interaction, node.depth
+        path = self._path(request)
+        depth = next((depth for depth in range(len(path) - 1, 0, -1) if path[depth] in self._answers), 0)
+        return self._answers.get(path[depth]), depth
 
     def longest_untemplated(
         self, prompt: str | list[int]
@@ -145,27 +102,18 @@ class ChatHistory:
         return left
 
     def record(self, request: ChatRequest, interaction: InteractionWithTokenLogpReward) -> None:
-        """Record the answer to a request with messages."""
         (answer,) = interaction.output_message_list
         self.interactions[interaction.completion["id"]] = interaction
-        start = self._start(request)
-        node = start.grow(request.keys[start.depth :])
+        path = self._path(request, grows=True)
         _, key = parse_message(answer, "answer")
-        end = node.grow([key])
-        end.interaction = interaction
-        node.children.setdefault(without_reasoning(key), end)  # a client may leave the reasoning out
-        if not any(one.node is node for one in self._conversations):
+        end = self._nodes.setdefault((path[-1], key), len(self._nodes))
+        self._answers[end] = interaction
+        self._nodes.setdefault((path[-1], without_reasoning(key)), end)  # a client may leave the reasoning out
+        if not any(one.path[-1] == path[-1] for one in self._conversations):
             if request.extends is not None and request.extends in self._conversations:
                 self._conversations.remove(request.extends)
             self._conversations.append(
-                Conversation(
-                    body=request.body,
-                    known=request.extends.known_body if request.extends else None,
-                    raw=request.raw,
-                    messages=request.messages,
-                    keys=request.keys,
-                    node=node,
-                )
+                Conversation(raw=request.raw, messages=request.messages, keys=request.keys, path=path)
             )
 
     def record_untemplated(self, text: str, interaction: InteractionWithTokenLogpReward) -> None:
@@ -176,10 +124,9 @@ class ChatHistory:
     def export(self, style: Style) -> Interactions:
         """Return the sequences to train on, by completion id; the originals stay as they are.
 
-        Args:
-            style: "individual": every answer is a sequence of its own, its prompt not trained. "concat":
-                every conversation is one sequence that trains all its answers; where conversations branch,
-                the earlier one trains what they share, so each sampled token is trained once.
+        "individual": every answer is a sequence of its own, its prompt not trained. "concat": every conversation is
+        one sequence that trains all its answers; where conversations branch, the earlier one trains what they share,
+        so each sampled token is trained once.
         """
         if style == "individual":
             return {key: replace(answer, concat=False) for key, answer in self.interactions.items()}
@@ -199,17 +146,23 @@ class ChatHistory:
             sequences[key] = sequence
         return sequences
 
-    def _start(self, request: ChatRequest) -> _Node:
-        """Return the node of what the request extends, or the root of its tree."""
-        key = request.render_key
-        if request.extends is not None and request.extends.node.root == key:
-            node: _Node = request.extends.node
-            return node
-        return self._roots.setdefault(key, _Node(key))
+    def _path(self, request: ChatRequest, *, grows: bool = False) -> list[Hashable]:
+        """Return the nodes of a request from its root on, as far as they are known; all of them if it ``grows``."""
+        root, extends = request.render_key, request.extends
+        path: list[Hashable] = [root]
+        if extends is not None and extends.path[0] == root:
+            path = extends.path.copy()
+        for key in request.keys[len(path) - 1 :]:
+            node = self._nodes.get((path[-1], key))
+            if node is None:
+                if not grows:
+                    break
+                node = self._nodes[path[-1], key] = len(self._nodes)
+            path.append(node)
+        return path
 
 
 def _shared_length(first: list[int], second: list[int]) -> int:
-    """Return the length of the common beginning."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -25,8 +25,6 @@ from areal_lite.errors import ConfigError
 
 _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
-_PREFILL_TOKENS = 32
-"""Tokens at a prompt's end that hold what the template writes of the answer, such as ``<think>`` and a line break."""
 _LONG_TEXT = 20_000
 """Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
 _PROMPTS_KEPT = 256
@@ -34,23 +32,7 @@ _PROMPTS_KEPT = 256
 
 
 class ChatRenderer:
-    """A tokenizer with its chat template.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer, or an object with the methods ``apply_chat_template``, ``encode`` and
-            ``decode``.
-        tool_parser: Name of the format of tool calls; None reads answers with the tokenizer's response template, or
-            without one in the format of its chat template.
-        reasoning_parser: "think" or "none"; None chooses it by the template.
-        tools_in_system_prompt: Write tools, calls and results in Hermes form, for templates that do not render them.
-
-    Attributes:
-        answer_parser: Splits the text of an answer.
-        stop_ids: Ids that end an answer: the end tokens of the tokenizer and of the chat template.
-
-    Raises:
-        ConfigError: If the tokenizer has no chat template, or a parser's name is unknown.
-    """
+    """A tokenizer with its chat template."""
 
     def __init__(
         self,
@@ -102,17 +84,8 @@ class ChatRenderer:
             for tools in (False, True)
         }
 
-    async def prompt(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        template_kwargs: dict[str, Any],
-    ) -> list[int]:
-        """Return the ids of a whole conversation, up to the start of the answer.
-
-        Raises:
-            RequestError: If the template rejects the messages, or does not render the tools.
-        """
+    async def prompt(self, messages: list[Any], tools: list[Any] | None, template_kwargs: dict[str, Any]) -> list[int]:
+        """Return the ids of a whole conversation, up to the start of the answer."""
         key = None if self._depends_on_time else _prompt_key(messages, tools, template_kwargs)
         if key is not None and (known := self._prompts.get(key)) is not None:
             self._prompts.move_to_end(key)
@@ -138,22 +111,11 @@ class ChatRenderer:
         self,
         answer: list[int],
         ended: bool,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        messages: list[Any],
+        tools: list[Any] | None,
         template_kwargs: dict[str, Any],
     ) -> list[int]:
-        """Return the ids after a sampled answer, up to the start of the next answer.
-
-        Args:
-            answer: Sampled ids. If they include the end token, it is not repeated.
-            ended: True if the answer stopped by itself, False if the length limit cut it.
-            messages: The new messages.
-            tools: Declared tools.
-            template_kwargs: Extra variables for the template.
-
-        Raises:
-            RequestError: If the template rejects the messages or cannot be continued.
-        """
+        """Return the ids after a sampled answer, up to the start of the next one; ``ended`` if no limit cut it."""
         if self._tools_in_system_prompt:
             messages, tools = in_hermes_form(messages, None), None
         ids = await self._ids(self._text_after_answer(messages, tools, template_kwargs))
@@ -170,28 +132,16 @@ class ChatRenderer:
         return [bos, *ids] if begins and bos is not None and self._adds_bos else ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``."""
         return str(self._decode(ids, skip_special_tokens=skip_special_tokens))
 
     def visible_text(self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False) -> str:
-        """Return the text of an answer for ``answer_parser``.
-
-        Args:
-            ids: Sampled ids, or some of them.
-            skip_special_tokens: Leave out special tokens, except the markers that the parser reads.
-            tools: True if tool calls will be parsed.
-            ended: True if ``ids`` are the whole answer, whose end token is left out.
-        """
+        """Return the text of an answer for ``answer_parser``."""
         dropped = self._dropped_ids[tools]
         if ended and ids and ids[-1] in dropped:
             ids = ids[:-1]
         if skip_special_tokens:
             ids = [i for i in ids if i not in dropped]
         return self.decode(ids, skip_special_tokens=False)
-
-    def prefill(self, prompt: list[int]) -> str:
-        """Return the end of a prompt, which has what the template writes of the answer."""
-        return self.decode(prompt[-_PREFILL_TOKENS:], skip_special_tokens=False)
 
     def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
         text = self._render([*_BASE, *messages], tools, template_kwargs)

@@ -7,7 +7,6 @@ The other APIs turn their bodies into this one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ import orjson
 
 from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.answer_grammar import answer_grammar
-from areal_lite.agents.session.request_body_cache import RequestBodyCache, cache_request_body
 from areal_lite.agents.session.request_fields import (
     RequestError,
     is_token_id,
@@ -26,6 +24,7 @@ from areal_lite.agents.session.request_fields import (
     short,
     typed,
     whole,
+    wrong,
 )
 
 MAX_TOOLS = 128
@@ -73,21 +72,12 @@ _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_pr
 class Conversation:
     """The checked messages of an earlier request; a request that begins with them checks only its new ones."""
 
-    body: bytes
-    """The request's body; empty if the API is not chat completions."""
-    known: RequestBodyCache | None
-    """The body's beginning in the request that it extends."""
     raw: list[Any]
     """As the client sent them."""
     messages: list[dict[str, Any]]
     keys: list[Hashable]
-    node: Any
-    """The history's record of it."""
-
-    @functools.cached_property
-    def known_body(self) -> RequestBodyCache | None:
-        """The beginning of the body, for requests whose bodies begin alike."""
-        return cache_request_body(self.body, self.known) if self.body else None
+    path: list[Hashable]
+    """Its nodes in the history."""
 
 
 FindConversation = Callable[[list[Any]], Conversation | None]
@@ -104,8 +94,6 @@ class ChatRequest:
     """One key per message; equal keys mean equal messages."""
     raw: list[Any] = field(default_factory=list)
     """The messages as the client sent them."""
-    body: bytes = b""
-    """The HTTP body, if the API is chat completions."""
     extends: Conversation | None = None
     """The earlier conversation it begins with."""
     prompt: str | list[int] | None = None
@@ -143,42 +131,24 @@ class ChatRequest:
         return _canonical([self.tools, self.template_kwargs]) if self.tools or self.template_kwargs else b""
 
 
-def parse_chat_request(
-    body: Any,
-    find: FindConversation = lambda raw: None,
-    *,
-    extends: Conversation | None = None,
-    sent: bytes = b"",
-) -> ChatRequest:
-    """Return the checked request.
-
-    Args:
-        body: Parsed JSON.
-        find: Finds what an earlier request has checked already.
-        extends: That conversation if it is known; ``body`` has only the messages after it.
-        sent: The whole body as it was sent, to recognise later bodies by.
-
-    Raises:
-        RequestError: With status 400; the message gives field, value and fix.
-    """
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is a {type(body).__name__}: send a JSON object with 'messages'")
+def parse_chat_request(body: dict[str, Any], find: FindConversation = lambda raw: None) -> ChatRequest:
+    """Return the checked request; ``find`` finds what an earlier one has checked already."""
     options = request_options(body)
     tools = _tools(body.get("tools"))
     tool_choice = body.get("tool_choice")
     raw = body.get("messages")
-    if not isinstance(raw, list) or not (raw or extends):
-        raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
-    if extends is None and (extends := find(raw)) is not None:
-        raw = raw[len(extends.raw) :]
-    known = len(extends.raw) if extends else 0
-    new = [parse_message(message, f"messages[{known + index}]") for index, message in enumerate(raw)]
-    messages, keys = [message for message, _ in new], [key for _, key in new]
+    if not isinstance(raw, list) or not raw:
+        raise wrong("messages", raw, "send a list of at least one")
+    extends = find(raw)
+    messages, keys = (list(extends.messages), list(extends.keys)) if extends else ([], [])
+    for index in range(len(messages), len(raw)):
+        message, key = parse_message(raw[index], f"messages[{index}]")
+        messages.append(message)
+        keys.append(key)
     return ChatRequest(
-        messages=extends.messages + messages if extends else messages,
-        keys=extends.keys + keys if extends else keys,
-        raw=extends.raw + raw if extends else raw,
-        body=sent,
+        messages=messages,
+        keys=keys,
+        raw=raw,
         extends=extends,
         tools=tools,
         template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),
@@ -191,11 +161,7 @@ def parse_chat_request(
 
 
 def request_options(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a :class:`ChatRequest` that all APIs share.
-
-    Raises:
-        RequestError: For an unknown field or an unsupported value.
-    """
+    """Return the fields of a :class:`ChatRequest` that all APIs share."""
     sampling: dict[str, float] = {}
     options: dict[str, Any] = {"sampling": sampling}
     for name, value in body.items():
@@ -208,7 +174,7 @@ def request_options(body: dict[str, Any]) -> dict[str, Any]:
             sampling[name] = number(name, value, *_SAMPLING[name])
         elif name in _ALLOWED:
             if value not in _ALLOWED[name]:
-                raise RequestError(f"{name} is {short(value)}: {_HINTS.get(name, 'leave it out')}", param=name)
+                raise wrong(name, value, f"{_HINTS.get(name, 'leave it out')}")
         elif name not in _READ and name not in _IGNORED:
             hint = _HINTS.get(name, "leave it out")
             raise RequestError(f"unknown field {short(name)}: {hint}", param=name[:80], code="unknown_parameter")
@@ -238,12 +204,10 @@ def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
     space around an assistant's text and in the JSON of its arguments makes no difference.
     """
     if not isinstance(raw, dict):
-        raise RequestError(f"{where} is {short(raw)}: send an object with role and content", param=where)
+        raise wrong(where, raw, "send an object with role and content")
     role = _ROLES.get(str(raw.get("role")))
     if role is None:
-        raise RequestError(
-            f"{where}.role is {short(raw.get('role'))}: one of {', '.join(_ROLES)}", param=f"{where}.role"
-        )
+        raise wrong(f"{where}.role", raw.get("role"), f"one of {', '.join(_ROLES)}")
     content = joined_text(raw.get("content"), f"{where}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id"):
@@ -272,7 +236,7 @@ def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
     if raw is None or raw == []:
         return [], ()
     if not isinstance(raw, list) or len(raw) > MAX_TOOLS:
-        raise RequestError(f"{where} is {short(raw)}: send a list of at most {MAX_TOOLS} calls", param=where)
+        raise wrong(where, raw, f"send a list of at most {MAX_TOOLS} calls")
     calls, keys = [], []
     for call in raw:
         function = call.get("function") if isinstance(call, dict) else None
@@ -304,14 +268,11 @@ def _tools(raw: Any) -> list[dict[str, Any]] | None:
     if raw is None or raw == []:
         return None
     if not isinstance(raw, list) or len(raw) > MAX_TOOLS:
-        raise RequestError(f"tools is {short(raw)}: send a list of at most {MAX_TOOLS} functions", param="tools")
+        raise wrong("tools", raw, f"send a list of at most {MAX_TOOLS} functions")
     for index, tool in enumerate(raw):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f"tools[{index}] is {short(tool)}: send {{'type': 'function', 'function': {{'name': ...}}}}",
-                param=f"tools[{index}]",
-            )
+            raise wrong(f"tools[{index}]", tool, "send {'type': 'function', 'function': {'name': ...}}")
     return raw
 
 
@@ -319,10 +280,7 @@ def _template_kwargs(raw: Any) -> dict[str, Any]:
     if raw is None:
         return {}
     if not isinstance(raw, dict) or not all(isinstance(v, str | int | float | bool | None) for v in raw.values()):
-        raise RequestError(
-            f"chat_template_kwargs is {short(raw)}: send an object of plain values",
-            param="chat_template_kwargs",
-        )
+        raise wrong("chat_template_kwargs", raw, "send an object of plain values")
     if taken := _RESERVED_TEMPLATE_NAMES & raw.keys():
         raise RequestError(f"chat_template_kwargs sets {sorted(taken)}: leave these out", param="chat_template_kwargs")
     return raw
@@ -331,13 +289,13 @@ def _template_kwargs(raw: Any) -> dict[str, Any]:
 def _stop(raw: Any) -> list[str]:
     stop = [raw] if isinstance(raw, str) else raw
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(s, str) and s for s in stop):
-        raise RequestError(f"stop is {short(raw)}: send a string or up to 4 strings", param="stop")
+        raise wrong("stop", raw, "send a string or up to 4 strings")
     return stop
 
 
 def _ids(name: str, raw: Any) -> list[int]:
     if not isinstance(raw, list) or not all(is_token_id(token) for token in raw):
-        raise RequestError(f"{name} is {short(raw)}: send a list of token ids", param=name)
+        raise wrong(name, raw, "send a list of token ids")
     return raw
 
 
@@ -345,10 +303,7 @@ def _logit_bias(raw: Any) -> dict[int, float]:
     try:
         return {int(token): number("logit_bias", value, -100, 100) for token, value in raw.items()}
     except (AttributeError, ValueError):
-        raise RequestError(
-            f"logit_bias is {short(raw)}: send an object of token ids and numbers from -100 to 100",
-            param="logit_bias",
-        ) from None
+        raise wrong("logit_bias", raw, "send an object of token ids and numbers from -100 to 100") from None
 
 
 _OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {

@@ -22,16 +22,8 @@ def request_gconfig(
     gconfig: GenerationHyperparameters, request: ChatRequest, *, choice: int, prompt_tokens: int, agent_samples: bool
 ) -> GenerationHyperparameters:
     """Return the sampling parameters of one answer.
-
-    Args:
-        gconfig: The run's sampling parameters.
-        request: The agent's request.
-        choice: Index of the answer among ``request.n``; each has a seed of its own.
-        prompt_tokens: Length of the prompt; ``gconfig.max_tokens`` limits prompt and answer together.
-        agent_samples: True applies the agent's temperature, top_p, penalties and logit_bias.
-
-    Raises:
-        RequestError: ``context_length_exceeded`` if the prompt leaves no room for an answer.
+    ``choice`` is its index among ``request.n``; each has a seed of its own. ``agent_samples`` applies the agent's
+    temperature, top_p, penalties and logit_bias.
     """
     room = gconfig.max_tokens - prompt_tokens
     if room < 1:
@@ -68,35 +60,22 @@ def request_gconfig(
 def _distribution(
     gconfig: GenerationHyperparameters, asked: Mapping[str, float], agent_samples: bool
 ) -> dict[str, Any]:
-    """Return the agent's parameters that apply; warn about the others."""
-    run_values = {
-        "temperature": gconfig.effective_temperature,
-        "top_p": gconfig.top_p,
-        "top_k": gconfig.top_k or -1,
-        "frequency_penalty": gconfig.frequency_penalty,
-        "presence_penalty": gconfig.presence_penalty,
-        "repetition_penalty": gconfig.repetition_penalty,
-        "min_p": gconfig.min_p,
-    }
-    ignored = {name: value for name, value in asked.items() if value != run_values[name]}
-    applied: dict[str, Any] = {}
-    if agent_samples:
-        for name in run_values:
-            if name in ignored:
-                applied[name] = ignored.pop(name)
-        if "temperature" in applied:
-            applied["greedy"] = False
-        if "top_k" in applied:
-            applied["top_k"] = int(applied["top_k"]) if applied["top_k"] >= 1 else None
-    if ignored:
-        warn_once(", ".join(f"{name}={value}" for name, value in ignored.items()))
-    return applied
+    run_values = {name: getattr(gconfig, name) for name in asked}
+    run_values |= {"temperature": gconfig.effective_temperature, "top_k": gconfig.top_k or -1}
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value != run_values[name]}
+    if changes and not agent_samples:
+        warn_once(", ".join(f"{name}={value}" for name, value in changes.items()))
+        return {}
+    if "temperature" in changes:
+        changes["greedy"] = False
+    if "top_k" in changes:
+        changes["top_k"] = int(changes["top_k"]) if changes["top_k"] >= 1 else None
+    return changes
 
 
 @functools.lru_cache(maxsize=64)
 def warn_once(ignored: str) -> None:
     """Warn about ignored parameters, once per process instead of once per episode."""
     logger.warning(
-        "the agent sets %s: ignored, because the trainer assumes the distribution of the run's gconfig",
-        ignored,
+        "the agent sets %s: ignored, because the trainer assumes the distribution of the run's gconfig", ignored
     )

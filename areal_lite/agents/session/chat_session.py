@@ -44,25 +44,7 @@ OnText = Callable[[int, Piece], None]
 
 
 class ChatSession:
-    """The token cache of one episode.
-
-    Args:
-        engine: Generates; only ``agenerate`` is used.
-        renderer: The tokenizer with its chat template.
-        gconfig: The run's sampling parameters.
-        agent_samples: True applies the agent's temperature, top_p and the like; False while training.
-        prompt_ids: Tokens of the first request, in place of its rendered messages.
-
-    Attributes:
-        history: The recorded answers.
-        interactions: Those of ``history`` by completion id, in the order they came.
-        clean_turns: Answers whose prompt holds no earlier answer, or holds it as sampled.
-        forks: Answers whose prompt renders an assistant message from text although the session has
-            answers: the client's history does not exactly extend them.
-        forked_tokens: Tokens of earlier conversations that forks rendered anew instead of continuing.
-        tool_calls: Tool calls in all answers.
-        tool_parse_errors: Answers with a tool call whose name or arguments cannot be parsed.
-    """
+    """The token cache of one episode."""
 
     def __init__(
         self,
@@ -88,27 +70,14 @@ class ChatSession:
         self.interactions = self.history.interactions
         self.responses: dict[str, dict[str, Any]] = {}
         """Replies of the Responses API, by id; an agent may read and delete them."""
-        self.clean_turns = 0
-        self.forks = 0
-        self.forked_tokens = 0
-        self.tool_calls = 0
-        self.tool_parse_errors = 0
+        self.clean_turns = self.forks = self.forked_tokens = self.tool_calls = self.tool_parse_errors = 0
         self.error: Exception | None = None
         """The engine's error in the latest call; None if that succeeded."""
         self.refusal: RequestError | None = None
         """The latest invalid request."""
 
     async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[Answer]:
-        """Return ``request.n`` answers to one prompt.
-
-        Args:
-            request: The checked request.
-            answer_id: Id of the first answer; the k-th after it is ``ID-k``.
-            on_text: Gets the text while it is sampled.
-
-        Raises:
-            RequestError: If the request is bad (400) or no server answers (503).
-        """
+        """Return ``request.n`` answers to one prompt."""
         with self._inside_episode():
             try:
                 if request.n == 1:
@@ -153,18 +122,10 @@ class ChatSession:
             episode_context.leave(outside)
 
     def counts(self) -> dict[str, float]:
-        """Return the session's numbers by name; see docs/metrics.md."""
-        return {
-            "answers": float(len(self.interactions)),
-            "clean_turns": float(self.clean_turns),
-            "forks": float(self.forks),
-            "forked_tokens": float(self.forked_tokens),
-            "tool_calls": float(self.tool_calls),
-            "tool_parse_errors": float(self.tool_parse_errors),
-        }
+        names = ("clean_turns", "forks", "forked_tokens", "tool_calls", "tool_parse_errors")
+        return {"answers": float(len(self.interactions)), **{name: float(getattr(self, name)) for name in names}}
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return how many tokens the prompt of a request has."""
         return (await self._find_prompt(request))[0].length
 
     def own(self, task: asyncio.Task[list[Answer]]) -> None:
@@ -273,7 +234,6 @@ class ChatSession:
 
 
 def _extended(parent: InteractionWithTokenLogpReward | None, ids: list[int]) -> TokenPrefix:
-    """Return the prompt that continues an answer, or begins anew, with ``ids``."""
     if parent is None:
         return TokenPrefix(ids, len(ids))
     recorded = parent.model_response

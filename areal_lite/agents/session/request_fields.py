@@ -23,6 +23,10 @@ class RequestError(Exception):
         self.code = code
 
 
+def wrong(name: str, value: object, hint: str) -> RequestError:
+    return RequestError(f"{name} is {short(value)}: {hint}", param=name)
+
+
 def json_object(body: bytes) -> dict[str, Any]:
     """Return a request's body; raises RequestError for anything but a JSON object."""
     try:
@@ -58,7 +62,7 @@ def joined_text(raw: Any, where: str, kinds: Container[str] = ("text",)) -> str:
 def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
     """Return an optional value of type ``kind``; raises RequestError for another type."""
     if value is not None and not isinstance(value, kind):
-        raise RequestError(f"{name} is {short(value)}: {hint}", param=name)
+        raise wrong(name, value, f"{hint}")
     return value
 
 
@@ -68,7 +72,7 @@ def whole(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int 
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         limit = "" if maximum == 2**63 - 1 else f" and at most {maximum}"
-        raise RequestError(f"{name} is {short(value)}: send a whole number of at least {minimum}{limit}", param=name)
+        raise wrong(name, value, f"send a whole number of at least {minimum}{limit}")
     return value
 
 
@@ -80,7 +84,7 @@ def is_token_id(value: Any) -> bool:
 def number(name: str, value: Any, low: float, high: float) -> float:
     """Return a finite number from ``low`` to ``high``; raises RequestError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} is {short(value)}: send a number", param=name)
+        raise wrong(name, value, "send a number")
     if not low <= value <= high:
         raise RequestError(f"{name} is {value}: it must be between {low} and {high}", param=name)
     return value

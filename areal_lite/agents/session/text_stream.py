@@ -19,19 +19,7 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """Turns ids into the pieces of text that the finished message will begin with.
-
-    Text waits while a character or a stop string is incomplete, and from an opening on (of a tool call, say)
-    until the answer is complete and parsed. White space at the end waits for what follows.
-
-    Args:
-        decode: Returns the text of ids.
-        stops: Strings that end the answer, and are not part of it.
-        openings: Strings that begin something other than text.
-        json_waits: True if an answer that begins like JSON may be a tool call.
-        thinking: True if the answer begins inside of ``<think>``; None if there is no reasoning.
-        regions: Splits the text in place of ``openings``, ``json_waits`` and ``thinking``.
-    """
+    """Turns ids into the pieces of text that the finished message will begin with."""
 
     def __init__(
         self,
@@ -42,6 +30,7 @@ class TextStream:
         json_waits: bool = False,
         thinking: bool | None = None,
         regions: Regions | None = None,
+        waits: bool = False,
     ) -> None:
         self.sent = ""
         """The content so far."""
@@ -54,15 +43,11 @@ class TextStream:
         """Ids before it are decoded for good; those from it to ``_decoded`` give the next ones their context."""
         self._decoded = 0
         self._waiting = ""
-        self._closed = False
+        self._closed = waits  # nothing is sent before the answer is complete
         self._json_waits = json_waits
         self._thinking = thinking
         self._in_reasoning = False
         self._regions = regions
-
-    def wait(self) -> None:
-        """Send nothing before the answer is complete."""
-        self._closed = True
 
     def feed(self, ids: Sequence[int]) -> list[Piece]:
         """Return the text that can be sent after these ids; often nothing."""

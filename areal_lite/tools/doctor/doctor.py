@@ -46,13 +46,7 @@ class Checkup:
 
 
 def doctor(config: str | None, overrides: Sequence[str], *, show: Callable[[Finding], None]) -> int:
-    """Check the machine and, with a config, its run; return the exit code.
-
-    Args:
-        config: A YAML file of any kind of run; None checks the machine alone.
-        overrides: ``key=value`` each.
-        show: Called with each finding as soon as it is known.
-    """
+    """Check the machine and, with a config, its run; return the exit code."""
     checkup = Checkup(show)
     with _warnings_shown(show):
         for check in (packages, devices, machine):

@@ -183,7 +183,6 @@ def _parameters(path: str) -> int:
 
 
 def _model_ends(path: str) -> set[int]:
-    """Return the ids that end an output by config.json and generation_config.json."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         try:

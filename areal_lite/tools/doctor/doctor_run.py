@@ -75,11 +75,7 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
 
 
 def dry_run(config: RunConfig | SupervisedConfig) -> Findings:
-    """Check all that a run checks before servers and models start: its folder, its settings, every row.
-
-    Raises:
-        ArealLiteError: As the run itself.
-    """
+    """Check all that a run checks before servers and models start: its folder, its settings, every row."""
     yield from run_folder(config)
     yield from settings(config)
     if isinstance(config, SupervisedConfig):
@@ -141,7 +137,6 @@ def supervised(config: SupervisedConfig) -> Findings:
 
 
 def _without_files(folder: str) -> dict[str, Any]:
-    """Return the top-level settings of a run that leaves nothing outside of ``folder``."""
     checkpoint = CheckpointConfig(every_minutes=None)
     return {"fileroot": folder, "checkpoint": checkpoint, "tracking": [], "save_model": False}
 
@@ -190,7 +185,6 @@ def _servers(config: RunConfig, engine: Any, began: float) -> Findings:
 
 
 def _episodes(driver: Any) -> Any:
-    """Return the batch of one row; raises with the cause if no episode succeeded."""
     try:
         return driver.batch(1)
     except StarvationError as error:

@@ -63,7 +63,6 @@ class _Export:
     """True if rows have texts instead of messages, because the run has no chat template here."""
 
     def reader(self, run: str) -> tuple[Any, ConversationReader | None]:
-        """Return the tokenizer of a run and the reader of its conversations, where they are known."""
         if run not in self.readers:
             tokenizer = run_tokenizer(self.dumps.runs[run], self.options.tokenizer)
             templated = tokenizer is not None and getattr(tokenizer, "chat_template", None)
@@ -103,7 +102,6 @@ class _Export:
             yield [record for record in self.dumps.records(rows) if record.get("reward") is not None]
 
     def sft(self) -> Iterator[Mapping[str, Any]]:
-        """Yield a row per chosen line."""
         for group in self.groups():
             ranked = sorted(group, key=lambda record: -record["reward"])
             usable = ((record, messages) for record in ranked if (messages := self.messages(record)) is not None)
@@ -116,7 +114,6 @@ class _Export:
                     yield {"messages": messages} | _source(record)
 
     def dpo(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the best against the worst answer of each group whose rewards differ."""
         for group in self.groups():
             usable = [(record, messages) for record in group if (messages := self.messages(record)) is not None]
             if len({record["reward"] for record, _ in usable}) < 2:
@@ -135,12 +132,7 @@ class _Export:
 
 
 def export(path: Path, file: Path, options: Options) -> int:
-    """Write the episodes of ``path`` to ``file`` and return the number of rows.
-
-    Raises:
-        ConfigError: For a path without dumps, a wrong filter, or nothing to export.
-        StorageError: If the file cannot be written.
-    """
+    """Write the episodes of ``path`` to ``file`` and return the number of rows."""
     unfinished = file.with_name(f".unfinished-{os.getpid()}-{file.name}")
     with Dumps.open(path) as dumps:
         each = _Export(dumps, options)
@@ -190,7 +182,6 @@ def _names(expr: Expr) -> Iterator[str]:
 
 
 def _source(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the source of a row."""
     return {name: record.get(name) for name in names or ("id", "reward")} | {"run": record["run"]}
 
 

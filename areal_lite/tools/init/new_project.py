@@ -46,15 +46,7 @@ class Project:
 
 
 def init(name: str, *, template: str = "single", model: str | None = None) -> Project:
-    """Write the folder ``name`` from a template.
-
-    Args:
-        model: Folder or hub name of a model. None takes the first one in runs/models, or leaves a placeholder.
-
-    Raises:
-        ConfigError: If the name cannot be imported or is taken, or ``model`` is not usable.
-        StorageError: If the folder cannot be written.
-    """
+    """Write the folder ``name`` from a template."""
     _check_name(name)
     if model is not None and not is_hub_name(model):  # a run asks the hub
         check_model_path(model, key="--model")
@@ -73,7 +65,6 @@ def init(name: str, *, template: str = "single", model: str | None = None) -> Pr
 
 
 def _check_name(name: str) -> None:
-    """Check that a folder of this name can be made and imported."""
     if not re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) or not isinstance(yaml.safe_load(name), str):
         raise ConfigError(
             f"the name {name!r} cannot be imported, or is no text in YAML: use letters, digits and '_', such as "

@@ -55,13 +55,7 @@ CREATE INDEX problems_file ON problems(file);
 
 
 class DumpIndex:
-    """The index of the dumps below ``root``. Thread-safe.
-
-    Args:
-        root: A run's folder (its ``rollout`` and ``eval-rollout`` count), or a file or any other folder of dumps.
-        name: What users call the run.
-        on_progress: Called with the number of lines that an update has read so far.
-    """
+    """The index of the dumps below ``root``. Thread-safe."""
 
     def __init__(self, root: Path, name: str, on_progress: Callable[[int], object] = lambda lines: None) -> None:
         self.root, self.name = root, name
@@ -118,11 +112,7 @@ class DumpIndex:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
-        """Lend a connection to this thread.
-
-        Raises:
-            StorageError: If SQLite fails in the block, for example on a full disk.
-        """
+        """Lend a connection to this thread."""
         with self._idle_lock:
             lent = self._idle.pop() if self._idle else None
         connection, reader = lent or self._connect()
@@ -203,7 +193,6 @@ class DumpIndex:
 
 
 def _create_tables(connection: sqlite3.Connection) -> None:
-    """Make the tables anew, unless another process has."""
     connection.execute("BEGIN IMMEDIATE")
     if connection.execute("PRAGMA user_version").fetchone() != (_SCHEMA,):
         for table in ("folders", "files", "texts", "episodes", "problems"):
@@ -228,7 +217,6 @@ class _TextReader:
         self._file: BinaryIO | None = None
 
     def matches(self, file: int, offset: int, length: int, pattern: str) -> bool:
-        """Search a turn's text; False for a line that cannot be read."""
         try:
             line = self._line(file, offset, length)
             # orjson writes text as it is; other writers may escape it.

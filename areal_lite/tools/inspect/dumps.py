@@ -56,10 +56,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
 
     @classmethod
     def open(
-        cls,
-        *paths: str | Path,
-        may_be_empty: bool = False,
-        on_progress: Callable[[int], object] = lambda lines: None,
+        cls, *paths: str | Path, may_be_empty: bool = False, on_progress: Callable[[int], object] = lambda lines: None
     ) -> Dumps:
         """Return the dumps of ``paths``, indexed up to now.
 
@@ -106,13 +103,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         return sum(run.index.refresh(budget_s=budget_s) for run in self._runs.values())
 
     def page(
-        self,
-        filter: str = "",
-        *,
-        sort: str = _DEFAULT,
-        offset: int = 0,
-        limit: int = 50,
-        count_s: float = 0.15,
+        self, filter: str = "", *, sort: str = _DEFAULT, offset: int = 0, limit: int = 50, count_s: float = 0.15
     ) -> Page:
         """Return rows ``offset`` to ``offset + limit`` of those that match, and how many match.
 

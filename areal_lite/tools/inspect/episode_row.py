@@ -29,16 +29,7 @@ class ShapeError(ValueError):
 
 
 def row_of(record: Any, scope: str | None, version: int | None) -> Row:
-    """Return the values of :data:`COLUMNS`.
-
-    Args:
-        record: The parsed line.
-        scope: The dump's folder, if it is one of a run.
-        version: The folder's version; None takes it from the record.
-
-    Raises:
-        ShapeError: If the line has another shape.
-    """
+    """Return the values of :data:`COLUMNS`."""
     if not isinstance(record, dict):
         raise ShapeError(f"not an object but {_type(record)}")
     turns = record.get("turns")

@@ -17,11 +17,7 @@ from areal_lite.errors import ConfigError
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of ``path``; an unfinished last line is skipped.
-
-    Raises:
-        ConfigError: If there is no such file, or a line before the last is not an object; with its number.
-    """
+    """Yield the objects of ``path``; an unfinished last line is skipped."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -85,8 +81,7 @@ def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(printable(f"{name} ({', '.join(str(fact) for fact in facts if fact)})"), "bold")
         text = turn.get("text")
         yield Text(
-            printable(str(text)) if text is not None else "no text: the run had no tokenizer",
-            _ROLE_STYLE.get(role, ""),
+            printable(str(text)) if text is not None else "no text: the run had no tokenizer", _ROLE_STYLE.get(role, "")
         )
     for process in record.get("processes") or ():
         yield from _process_lines(process)

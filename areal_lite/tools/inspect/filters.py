@@ -129,11 +129,7 @@ _TOKENS = 500
 
 
 def parse(text: str) -> Expr:
-    """Return the filter ``text``; one without terms matches everything.
-
-    Raises:
-        ConfigError: With the position, the rule and the fix.
-    """
+    """Return the filter ``text``; one without terms matches everything."""
     parser = _Parser(text)
     expr = parser.either(0)
     if parser.tokens[parser.at][0] != "end":
@@ -315,7 +311,6 @@ def is_literal(pattern: str) -> bool:
 
 
 def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    """Return the condition of ``=``, ``~`` or a comparison of numbers."""
     column, text = _column(key), str(value)
     match key.kind:
         case Kind.NUMBER:

@@ -42,14 +42,7 @@ Problem = tuple[int, int, str, str]
 
 
 class IndexUpdate:
-    """One update of the index of the dumps below ``root``; :meth:`run` must be called once.
-
-    Args:
-        connection: In autocommit mode, and used by nobody else meanwhile.
-        is_run: True for a run's folder, of which only the folders of dumps are read.
-        note: Called with a sentence about names or folders that cannot be read.
-        on_progress: Called after every commit with the number of lines read so far.
-    """
+    """One update of the index of the dumps below ``root``; :meth:`run` must be called once."""
 
     def __init__(
         self,
@@ -69,10 +62,7 @@ class IndexUpdate:
         """Lines that this update has read."""
 
     def run(self, recheck_from: int, budget_s: float) -> int:
-        """Index new dumps, then look for ``budget_s`` seconds at known files with an id of at most ``recheck_from``.
-
-        Returns the id at which the next update continues to look; 0 after the oldest file, which means the newest.
-        """
+        """Index new dumps, then look for ``budget_s`` seconds at known files with an id of at most ``recheck_from``."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             newest = self._connection.execute("SELECT coalesce(max(id), 0) FROM files").fetchone()[0]
@@ -160,7 +150,6 @@ class IndexUpdate:
     # -- files
 
     def _read_file(self, path: str) -> None:
-        """Index what the file has beyond its known state."""
         while self._read_chunk(path):
             # Another process may add the next chunk while this one has no lock, so the state is read again.
             self._commit_if_due()
@@ -283,7 +272,6 @@ def _before(file: BinaryIO, offset: int) -> bytes:
 
 
 def _list_folder(folder: Path, path: str) -> tuple[list[str], list[str], int]:
-    """Return the paths of subfolders and dumps, below that of the folder, and the number of unfinished files."""
     subfolders, dumps, unfinished = [], [], 0
     prefix = f"{path}/" if path else ""
     with os.scandir(folder) as entries:
@@ -302,7 +290,6 @@ def _folder(path: str) -> str:
 
 
 def _scope_and_version(path: str) -> tuple[str | None, int | None]:
-    """Return scope and version of a folder of a run."""
     scope, _, version = path.partition("/")
     if scope not in SCOPES:
         return None, None

@@ -31,16 +31,8 @@ class Panel:
 PANELS = (
     Panel("Reward", "reward", {"train/reward_mean": "train", "eval/reward": "eval"}),
     Panel("Loss", "loss", {"train/loss": "train", "eval/loss": "eval"}),
-    Panel(
-        "Response length",
-        "tokens",
-        {"train/response_length_mean": "mean", "train/response_length_max": "max"},
-    ),
-    Panel(
-        "KL divergence",
-        "nats per token",
-        {"train/kl": "from the reference", "train/approx_kl": "within the step"},
-    ),
+    Panel("Response length", "tokens", {"train/response_length_mean": "mean", "train/response_length_max": "max"}),
+    Panel("KL divergence", "nats per token", {"train/kl": "from the reference", "train/approx_kl": "within the step"}),
     Panel("Staleness", "policy versions", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
     Panel("Entropy", "nats", {"train/entropy": "policy"}),
     Panel("Gradient norm", "before clipping", {"train/grad_norm": "policy", "train/critic_grad_norm": "critic"}),
@@ -50,9 +42,7 @@ PANELS = (
         {"train/clip_fraction": "all", "train/clip_fraction_high": "at the upper bound"},
     ),
     Panel(
-        "Reward deviation",
-        "reward",
-        {"train/reward_std": "of the batch", "train/reward_group_std": "within groups"},
+        "Reward deviation", "reward", {"train/reward_std": "of the batch", "train/reward_group_std": "within groups"}
     ),
     Panel("Learning rate", "per step", {"train/learning_rate": "policy", "train/critic_learning_rate": "critic"}),
     Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
@@ -64,14 +54,7 @@ _LINES = ("-", "--")
 
 
 def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
-    """Save :func:`metrics_figure` to ``out`` and return its path.
-
-    Args:
-        out: Image file; the suffix selects the format. None is ``metrics.png`` in the run folder, for one run only.
-
-    Raises:
-        ConfigError: If there is no data, matplotlib is missing, or ``out`` cannot be written.
-    """
+    """Save :func:`metrics_figure` to ``out`` and return its path."""
     if out is None:
         if len(run_dirs) != 1:
             raise ConfigError(f"the plot of {len(run_dirs)} runs needs a file name: use --out FILE.png")
@@ -112,12 +95,7 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
 
 
 def means_figure(variants: Mapping[str, Sequence[Path]], *, level: float = 0.95) -> Any:
-    """Return a matplotlib figure with the mean of each metric over the runs of a variant, and its interval.
-
-    Args:
-        variants: Folders of the runs (one per seed) by name. Steps that a run lacks are left out.
-        level: Of the intervals.
-    """
+    """Return a matplotlib figure with the mean of each metric over the runs of a variant, and its interval."""
     runs = {name: [list(read_records(run / "metrics.jsonl")) for run in folders] for name, folders in variants.items()}
     metrics = [metric for panel in PANELS for metric in panel.curves]
     means = {(name, m): points for name in runs for m in metrics if (points := _means(runs[name], m, level))}
@@ -147,7 +125,6 @@ def _means(runs: Sequence[Records], metric: str, level: float) -> list[tuple[int
 
 
 def _figure(count: int, names: Iterable[str]) -> Any:
-    """Return a figure with ``count`` empty panels."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -196,7 +173,6 @@ def _points(records: Records, name: str) -> list[tuple[int, float]]:
 
 
 def _phases(records: Records) -> tuple[list[int], dict[str, list[float]]] | None:
-    """Return the steps, and the seconds per step of each phase that took any time."""
     names = {name: None for record in records for name in record if name.startswith(PHASES)}
     timed = [record for record in records if not names.keys().isdisjoint(record)]
     seconds = {

@@ -56,16 +56,7 @@ class Rescored:
 
 
 def rescore(path: Path, reward: str, *, filter: str = "", dataset: Path | None = None, json: bool = False) -> Rescored:
-    """Print old against new rewards, or with ``json`` one object per episode.
-
-    Args:
-        reward: Dotted path of a reward function.
-        dataset: Config file of the run whose rows these are; None takes that in the run's folder.
-
-    Raises:
-        ConfigError: For a path without dumps, a wrong filter, or a row that cannot be found with certainty.
-        EpisodeError: If the reward function failed for every episode.
-    """
+    """Print old against new rewards, or with ``json`` one object per episode."""
     result = Rescored()
     with Dumps.open(path) as dumps:
         for record, new in scored(dumps, reward, result, filter=filter, dataset=dataset):
@@ -100,8 +91,6 @@ def scored(
 
 
 async def _all(score: AsyncRewardWrapper, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-    """Return the reward of each call, or the exception it raised."""
-
     async def one(arguments: tuple[Any, ...], row: dict[str, Any]) -> float | Exception:
         try:
             reward = await score(*arguments, **row)
@@ -135,7 +124,6 @@ def _keep(result: Rescored, record: Record, new: float | Exception, *, json: boo
 
 
 def _takes_row(function: Any) -> bool:
-    """Return whether a reward function has parameters beside the four that a dump knows."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -160,11 +148,6 @@ class _Run:
             self.notes.append(f"{root.name}: the run's tokenizer is not here, so answers show their special tokens")
 
     def row_of(self, record: Record) -> Mapping[str, Any]:
-        """Return the row of a record.
-
-        Raises:
-            ConfigError: If no row, or more than one, has the record's prompt.
-        """
         fix = (
             "give the function exactly the parameters prompt, completions, prompt_ids and completion_ids if it needs "
             "no row, or name the config of the run with --dataset"

@@ -39,13 +39,7 @@ _MAX_TEXTS = 10_000
 
 
 class RunDumps:
-    """The dumps of a run, or of the part of it that the user named. Thread-safe, as its index is.
-
-    Args:
-        index: Closed by the caller.
-        name: Name of the run in rows and errors.
-        part: Path of a folder or file below the run's folder; empty for all dumps.
-    """
+    """The dumps of a run, or of the part of it that the user named. Thread-safe, as its index is."""
 
     def __init__(self, index: DumpIndex, name: str, part: str) -> None:
         self.index, self.name = index, name
@@ -105,11 +99,7 @@ class RunDumps:
                 yield from self._fetch(connection, "WHERE e.id = ?", list(id))
 
     def find(self, id: str) -> Row:
-        """Return the row with an id.
-
-        Raises:
-            ConfigError: If there is none.
-        """
+        """Return the row with an id."""
         path, _, line = id.rpartition(":")
         if not (path and is_utf8(path) and line.isdecimal() and len(line) < 16):
             raise ConfigError(f"{id!r} is not an episode's id: ids are FILE:LINE, such as rollout/4/134.jsonl:1")
@@ -127,11 +117,7 @@ class RunDumps:
             return list(self._fetch(connection, tail, [row["file"], row["member"]]))
 
     def record(self, row: Row) -> dict[str, Any]:
-        """Return the dumped line of a row as it was written, with its ``run``, ``id``, ``scope`` and ``version``.
-
-        Raises:
-            ConfigError: If the file is gone or has another line there.
-        """
+        """Return the dumped line of a row as it was written, with its ``run``, ``id``, ``scope`` and ``version``."""
         try:
             record = orjson.loads(self.index.read_line(row["file"], row["offset"], row["length"]))
             row_of(record, row["scope"], row["version"])
@@ -239,7 +225,6 @@ class RunDumps:
     def _fetch(
         self, connection: sqlite3.Connection, tail: str, parameters: list[Any], table: str = "episodes"
     ) -> Iterator[Row]:
-        """Yield the selected rows as dicts."""
         texts, file, path = _Texts(connection), None, None
         cursor = connection.execute(f"SELECT {_SELECT} FROM {table} AS e {tail}", parameters)
         try:
@@ -277,7 +262,6 @@ class _Texts:
 
 
 def _total(versions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of all versions together."""
     statuses: Counter[str] = Counter()
     for each in versions:
         statuses.update(each["status"])

@@ -66,11 +66,7 @@ class Options:
 
 
 def inspect(path: Path, options: Options, *, console: Console | None = None) -> int:
-    """Print what ``options`` ask for, and return the number of lines, rows or tokens.
-
-    Raises:
-        ConfigError: For a path without dumps, a wrong filter, sort key or id.
-    """
+    """Print what ``options`` ask for, and return the number of lines, rows or tokens."""
     console = console or _console()
     with Dumps.open(path, on_progress=_Progress()) as dumps:
         shown = _print(dumps, _level(dumps, path, options), options, console)
@@ -222,7 +218,6 @@ def _print_versions(dumps: Dumps, options: Options, console: Console) -> int:
 
 
 def _record(dumps: Dumps, id: str) -> dict[str, Any]:
-    """Return the record with an id, in whichever run it is."""
     error = None
     for run in dumps.runs:
         try:
@@ -315,7 +310,6 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, con
 
 
 def _print_notes(dumps: Dumps, shown: int) -> None:
-    """Say on stderr what could not be read, and that nothing matched."""
     for note in dumps.notes():
         _note(note)
     if not shown:

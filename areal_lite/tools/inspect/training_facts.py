@@ -46,7 +46,6 @@ def with_facts(root: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find(root: Path, record: Record) -> tuple[int, dict[str, Any]] | None:
-    """Return the step that trained a line, and its row; None if there is none."""
     if record.get("status") != "accepted" or record.get("scope") == "eval-rollout":
         return None
     key, tail = (str(record["task_id"]), record.get("sample_idx")), record.get("tail_version")

@@ -63,15 +63,7 @@ class Plan:
 
 
 def plan(config: Trainable, *, on_step: OnStep | None = None) -> Plan:
-    """Probe a run and predict the whole of it.
-
-    Servers in ``rollout.addresses`` load the probe's weights: they must not serve another run. The next run publishes
-    its own before its first step.
-
-    Raises:
-        ConfigError: Under torchrun.
-        ArealLiteError: As the run itself.
-    """
+    """Probe a run and predict the whole of it."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a plan is for a run of one process: call areal-lite plan without torchrun")
     root = Path(config.fileroot).absolute()
@@ -106,11 +98,7 @@ def _probe_config(config: Trainable, folder: str) -> Trainable:
 
 
 def predict(config: Trainable, measured: Measurements, *, held_out_scale: float = 1.0) -> Plan:
-    """Return the prediction for ``config`` from measurements of its first steps, or the figures of a whole run.
-
-    Args:
-        held_out_scale: Held-out rows of the run over those that the probe evaluated on.
-    """
+    """Return the prediction for ``config`` from measurements of its first steps, or the figures of a whole run."""
     probed, total = len(measured.step_s), measured.total_steps
     left, done = total - probed, len(measured.evaluation_s)
     step_s = _per_step(measured, list(itertools.accumulate(measured.step_s)))
@@ -159,7 +147,6 @@ def _is_async(config: Trainable) -> bool:
 
 
 def _per_step(measured: Measurements, totals: Sequence[float]) -> float:
-    """Return the growth of ``totals`` per step after the warm-up."""
     warm_up = min(measured.warm_up_steps, len(totals) - 1)
     before = totals[warm_up - 1] if warm_up else 0.0
     return (totals[-1] - before) / (len(totals) - warm_up)
@@ -181,12 +168,6 @@ def _checkpoints(config: Trainable, steps: int, step_s: float) -> int:
 def _disk(
     config: Trainable, measured: Measurements, growth: Callable[[str], float], evaluations: float, checkpoints: int
 ) -> dict[str, float]:
-    """Return the bytes at the end of the run.
-
-    Args:
-        growth: How much a total grows in the steps that are left.
-        evaluations: Evaluations of the run over those of the probe.
-    """
     size, keep = Counter(measured.disk), config.checkpoint.keep
     disk = {
         "dumps": sum(size[name] for name in DUMPS) + growth("dumps") + evaluations * size["eval-rollout"],
@@ -229,7 +210,6 @@ def plan_table(plan: Plan) -> Table:
 
 
 def _bytes(size: float) -> str:
-    """Return bytes as text: 1.2 kB, 3.4 MB, 5.6 GB."""
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -238,7 +218,6 @@ def _bytes(size: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return seconds as text: 12.3 s, 4 min 5 s, 2 h 10 min."""
     if seconds < 60:
         return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
     minutes, rest = divmod(round(seconds), 60)

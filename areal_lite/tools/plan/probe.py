@@ -96,14 +96,12 @@ class _Probe(TrainingRun[Any]):
         self.measured.total_steps = self.total_steps
 
     def tokens(self) -> float:
-        """Return the tokens sampled so far."""
         return 0.0
 
     def flush_files(self) -> None:
         """Wait for the files of the step."""
 
     def run(self) -> Summary[Any]:
-        """Run, and measure what is there at the end."""
         summary = super().run()
         self.measured.tokens = self.sampled
         return summary
@@ -131,7 +129,6 @@ class _Probe(TrainingRun[Any]):
             self.total_steps = self.step
 
     def evaluate(self) -> None:
-        """Evaluate, and measure it."""
         began, tokens, count = time.monotonic(), self.tokens(), len(self.evaluations)
         super().evaluate()  # type: ignore[safe-super]
         if len(self.evaluations) > count:
@@ -141,7 +138,6 @@ class _Probe(TrainingRun[Any]):
             self.measured.evaluated_at_start |= self.step == 0
 
     def save(self) -> None:
-        """Save a checkpoint; measure how long the last one is written."""
         began = time.monotonic()
         super().save()
         self.measured.checkpoints += 1
@@ -156,12 +152,10 @@ class _RLProbe(_Probe, RLRun):
     config: RunConfig
 
     def tokens(self) -> float:
-        """Return the tokens that the servers answered with."""
         metrics = self.driver.engine.server_metrics() if self.driver is not None else {}
         return sum(value for name, value in metrics.items() if name.endswith("/tokens"))
 
     def flush_files(self) -> None:
-        """Wait for the dumps of the groups that have ended."""
         if self.driver is not None:
             self.driver.engine.flush_dumps()
 
@@ -233,7 +227,6 @@ def _peak_memory(peak: dict[str, float]) -> Iterator[None]:
 
 
 def _family() -> list[int]:
-    """Return this process and all its descendants."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended

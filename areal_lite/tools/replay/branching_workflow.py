@@ -66,15 +66,7 @@ class Fork:
 
     @classmethod
     def at(cls, lines: Sequence[Mapping[str, Any]], turn: int) -> Fork:
-        """Return the fork of an episode at a turn.
-
-        Args:
-            lines: The episode's lines in a dump.
-            turn: A ``turn_idx``.
-
-        Raises:
-            ConfigError: If there is no such turn, or no model call at or after it.
-        """
+        """Return the fork of an episode at a turn."""
         turns = {each.get("turn_idx"): each for line in lines for each in line["turns"]}
         if None in turns:
             raise ConfigError("the dump has schema 1, which does not number turns: only schema 2 can be continued")
@@ -105,17 +97,7 @@ def _call(index: int, turns: Mapping[int, Mapping[str, Any]]) -> DumpedCall:
 
 
 class Continuation(RolloutWorkflow):
-    """Runs ``workflow`` with the dumped answers before a fork.
-
-    Args:
-        workflow: The workflow of the dumped episode.
-        fork: Where new answers begin.
-        tokenizer: Decodes a difference.
-        say: Text that replaces the last user message before the fork; only an agent's messages can be replaced.
-
-    Raises:
-        ConfigError: If ``say`` is given and the workflow is not that of an agent.
-    """
+    """Runs ``workflow`` with the dumped answers before a fork."""
 
     def __init__(self, workflow: RolloutWorkflow, fork: Fork, tokenizer: Any, *, say: str | None = None) -> None:
         if say is not None and not isinstance(workflow, AgentWorkflow):

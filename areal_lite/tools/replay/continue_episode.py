@@ -57,12 +57,7 @@ class Options:
 
 
 def continue_episode(options: Options, *, console: Console | None = None) -> Path:
-    """Continue an episode, print it, and return the folder of the run that holds the branches.
-
-    Raises:
-        ConfigError: If the episode cannot be continued there, or the agent does not repeat its calls.
-        EpisodeError: If every branch failed.
-    """
+    """Continue an episode, print it, and return the folder of the run that holds the branches."""
     console = console or Console(highlight=False)
     root, lines = _episode(options)
     fork = Fork.at(lines, options.turn)
@@ -118,7 +113,6 @@ def _episode(options: Options) -> tuple[Path, list[dict[str, Any]]]:
 
 
 def _config(root: Path, options: Options) -> RunConfig:
-    """Return the run's config with the model, or the server, that answers."""
     if not (root / CONFIG).is_file():
         raise ConfigError(f"{root} has no {CONFIG}, which names the agent: name the folder of a whole run")
     addresses = [options.address] if options.address else []
@@ -139,7 +133,6 @@ def _config(root: Path, options: Options) -> RunConfig:
 
 
 def _last_model(root: Path) -> str:
-    """Return the model that the run saved, or else its newest checkpoint."""
     if (root / "model").is_dir():
         return str(root / "model")
     if found := checkpoints(root / CHECKPOINTS):

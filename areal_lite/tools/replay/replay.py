@@ -55,15 +55,7 @@ class Replay:
 
 
 def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
-    """Check everything that a replay of the run in the folder ``run`` needs, and return it; loads no model.
-
-    Args:
-        overrides: ``key=value`` of the keys that concern training. Without a name of its own, the new run is called
-            like the old one with ``-replay``.
-
-    Raises:
-        ConfigError: If the run cannot be replayed, or an override has no effect on training.
-    """
+    """Check everything that a replay of the run in the folder ``run`` needs, and return it; loads no model."""
     for override in overrides:
         if override.split("=")[0].split(".")[0] not in _MAY_CHANGE:
             raise ConfigError(
@@ -100,11 +92,7 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
 
 
 def load_copy(run: Path, overrides: Sequence[str], *, trial_name: str) -> RunConfig:
-    """Return the config of a run with overrides, for another run with that name that dumps nothing itself.
-
-    Raises:
-        ConfigError: If the config cannot be read, or names the run's own folder.
-    """
+    """Return the config of a run with overrides, for another run with that name that dumps nothing itself."""
     given = [f"trial_name={trial_name}", *overrides]
     # The saved config has the run's identity in its rollout section, too.
     given += [f"rollout.{override}" for override in given if _is_identity(override)]
@@ -156,13 +144,7 @@ class ReplayRun(TrainingRun[Evaluation]):
 
 
 def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Evaluation]:
-    """Train the batches of a run; ``on_step`` sees every record of metrics.jsonl.
-
-    Under torchrun all ranks call it; the first one writes and has the metrics.
-
-    Raises:
-        Stopped: On SIGINT or SIGTERM, with a checkpoint from which the same command resumes.
-    """
+    """Train the batches of a run; ``on_step`` sees every record of metrics.jsonl."""
     started, config = time.monotonic(), replay.config
     with join_ranks(resolve_device(config.trainer.device)), ExitStack() as stack:
         start = find_start(config, replay.total_steps)

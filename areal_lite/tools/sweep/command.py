@@ -53,7 +53,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make_run(config: Any, title: str) -> None:
-    """Make a run of a sweep."""
     print(title, flush=True)
     if isinstance(config, RunConfig):
         train(config)
@@ -62,7 +61,6 @@ def _make_run(config: Any, title: str) -> None:
 
 
 def _fraction(text: str) -> float:
-    """Return ``text`` as a number between 0 and 1."""
     if not 0 < (number := float(text)) < 1:
         raise ValueError
     return number

@@ -99,15 +99,7 @@ def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -
 
 
 def run_sweep(variants: Sequence[Variant], train: Callable[[ExperimentConfig, str], object]) -> None:
-    """Make the runs that are not finished, seed by seed.
-
-    Args:
-        train: Makes a run; gets its config and a title.
-
-    Raises:
-        ConfigError: If a folder holds a finished run of another config.
-        ArealLiteError: Of the first run that fails, with a note that the same command continues the sweep.
-    """
+    """Make the runs that are not finished, seed by seed."""
     runs = [config for of_seed in zip(*(v.configs for v in variants), strict=True) for config in of_seed]
     todo = [config for config in runs if not _is_finished(config)]
     done = len(runs) - len(todo)

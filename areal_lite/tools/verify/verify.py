@@ -40,14 +40,7 @@ class Report:
 
 
 def verify(path: Path, *, reward: str | None = None) -> int:
-    """Print the findings, then what cannot be proved; return 0 if the run is sound, 1 with findings.
-
-    Args:
-        reward: Dotted path of the reward function; scores every accepted episode again.
-
-    Raises:
-        ConfigError: If ``path`` is not the folder of a run, or ``reward`` needs rows that cannot be found.
-    """
+    """Print the findings, then what cannot be proved; return 0 if the run is sound, 1 with findings."""
     report = check_run(path, reward=reward)
     shown: Counter[str] = Counter()
     for name, finding in report.findings:

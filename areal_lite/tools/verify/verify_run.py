@@ -105,11 +105,7 @@ class Run:
 
     @classmethod
     def open(cls, root: Path) -> Run:
-        """Return the run in the folder ``root``, without its dumps.
-
-        Raises:
-            ConfigError: If there is nothing of a run.
-        """
+        """Return the run in the folder ``root``, without its dumps."""
         if not any((root / name).exists() for name in (CONFIG, "metrics.jsonl", TRAINING, EVALUATION)):
             raise ConfigError(f"{root} is not the folder of a run: name the one with config.yaml and metrics.jsonl")
         metrics, broken = _read_metrics(root / "metrics.jsonl")

@@ -43,8 +43,6 @@ _FILLED = {
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of one step."""
-
     keys: list[Key]
     rewards: list[float]
     baselines: list[float] | None
@@ -163,7 +161,6 @@ def _row_faults(sequences: Sequence[TokenSequence], rows: _Rows, *, with_rewards
 
 
 def _fill(step: Any, rows: _Rows) -> None:
-    """Give a step what only the trainer knows."""
     import torch
 
     for name, attribute in _FILLED.items():

@@ -122,7 +122,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _hashes(folder: Path) -> dict[str, Any]:
-    """Return the hashes of the files of the policy's weights."""
     files = _manifest(folder).get("files") or {}
     return {name: digest for name, digest in files.items() if _WEIGHTS.search(name)}
 

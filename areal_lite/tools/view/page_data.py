@@ -64,11 +64,7 @@ _TIMES = ("timing/step_s", "timing/rollout_wait_s", "timing/weight_update_s")
 
 
 class Answers:
-    """Answers over opened dumps. Thread-safe.
-
-    Args:
-        filter: Where the page starts.
-    """
+    """Answers over opened dumps. Thread-safe."""
 
     def __init__(self, dumps: Dumps, filter: str = "") -> None:
         self.dumps, self.filter = dumps, filter
@@ -261,7 +257,6 @@ class Answers:
         return found, len(rows) > MAX_COMPARED
 
     def _records(self, run: str) -> list[Json]:
-        """Return the lines of a run's metrics.jsonl; none if it has no readable one."""
         path = self.dumps.runs[run] / "metrics.jsonl"
         try:
             status = path.stat()

@@ -89,11 +89,7 @@ def static_files() -> dict[str, bytes]:
 
 
 def serve_page(paths: Sequence[Path], *, port: int | None = None, browser: bool = True, filter: str = "") -> None:
-    """Serve the page of the runs in ``paths`` until the command is stopped.
-
-    Raises:
-        ConfigError: For a path without dumps, a wrong filter, or a port that is in use.
-    """
+    """Serve the page of the runs in ``paths`` until the command is stopped."""
     with Dumps.open(*paths, may_be_empty=True) as dumps:
         answers = Answers(dumps, filter)
         for note in dumps.notes():
@@ -188,7 +184,6 @@ class _Page:
         return response
 
     async def follow(self, app: web.Application) -> AsyncIterator[None]:
-        """Look for new dumps and metrics while the server runs."""
         task = asyncio.create_task(self._follow())
         yield
         task.cancel()

@@ -30,11 +30,7 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 
 def export_page(paths: Sequence[Path], out: Path, *, filter: str = "") -> str:
-    """Write the matching episodes of the runs in ``paths`` to ``out``, and return what was written.
-
-    Raises:
-        ConfigError: For a path without dumps, a wrong filter, no matching episode, or a file that cannot be written.
-    """
+    """Write the matching episodes of the runs in ``paths`` to ``out``, and return what was written."""
     with Dumps.open(*paths) as dumps:
         answers = Answers(dumps, filter)
         data = _data(answers, filter)

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.agents.doors.agent_doors import AgentDoors
+from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import parse_chat_request
@@ -38,15 +39,15 @@ pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
 DOORS = pytest.mark.parametrize("door", ["transport", "listener"])
 
 
-async def close(doors: AgentDoors) -> None:
+async def close(doors: Listener) -> None:
     while CLIENTS:
         await CLIENTS.pop().close()
-    await doors.aclose()
+    await doors.close()
 
 
 @asynccontextmanager
 async def opened(answers: Any, **kwargs: Any) -> AsyncIterator[tuple[AgentAccess, ChatSession, ScriptedEngine]]:
-    doors = await AgentDoors.open()
+    doors = await Listener(AgentService()).open()
     engine = ScriptedEngine(answers)
     session = ChatSession(
         engine,  # type: ignore[arg-type]
@@ -469,7 +470,7 @@ def test_a_client_that_hangs_up_ends_its_generation(door: str) -> None:
                 finally:
                     cancelled.set()
 
-        doors = await AgentDoors.open()
+        doors = await Listener(AgentService()).open()
         engine = Endless([])
         session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
         client = openai_client(doors.access(doors.service.open(session)), door)
@@ -501,7 +502,7 @@ def test_the_timeout_of_a_client_ends_its_generation(door: str, stream: bool) ->
                 finally:
                     cancelled.set()
 
-        doors = await AgentDoors.open()
+        doors = await Listener(AgentService()).open()
         engine = Hanging([])
         session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
         client = openai_client(doors.access(doors.service.open(session)), door).with_options(timeout=0.2, max_retries=0)
@@ -522,7 +523,7 @@ def test_the_timeout_of_a_client_ends_its_generation(door: str, stream: bool) ->
 def test_calls_through_the_listener_belong_to_the_episode() -> None:
     async def run() -> None:
         episode = Episode(member_idx=3)
-        doors = await AgentDoors.open()
+        doors = await Listener(AgentService()).open()
 
         class Recording(ScriptedEngine):
             async def agenerate(self, req: Any) -> Any:
@@ -600,7 +601,7 @@ def test_reasoning_is_streamed_apart_from_the_text_in_every_api() -> None:
         assert (session.clean_turns, session.forks) == (4, 0)
 
     async def run() -> None:
-        doors = await AgentDoors.open()
+        doors = await Listener(AgentService()).open()
         engine = ScriptedEngine([THOUGHTS] * 4, "qwen3")
         session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
         await steps(doors.access(doors.service.open(session)), session, engine)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.agents.doors.chat_completions import ChatCompletions
+from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.parsers.answer_parser import AnswerParser
 from areal_lite.agents.parsers.response_template import ResponseTemplateParser
 from areal_lite.agents.session.chat_renderer import ChatRenderer
@@ -193,7 +193,7 @@ def test_a_session_streams_and_answers_alike_and_continues_the_recorded_ids(thin
         (call,) = message["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "x y"}
         pieces: list[Piece] = []
-        request = ChatCompletions().parse(orjson.dumps(body), session)
+        request = ChatCompletions(orjson.dumps(body), session).request
         (streamed,) = await session.answer(request, "second", on_text=lambda _, piece: pieces.append(piece))
         assert "".join(piece.text for piece in pieces if not piece.is_reasoning) == streamed.message["content"] == "So:"
         assert "".join(piece.text for piece in pieces if piece.is_reasoning) == ("hm" if thinks else "")
