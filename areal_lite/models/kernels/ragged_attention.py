@@ -1,7 +1,8 @@
 """Attention over sequences side by side in one bin: no padding, and no quadratic mask over all tokens.
 
-Guarantees that a query sees only the keys of its own segment, up to itself, and in a windowed layer only the last ones. On a GPU in half precision torch's
-variable-length kernel computes it; elsewhere the segments are computed one after another.
+Guarantees that a query sees only the keys of its own segment, up to itself; in a windowed layer only the last of them.
+On a GPU in half precision torch's variable-length kernel computes it; elsewhere the segments are computed one after
+another.
 
 Transformers selects it by the name :data:`RAGGED`. A forward pass without segments is plain attention.
 """
