@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite.embedded.adapter import Adapter
 from areal_lite.errors import ConfigError
+from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
 from areal_lite.models.kernels.layer_kernels import layer_operations
@@ -42,10 +43,9 @@ class ModelRunner:
         self.context_length = context_length
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.slots = slots
-        layers = int(model.config.get_text_config().num_hidden_layers)
         self._min_width = MIN_ROWS if exact and read_exactly(model) else 0
         capacity = context_length + self._min_width  # padding must not overwrite the last token
-        self.cache = SlotCache(num_layers=layers, slots=slots, capacity=capacity, device=self.device)
+        self.cache = SlotCache(model.config, slots=slots, capacity=capacity, device=self.device)
         self._lean: LeanDecoder | None = None
         if family_of(model) is not None:
             operations = layer_operations(model) if compiled else LayerOperations(model)
@@ -97,20 +97,14 @@ class ModelRunner:
         padded = [ids + [0] * (width - len(ids)) for ids in tokens]
         input_ids = torch.tensor(padded, device=self.device)
         last = None if all_positions else torch.tensor(lengths, device=self.device) - 1
-        mask = None
-        if not plan.fresh:
-            columns = torch.arange(plan.kv_length, device=self.device)
-            visible = columns[None, None] <= plan.columns[:, :, None]  # [n, q, kv]
-            mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
-            mask = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
         positions = plan.columns.clamp(max=self.context_length - 1)
         if decoder is not None:
             rows = None if last is None else torch.arange(len(slots), device=self.device) * width + last
-            return decoder.forward(input_ids, positions, mask, rows)
+            return decoder.forward(input_ids, positions, self.cache.masks(self.model.dtype), rows)
         self._last = last if width > 1 else None
         output = self.model(
             input_ids=input_ids,
-            attention_mask=mask,
+            attention_mask=None if plan.fresh else mask_argument(self.cache.masks(self.model.dtype)),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
@@ -127,7 +121,7 @@ class ModelRunner:
         plan = self.cache.plan
         plan.set(torch.tensor(slots).repeat_interleave(lengths).tolist(), columns, 1)
         rows = torch.tensor([token for ids in tokens for token in ids])[:, None]
-        logits = decoder.forward(rows, plan.columns, None, None if all_positions else lengths.cumsum(0) - 1)
+        logits = decoder.forward(rows, plan.columns, {}, None if all_positions else lengths.cumsum(0) - 1)
         if not all_positions:
             return logits
         parts = torch.split(logits[:, 0], lengths.tolist())
@@ -156,7 +150,19 @@ class ModelRunner:
             )
 
     def _difference_to_plain_forward(self) -> float:
-        """Return the total variation distance between a plain pass and prefill + extension + decoding."""
+        """Return the total variation distance between a plain pass and prefill + extension + decoding.
+
+        Windows are shortened, or so few tokens would not cross their border.
+        """
+        plan, window = self.cache.plan, self.cache.plan.window
+        with short_windows(self.model, 3):
+            plan.window = window_of(self.model.config) or window
+            try:
+                return self._distance()
+            finally:
+                plan.window = window
+
+    def _distance(self) -> float:
         length = min(9, self.context_length)
         ids = [(7 * i + 3) % self.vocab_size for i in range(length)]
         self._last = None
@@ -202,16 +208,20 @@ def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
 
     Args:
         model_path: Directory with config.json and weights.
+
+    Raises:
+        ConfigError: Before the weights are read, if the layers have another attention than full or sliding windows.
     """
+    config = AutoConfig.from_pretrained(str(model_path))
+    if unsupported := unsupported_layers(config):
+        raise ConfigError(
+            f"{model_path} is a {config.model_type} model with {unsupported}: the embedded server computes full "
+            "attention and sliding windows. Serve it with SGLang or vLLM instead."
+        )
     model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype)
     return model.to(device).eval().requires_grad_(False)
 
 
 def longest_context(config: Any) -> int:
-    """Return the number of positions the model can attend to, at most its sliding window."""
-    text_config = config.get_text_config()
-    limits = [
-        getattr(text_config, "max_position_embeddings", None),
-        getattr(text_config, "sliding_window", None),
-    ]
-    return min((int(limit) for limit in limits if limit), default=2048)
+    """Return the number of positions of the model."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2048)

@@ -1,8 +1,7 @@
 """Families of decoders with Llama's layers: which models they are, how they differ, and how a layer names its parts.
 
 The server's :mod:`lean_decoder` and the trainer's :mod:`fused_decoder` read models through this module alone; models of
-other families run their own forward pass. Full attention is assumed: the server bounds the context by a sliding window,
-and the trainer does not fuse models with one.
+other families run their own forward pass. Layers may have a sliding window, but the trainer does not fuse such models.
 """
 
 from __future__ import annotations

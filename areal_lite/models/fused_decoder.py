@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from areal_lite.models.attention_windows import window_of
 from areal_lite.models.decoder_family import DecoderLayer, fits_kernels, query_key_norms
 from areal_lite.models.kernels.decoder_kernels import decoder_operations
 from areal_lite.models.kernels.decoder_operations import DecoderOperations, Tokens
@@ -37,6 +38,7 @@ class FusedDecoder:
         """Return whether the decoder's layers have the form that is computed here."""
         return (
             fits_kernels(decoder)
+            and window_of(decoder.config) is None
             and decoder.config.attention_dropout == 0
             and not decoder.gradient_checkpointing
             and all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in decoder.parameters())

@@ -73,13 +73,13 @@ class LeanDecoder:
         """True if the slots of a pass need equally many tokens; if not, each token is a row of its own."""
         return self._operations.pads
 
-    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], last: Tensor | None) -> Tensor:
         """Run a pass that the cache's plan describes, and store its KV.
 
         Args:
             ids: ``[n, q]`` token ids.
             positions: ``[n, q]`` their positions.
-            mask: ``[n, 1, q, kv]`` added to the attention's scores; None if no slot has earlier tokens.
+            masks: ``[n, 1, q, kv]`` added to the scores of each kind of layers; those missing are causal.
             last: ``[m]`` the only tokens that need logits, numbered through all rows; None for all.
 
         Returns:
@@ -87,13 +87,14 @@ class LeanDecoder:
         """
         operations, groups = self._operations, self._layers[0].attention.num_key_value_groups
         hidden = self._body.embed_tokens(ids)
-        turn = Turn.of(self._body.rotary_emb(hidden, positions), mask, groups)
+        angles = self._body.rotary_emb(hidden, positions)
+        turns = {kind: Turn.of(angles, masks.get(kind), groups) for kind in self._cache.kinds}
         normed = operations.norm(hidden, self._layers[0].input_norm)
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._body.norm]
         for layer, next_norm, cached in zip(self._layers, next_norms, self._cache.layers, strict=True):
             assert isinstance(cached, SlotLayer)
             states = layer.qkv(normed).view(*ids.shape, -1, layer.attention.head_dim)
-            read = layer.output(operations.attend(states, layer.attention, cached, turn))
+            read = layer.output(operations.attend(states, layer.attention, cached, turns[cached.kind]))
             hidden, normed = operations.add_norm(hidden, read, layer.mlp_norm)
             added = layer.down(operations.gated(layer.gate_up(normed), layer.activation))
             hidden, normed = operations.add_norm(hidden, added, next_norm)

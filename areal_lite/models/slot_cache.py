@@ -3,24 +3,33 @@
 Each layer has two tensors ``[slots, kv_heads, capacity + 1, head_dim]``; position ``p`` of a request is column ``p`` of
 its slot. Padding writes to the last column. Knows nothing about requests: the scheduler passes the slots and how many
 columns of each are filled.
+
+A windowed layer keeps all positions too, and its queries see the last ones by a mask or by where they begin to read. A
+ring of the window's size would save memory, but would have lost what a fork before its end must read, so prefixes could
+be shared only at that end; and its order of keys would change the bits.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from areal_lite.models.attention_windows import FULL, SLIDING, added_to_scores, layer_kinds, window_of
+
 
 class ForwardPlan:
     """Slots and columns that one forward pass writes."""
 
-    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, *, slots: int, capacity: int, device: torch.device, window: int | None = None) -> None:
         self.slots = slots
         self.capacity = capacity
+        self.window = window or capacity
+        """Positions that a query of a windowed layer sees, its own included."""
         self.device = device
         self.used = torch.empty(0, dtype=torch.long)
         self.columns = torch.empty(0, 0, dtype=torch.long)
@@ -56,11 +65,11 @@ class ForwardPlan:
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of a ``SlotCache``; allocated when the first keys arrive."""
 
-    is_sliding = False
-
-    def __init__(self, plan: ForwardPlan) -> None:
+    def __init__(self, plan: ForwardPlan, kind: str = FULL) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plan = plan
+        self.kind = kind
+        self.is_sliding = kind == SLIDING
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for name, states in (("keys", key_states), ("values", value_states)):
@@ -117,9 +126,21 @@ def _lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 class SlotCache(Cache):
     """The cache of all layers."""
 
-    def __init__(self, *, num_layers: int, slots: int, capacity: int, device: torch.device) -> None:
-        self.plan = ForwardPlan(slots=slots, capacity=capacity, device=device)
-        super().__init__(layers=[SlotLayer(self.plan) for _ in range(num_layers)])
+    def __init__(self, config: Any, *, slots: int, capacity: int, device: torch.device) -> None:
+        self.plan = ForwardPlan(slots=slots, capacity=capacity, device=device, window=window_of(config))
+        self.kinds = frozenset(layer_kinds(config))
+        super().__init__(layers=[SlotLayer(self.plan, kind) for kind in layer_kinds(config)])
+
+    def masks(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the masks ``[n, 1, query, keys]`` added to the scores, by kind; without those that are causal."""
+        plan, masks = self.plan, {}
+        last, columns = plan.columns[:, :, None], torch.arange(plan.kv_length, device=plan.device)
+        for kind in self.kinds:
+            if plan.fresh and (kind == FULL or plan.kv_length <= plan.window):
+                continue
+            seen = columns <= last if kind == FULL else (columns <= last) & (columns > last - plan.window)
+            masks[kind] = added_to_scores(seen, dtype)[:, None]
+        return masks
 
     def copy_columns(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first ``length`` columns of ``sources[i]`` to ``targets[i]``, for each ``i``."""

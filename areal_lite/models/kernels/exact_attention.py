@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from areal_lite.models.attention_windows import added_to_scores, causal_window, short_windows
+
 EXACT = "areal_lite_exact"
 """Name of the attention implementation."""
 MIN_ROWS = 16
@@ -29,15 +31,16 @@ def exact_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    **_options: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Return ``[n, T, heads, width]`` from inputs ``[n, heads, T, width]``, the layout of transformers."""
+    if options.get("softcap") is not None:
+        raise ValueError("exact attention does not cap scores")
     (rows, heads, length, _), num_keys = query.shape, key.shape[2]
     past, missing = num_keys - length, -num_keys % _BLOCK
     if attention_mask is None:
-        later = torch.ones(length, num_keys, dtype=torch.bool, device=query.device).triu(past + 1)
-        attention_mask = query.new_zeros(later.shape).masked_fill_(later, torch.finfo(query.dtype).min)
-        attention_mask = attention_mask.expand(rows, 1, -1, -1)
+        seen = causal_window(length, num_keys, options.get("sliding_window"), query.device)
+        attention_mask = added_to_scores(seen, query.dtype).expand(rows, 1, -1, -1)
     mask = F.pad(attention_mask, (0, missing), value=torch.finfo(query.dtype).min)
     repeats = heads // key.shape[1]
     key, value = (F.pad(states.repeat_interleave(repeats, 1), (0, 0, 0, missing)) for states in (key, value))
@@ -68,12 +71,13 @@ def read_exactly(model: Any) -> bool:
         return False
     before = model.config.get_text_config()._attn_implementation
     ids = torch.arange(1, MIN_ROWS + 1)[None]
-    plain = model(input_ids=ids, use_cache=False).logits
-    try:
-        model.set_attn_implementation(EXACT)
-        if torch.allclose(model(input_ids=ids, use_cache=False).logits, plain, atol=1e-3, rtol=1e-3):
-            return True
-    except (RuntimeError, TypeError, ValueError):
-        pass
+    with short_windows(model, MIN_ROWS // 2):
+        plain = model(input_ids=ids, use_cache=False).logits
+        try:
+            model.set_attn_implementation(EXACT)
+            if torch.allclose(model(input_ids=ids, use_cache=False).logits, plain, atol=1e-3, rtol=1e-3):
+                return True
+        except (RuntimeError, TypeError, ValueError):
+            pass
     model.set_attn_implementation(before)
     return False

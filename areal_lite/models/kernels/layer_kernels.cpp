@@ -75,12 +75,13 @@ static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Ha
 
 extern "C" {
 
-// n tokens: stores their keys and values, each at its slot's column, then reads all columns of the slot up to that one.
+// n tokens: stores their keys and values, each at its slot's column, then reads the last `window` columns of the slot up
+// to that one.
 // states [n, (GROUPS + 2) * heads, WIDTH]: queries, keys, values; cos, sin [n, WIDTH]; keys, values [slots, heads,
 // capacity, WIDTH]; out [n, heads * GROUPS, WIDTH]. The norms of queries and keys may be null.
 void attend(const Half* states, const Half* cos, const Half* sin, const Half* query_norm, const Half* key_norm, float eps,
             Half* keys, Half* values, const Count* slots, const Count* columns, Count n, Count heads, Count capacity,
-            float scale, Half* out, int threads) {
+            Count window, float scale, Half* out, int threads) {
     const auto turned = [=](Count row, Count number, const Half* norm, Half* target) {
         Half normed[WIDTH];
         const Half* source = states + (row * (GROUPS + 2) * heads + number) * WIDTH;
@@ -88,6 +89,7 @@ void attend(const Half* states, const Half* cos, const Half* sin, const Half* qu
         turn(norm ? normed : source, cos + row * WIDTH, sin + row * WIDTH, target);
     };
     const auto start = [=](Count pair) { return (slots[pair / heads] * heads + pair % heads) * capacity * WIDTH; };
+    const auto begin = [=](Count pair) { return std::max<Count>(columns[pair / heads] + 1 - window, 0); };
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
@@ -100,10 +102,11 @@ void attend(const Half* states, const Half* cos, const Half* sin, const Half* qu
         std::vector<float> scores;
 #pragma omp for schedule(dynamic, std::clamp<Count>(n * heads / (4 * threads), 1, 8 * heads))
         for (Count pair = 0; pair < n * heads; pair++) {
-            const Count row = pair / heads, head = pair % heads, length = columns[row] + 1;
+            const Count row = pair / heads, head = pair % heads, length = columns[row] + 1 - begin(pair);
             Half queries[GROUPS][WIDTH];
             for (int g = 0; g < GROUPS; g++) turned(row, head * GROUPS + g, query_norm, queries[g]);
-            const Count first = start(pair), next = start(std::min(pair + 1, n * heads - 1));
+            const Count after = std::min(pair + 1, n * heads - 1);
+            const Count first = start(pair) + begin(pair) * WIDTH, next = start(after) + begin(after) * WIDTH;
             scores.resize(GROUPS * length);
             read(queries, keys + first, values + first, keys + next, values + next, length, scale, scores.data(),
                  out + pair * GROUPS * WIDTH);

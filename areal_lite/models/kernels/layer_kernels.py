@@ -21,7 +21,7 @@ from areal_lite.models.slot_cache import SlotLayer
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = {
-    "attend": [*[ARRAY] * 5, NUMBER, *[ARRAY] * 4, *[COUNT] * 3, NUMBER, ARRAY, INT],
+    "attend": [*[ARRAY] * 5, NUMBER, *[ARRAY] * 4, *[COUNT] * 4, NUMBER, ARRAY, INT],
     "add_norm": [*[ARRAY] * 3, NUMBER, *[COUNT] * 2, ARRAY, INT],
     "gated_silu": [ARRAY, *[COUNT] * 2, ARRAY, INT],
 }
@@ -63,6 +63,7 @@ class CompiledOperations(LayerOperations):
             tokens,
             kv_heads,
             capacity,
+            cached.plan.window if cached.is_sliding else capacity,
             attention.scaling,
             out.data_ptr(),
             torch.get_num_threads(),

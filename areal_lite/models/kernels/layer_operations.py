@@ -20,7 +20,7 @@ class Turn(NamedTuple):
     sin: Tensor
     """The same; the first half has its sign changed."""
     mask: Tensor | None
-    """``[n, 1, q * groups, kv]`` added to the scores; None if no slot has earlier tokens."""
+    """``[n, 1, q * groups, kv]`` added to the scores; None if causal."""
 
     @classmethod
     def of(cls, angles: tuple[Tensor, Tensor], mask: Tensor | None, groups: int) -> Turn:

@@ -1,7 +1,8 @@
 """Attention over sequences side by side in one bin: no padding, and no quadratic mask over all tokens.
 
-Guarantees that a query sees only the keys of its own segment, up to itself. On a GPU in half precision torch's
-variable-length kernel computes it; elsewhere the segments are computed one after another.
+Guarantees that a query sees only the keys of its own segment, up to itself; in a windowed layer only the last of them.
+On a GPU in half precision torch's variable-length kernel computes it; elsewhere the segments are computed one after
+another.
 
 Transformers selects it by the name :data:`RAGGED`. A forward pass without segments is plain attention.
 """
@@ -20,6 +21,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from areal_lite.models.attention_windows import causal_window
 
 RAGGED = "areal_lite_ragged"
 """Name of the attention implementation."""
@@ -52,7 +55,10 @@ def ragged_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return ``[1, T, heads, width]`` from inputs ``[1, heads, T, width]``, the layout of transformers."""
-    if segments is None:
+    window, kept = options.get("sliding_window"), key.shape[2]
+    if segments is None or options.get("softcap") is not None:  # which plain attention refuses
+        if attention_mask is None and window is not None and window < kept:
+            attention_mask = causal_window(query.shape[2], kept, window, query.device)
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return plain
     kind = query.device.type
@@ -60,10 +66,12 @@ def ragged_attention(
     query, key, value = (heads[0].transpose(0, 1).to(dtype) for heads in (query, key, value))
     key, value = key[segments.keys], value[segments.keys]
     attend = _by_kernel if query.is_cuda and dtype != torch.float32 else _one_by_one
-    return attend(query, key, value, segments, options.get("scaling"))[None], None
+    return attend(query, key, value, segments, options.get("scaling"), window)[None], None
 
 
-def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, window: int | None = None
+) -> Tensor:
     options: dict[str, Any] = {}
     if _KERNEL_GROUPS_HEADS:
         options["enable_gqa"] = True
@@ -78,18 +86,22 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, sc
         segments.longest_query,
         segments.longest_key,
         scale=scale,
-        window_size=(-1, 0),  # causal, aligned to the last key
+        window_size=(-1 if window is None else window - 1, 0),  # keys before and after a query; aligned to the last
         **options,
     )
     return out
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, window: int | None = None
+) -> Tensor:
     parts = []
     for queries, keys in zip(pairwise(segments.query_ends.tolist()), pairwise(segments.key_ends.tolist()), strict=True):
         q = query[slice(*queries)].transpose(0, 1)
         k, v = (heads[slice(*keys)].transpose(0, 1) for heads in (key, value))
-        bias = causal_lower_right(q.shape[1], k.shape[1])
+        bias: Any = causal_lower_right(q.shape[1], k.shape[1])
+        if window is not None and window < k.shape[1]:
+            bias = causal_window(q.shape[1], k.shape[1], window, q.device)
         parts.append(F.scaled_dot_product_attention(q[None], k[None], v[None], bias, scale=scale, enable_gqa=True))
     return torch.cat(parts, 2)[0].transpose(0, 1)
 

@@ -27,6 +27,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.__main__ import main
 from areal_lite.embedded.routes.generation_routes import GenerationRoutes
 from areal_lite.errors import ConfigError, ServerError
+from areal_lite.servers.client.answer import FullWindow
 from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.sglang_errors import BadRequest
@@ -56,6 +57,7 @@ class LocalEngine:
     def __init__(self, generation: GenerationRoutes) -> None:
         self._generation = generation
         self._protocol = SGLang(embedded=True)
+        self._full_window = FullWindow()
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return the answer to one request; a client that leaves aborts it; raises ConfigError or ServerError."""
@@ -81,6 +83,7 @@ class LocalEngine:
             raise ConfigError(str(details.get("message", details))) from error
         response.output_versions = [-1] * len(response.output_tokens)
         response.latency, response.started, response.rid = time.time() - began, began, req.rid
+        self._full_window.notice(response, gconfig.max_tokens, gconfig.max_new_tokens)
         return response
 
     def _add(self, event: dict[str, Any], req: ModelRequest, response: ModelResponse) -> None:

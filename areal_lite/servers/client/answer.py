@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, Limits, TopLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 class Answer:
@@ -111,6 +115,33 @@ class Answer:
         )
 
 
+class FullWindow:
+    """Says once in a run that an answer ended because prompt and answer filled the window."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def notice(self, response: ModelResponse, window: int | None, wanted_tokens: int) -> None:
+        """Look at an answer that was to have up to ``wanted_tokens``; None for a window that is not known."""
+        prompt, answer = len(response.input_tokens), len(response.output_tokens)
+        full = window is not None and prompt + answer >= window
+        if self._said or response.stop_reason != "length" or not (full or answer < wanted_tokens):
+            return
+        self._said = True
+        logger.warning(
+            "an answer ended after %d tokens because with its prompt of %d it filled the window%s, not at its own end: "
+            "shorten prompts, or raise gconfig.max_tokens and the server's context length. Later ones are not logged",
+            answer,
+            prompt,
+            f" of {window} tokens" if full else "",
+        )
+
+
+def window_of(gconfig: GenerationHyperparameters, limits: Limits) -> int:
+    """Return how many tokens prompt and answer may have together."""
+    return min(gconfig.max_tokens, limits.context_length or gconfig.max_tokens)
+
+
 def token_budget(req: ModelRequest, num_accepted: int, limits: Limits) -> int:
     """Return the maximum tokens of the answer; the first ``num_accepted`` ids, which a server took, pass unchecked."""
     ids, gconfig = req.input_ids, req.gconfig
@@ -130,7 +161,7 @@ def token_budget(req: ModelRequest, num_accepted: int, limits: Limits) -> int:
             f"input_ids holds {bad!r}: ids are plain ints from 0 to below the vocabulary size"
             f"{'' if vocab_size is None else f' {vocab_size}'}; a tensor needs .tolist()"
         )
-    window = min(gconfig.max_tokens, limits.context_length or gconfig.max_tokens)
+    window = window_of(gconfig, limits)
     budget = min(gconfig.max_new_tokens, window - len(ids))
     if budget < 1:
         raise ContextOverflowError(

@@ -42,7 +42,7 @@ from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.rules import check_engine
 from areal_lite.errors import ServerError
-from areal_lite.servers.client.answer import Answer, token_budget
+from areal_lite.servers.client.answer import Answer, FullWindow, token_budget, window_of
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.recorded_answers import continued, own_copy, take_recorded
 from areal_lite.servers.client.request_sender import SEND_ERRORS, RequestSender, pause_s, reason_of
@@ -82,6 +82,7 @@ class EngineClient:
             self._router = Router(config, self.pool, self._requests, self._reconciler, self._gate)
         self._sender = RequestSender(config, self._requests, self._reconciler, self._router, self._gate)
         self._calls: set[Answer] = set()
+        self._full_window = FullWindow()
 
     async def open(self) -> None:
         """Open the connections and compare every server with what the run wants; see :class:`Reconciler`."""
@@ -200,7 +201,9 @@ class EngineClient:
                 fruitless = 0 if answer.tokens and chunk.tokens else fruitless + 1
                 if fruitless:
                     await self._wait_after_abort(answer, fruitless)
-        return answer.response(input_ids, finish)
+        response = answer.response(input_ids, finish)
+        self._full_window.notice(response, window_of(req.gconfig, self._requests.limits), req.gconfig.max_new_tokens)
+        return response
 
     async def _wait_after_abort(self, answer: Answer, fruitless: int) -> None:
         if fruitless > MAX_FRUITLESS_ABORTS:

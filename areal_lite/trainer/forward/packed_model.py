@@ -20,6 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from areal_lite.api.trajectory import TokenSequence
+from areal_lite.models.attention_windows import (
+    FULL,
+    added_to_scores,
+    layer_kinds,
+    mask_argument,
+    short_windows,
+    unsupported_layers,
+    window_of,
+    within_window,
+)
 from areal_lite.models.fused_decoder import FusedDecoder
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
 from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
@@ -143,8 +153,8 @@ class PackedModel(nn.Module):
         self._fused: tuple[FusedDecoder, ...] = ()
         with torch.no_grad():
             self.shares_prefixes = self._packing_is_exact()
-            """True if a bin may hold several sequences: all layers use full attention and ``position_ids``; checked
-            on four tokens."""
+            """True if a bin may hold several sequences: all layers use full attention or a window, and
+            ``position_ids``; checked on four tokens."""
         if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(decoder):
             self._fused = (FusedDecoder(decoder),)
         self.ragged = False
@@ -162,6 +172,7 @@ class PackedModel(nn.Module):
             try:
                 with (
                     torch.no_grad(),
+                    short_windows(model, 2),
                     torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"),
                 ):
                     side_by_side, below = (self.states(_probe(model.device, ragged=r)) for r in (True, False))
@@ -185,8 +196,13 @@ class PackedModel(nn.Module):
         inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
         if packed.segments is not None:
             inputs |= {"segments": packed.segments, "position_ids": packed.position_ids}
-        if packed.attention_mask is not None:
-            inputs |= {"attention_mask": packed.attention_mask, "position_ids": packed.position_ids}
+        if (seen := packed.attention_mask) is not None:
+            positions, window = packed.position_ids, window_of(self._config)
+            kinds = set(layer_kinds(self._config))
+            masks = {kind: seen if kind == FULL else within_window(seen, positions, window) for kind in kinds}
+            if self._config._attn_implementation == "eager":  # which adds masks to the scores
+                masks = {kind: added_to_scores(mask, torch.float32) for kind, mask in masks.items()}
+            inputs |= {"attention_mask": mask_argument(masks), "position_ids": positions}
         return inputs
 
     def states(self, packed: PackedSequences) -> Tensor:
@@ -207,14 +223,13 @@ class PackedModel(nn.Module):
         return float(2 * products + 4 * layers * width * packed.num_pairs)
 
     def _packing_is_exact(self) -> bool:
-        if set(getattr(self._config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-            return False
-        if getattr(self._config, "sliding_window", None) and getattr(self._config, "use_sliding_window", True):
+        if unsupported_layers(self._config) is not None:
             return False
         if "position_ids" not in inspect.signature(self._decoder[0].forward).parameters:
             return False
         device = self.model.device
-        together, apart = (self.states(_probe(device, shared=shared)) for shared in (True, False))
+        with short_windows(self.model, 2):
+            together, apart = (self.states(_probe(device, shared=shared)) for shared in (True, False))
         return torch.allclose(together, apart, atol=1e-3, rtol=1e-3)
 
 

@@ -74,7 +74,7 @@ def test_attention_reads_each_slot_to_its_end_in_any_order(family: str, scale: f
     read: dict[str, Tensor] = {}
     written: dict[str, tuple[Tensor, Tensor]] = {}
     for name, operations in (("plain", plain), ("compiled", compiled)):
-        cache = SlotCache(num_layers=1, slots=5, capacity=64, device=torch.device("cpu"))
+        cache = SlotCache(layer.self_attn.config, slots=5, capacity=64, device=torch.device("cpu"))
         cached = cache.layers[0]
         assert isinstance(cached, SlotLayer)
         cached.lazy_initialization(*stored[:, :, :, :1])

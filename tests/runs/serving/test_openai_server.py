@@ -74,6 +74,22 @@ async def test_a_chat_completion_is_the_models_greedy_answer_with_its_logprobs(t
 
 
 @in_loop
+async def test_an_answer_that_fills_the_context_is_said_once(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = {str(token): -100.0 for token in range(3)}  # special tokens, some of which end an answer
+    said = []
+    async with served(tiny_model) as (client, _):
+        for max_tokens in (20, 999, 999):
+            answer = await client.completions.create(
+                model="any", prompt="hello!", max_tokens=max_tokens, extra_body={"logit_bias": endless}
+            )
+            assert answer.choices[0].finish_reason == "length"
+            said.append(sum("filled the window of 256 tokens" in line for line in caplog.messages))
+    assert said == [0, 1, 1]
+
+
+@in_loop
 async def test_a_stream_has_the_text_of_the_whole_answer_and_usage(tiny_model: Path) -> None:
     async with served(tiny_model) as (client, _):
         ask = partial(client.chat.completions.create, model="any", messages=HELLO, max_tokens=12, seed=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -293,6 +294,32 @@ def test_a_request_no_server_can_serve_is_refused_before_it_is_sent(
     with pytest.raises(ConfigError, match=says):
         asyncio.run(engine.agenerate(ModelRequest(input_ids=ids, gconfig=GenerationHyperparameters(**sampling))))
     assert stub.server.seen["generate"] == 0
+
+
+@pytest.mark.parametrize(
+    ("context", "sampling", "said"),
+    [
+        (20, {"max_new_tokens": 400}, "after 17 tokens because with its prompt of 3 it filled the window of 20 tokens"),
+        (4096, {"max_new_tokens": 400, "max_tokens": 9}, "after 6 tokens .* the window of 9 tokens"),
+        (20, {"max_new_tokens": 16}, None),
+    ],
+)
+def test_an_answer_that_fills_the_window_is_said_once(
+    start_stub: StartStub,
+    start_engine: StartEngine,
+    caplog: pytest.LogCaptureFixture,
+    context: int,
+    sampling: dict[str, int],
+    said: str | None,
+) -> None:
+    stub = start_stub(answer_len=500)
+    stub.server.told = {"context_length": context}
+    engine = start_engine(stub)
+    for _ in range(2):
+        assert generate(engine, [1, 2, 3], ignore_eos=True, **sampling).stop_reason == "length"
+    lines = [line for line in caplog.messages if "the window" in line]
+    assert len(lines) == (said is not None)
+    assert said is None or re.search(said, lines[0])
 
 
 def test_the_answer_fits_what_the_window_leaves(start_stub: StartStub, start_engine: StartEngine) -> None:

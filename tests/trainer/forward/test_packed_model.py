@@ -38,8 +38,12 @@ ARCHITECTURES = {  # config, settings, whether bins may hold several sequences
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
         True,
     ),
-    "mistral with a window": (transformers.MistralConfig, SMALL | {"sliding_window": 4}, False),
-    "gemma2 with windows": (transformers.Gemma2Config, SMALL, False),
+    "mistral with a window": (transformers.MistralConfig, SMALL | {"sliding_window": 4}, True),
+    "gemma3 with windows": (
+        transformers.Gemma3TextConfig,
+        SMALL | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        True,
+    ),
     "mamba": (
         transformers.MambaConfig,
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
@@ -191,22 +195,27 @@ def test_the_varlen_kernel_accepts_its_arguments() -> None:
     assert _by_kernel(*arguments, segments, 0.125).shape == query.shape
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("groups_heads", [True, False])
-def test_a_kernel_that_groups_no_heads_gets_repeated_keys(monkeypatch: pytest.MonkeyPatch, groups_heads: bool) -> None:
+def test_a_kernel_that_groups_no_heads_gets_repeated_keys(
+    monkeypatch: pytest.MonkeyPatch, groups_heads: bool, window: int | None
+) -> None:
     segments = Segments(*torch.tensor([[0, 3, 8, 9], [0, 3, 11, 12]], dtype=torch.int32), torch.arange(12), 5, 8)
     query, key, value = torch.randn(9, 8, 64), *torch.randn(2, 12, 2, 64)
 
     def kernel(
         query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool = False, scale: float, window_size: Any
     ) -> Any:
-        assert window_size == (-1, 0)  # causal
+        before, after = window_size  # of keys beside the query's own
+        assert after == 0
+        assert before == (-1 if window is None else 3)
         assert enable_gqa or key.shape[1] == query.shape[1]
-        return _one_by_one(query, key, value, segments, scale)
+        return _one_by_one(query, key, value, segments, scale, window)
 
     monkeypatch.setattr(ragged_attention, "varlen_attn", kernel)
     monkeypatch.setattr(ragged_attention, "_KERNEL_GROUPS_HEADS", groups_heads)
-    expected = _one_by_one(query, key, value, segments, 0.125)
-    torch.testing.assert_close(_by_kernel(query, key, value, segments, 0.125), expected)
+    expected = _one_by_one(query, key, value, segments, 0.125, window)
+    torch.testing.assert_close(_by_kernel(query, key, value, segments, 0.125, window), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -228,7 +237,9 @@ def zeros(query: Tensor, *_: Any) -> Tensor:
     return torch.zeros_like(query)
 
 
-def without_prefix(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def without_prefix(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, _window: int | None
+) -> Tensor:
     ends = segments.query_ends.tolist()
     own = [
         end - (last - first) for (first, last), end in zip(pairwise(ends), segments.key_ends.tolist()[1:], strict=True)
