@@ -61,7 +61,7 @@ class AnswerParser:
     def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
         """Return how a :class:`.TextStream` reads an answer; from an opening on, text may not be content."""
         return {
-            "openings": self.tool_format.starts if tools else (),
+            "ends": self.tool_format.starts if tools else (),
             "json_waits": bool(tools) and self.tool_format.bare_json,
             "thinking": prefill.rstrip().endswith(THINK) if self.splits_reasoning else None,
         }

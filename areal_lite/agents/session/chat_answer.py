@@ -91,7 +91,8 @@ class AnswerReader:
         parser = self._parser
         options = parser.stream_options(self._tools, self._prefill) if parser else {}
         waits = bool(self._tools and self._request.grammar)  # the answer is a call as bare JSON
-        return TextStream(self._decode, stops=self._stops, waits=waits, **options)
+        ends = [*self._stops, *options.pop("ends", ())]
+        return TextStream(self._decode, ends=ends, waits=waits, **options)
 
     def _decode(self, ids: list[int]) -> str:
         return self._renderer.visible_text(

@@ -19,14 +19,16 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """Turns ids into the pieces of text that the finished message will begin with."""
+    """Turns ids into the pieces of text that the finished message will begin with.
+
+    ``ends`` are strings that end the text: stops of the request and openings of tool calls.
+    """
 
     def __init__(
         self,
         decode: Decode,
         *,
-        stops: Sequence[str] = (),
-        openings: Sequence[str] = (),
+        ends: Sequence[str] = (),
         json_waits: bool = False,
         thinking: bool | None = None,
         regions: Regions | None = None,
@@ -37,7 +39,7 @@ class TextStream:
         self.reasoning = ""
         """The reasoning so far."""
         self._decode = decode
-        self._ends = [*stops, *openings]
+        self._ends = list(ends)
         self._ids: list[int] = []
         self._context = 0
         """Ids before it are decoded for good; those from it to ``_decoded`` give the next ones their context."""

@@ -231,7 +231,7 @@ class ServerRequests:
         """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
         assert self._session is not None, "open() first"
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        fields = {} if body is None else {"data": orjson.dumps(body), "headers": _JSON}
+        fields: dict[str, Any] = {} if body is None else {"data": orjson.dumps(body), "headers": _JSON}
         async with self._session.request(
             method, server.url + path, allow_redirects=False, timeout=timeout, **fields
         ) as reply:
