@@ -125,7 +125,7 @@ class _Head(NamedTuple):
     bias: Tensor | None
 
     @property
-    def chunk(self) -> int:
+    def chunk(self) -> int:  # positions whose logits exist at once
         itemsize = self.weight.itemsize if self.weight.device.type == "cpu" else 4
         return max(1, LOGIT_BYTES // (itemsize * len(self.weight)))
 
