@@ -97,9 +97,7 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=ids)
 
     def to_openai_args_dict(
-        self,
-        exclude_args: Sequence[str] = (),
-        api_format: Literal["completions", "responses"] = "completions",
+        self, exclude_args: Sequence[str] = (), api_format: Literal["completions", "responses"] = "completions"
     ) -> dict[str, Any]:
         """Return the keyword arguments for an OpenAI client's ``create``.
 

@@ -13,7 +13,7 @@ from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
-from areal_lite.processes.child_error import describe
+from areal_lite.processes.channel import describe
 
 
 def run_agent(agent: Any, data: dict[str, Any], access: dict[str, str], context: dict[str, Any]) -> dict[str, Any]:

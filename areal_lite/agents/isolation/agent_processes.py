@@ -11,7 +11,7 @@ from areal_lite.agents.isolation.agent_episode import run_agent
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.trajectory import ProcessRecord
 from areal_lite.processes.call_pool import CallPool
-from areal_lite.processes.child_error import rebuilt
+from areal_lite.processes.channel import rebuilt
 from areal_lite.processes.child_process import PickledObject, pickled_object
 
 

@@ -42,9 +42,8 @@ from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.rules import check_engine
 from areal_lite.errors import ServerError
-from areal_lite.servers.client.answer import Answer, token_budget
+from areal_lite.servers.client.answer import Answer, continued, own_copy, take_recorded, token_budget
 from areal_lite.servers.client.model_identity import ModelIdentity
-from areal_lite.servers.client.recorded_answers import continued, own_copy, take_recorded
 from areal_lite.servers.client.request_sender import SEND_ERRORS, RequestSender, pause_s, reason_of
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.dialects import dialect_of

@@ -226,14 +226,15 @@ class ServerRequests:
         return status < 500
 
     async def _send(
-        self, server: Server, path: str, *, method: str = "GET", body: Any = None, timeout_s: float = CONTROL_TIMEOUT_S
+        self, server: Server, path: str, *, method: str = "GET", body: Any = None, timeout_s: float | None = None
     ) -> tuple[int, bytes]:
         """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
         assert self._session is not None, "open() first"
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        fields = {} if body is None else {"data": orjson.dumps(body), "headers": _JSON}
+        timeout = aiohttp.ClientTimeout(total=timeout_s or CONTROL_TIMEOUT_S)
+        data = None if body is None else orjson.dumps(body)
+        headers = None if body is None else _JSON
         async with self._session.request(
-            method, server.url + path, allow_redirects=False, timeout=timeout, **fields
+            method, server.url + path, data=data, headers=headers, allow_redirects=False, timeout=timeout
         ) as reply:
             return reply.status, await reply.read()
 
@@ -244,7 +245,7 @@ class ServerRequests:
             raise ServerError(f"{server.url}{path} said HTTP {status}: {_message(text)}")
         return text
 
-    async def control(self, server: Server, call: ControlCall, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
         """Send a request of the control plane; raises RefusedError if the server refuses it."""
         status, text = await self._send(server, call.path, method="POST", body=call.body, timeout_s=timeout_s)
         if status != 200:

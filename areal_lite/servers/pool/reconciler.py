@@ -41,8 +41,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
 from areal_lite.servers.dialects.dialect import ErrorReply
-from areal_lite.servers.pool.outage_watch import OUTAGE_LINE_S, OutageWatch, failures_of
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import OUTAGE_LINE_S, OutageWatch, RequestGate, failures_of
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.weights.published_weights import PublishedWeights
 from areal_lite.servers.weights.weight_loader import WeightLoader
@@ -79,7 +78,7 @@ class Reconciler:
         self._pool = pool
         self._requests = requests
         self._gate = gate
-        self._identity = identity or ModelIdentity.unknown()
+        self._identity = identity or ModelIdentity()
         self._loader = WeightLoader(config, pool, requests, gate)
         self._outage = OutageWatch(pool.servers, gate, patience_s=config.faults.outage_patience_s)
         self._tasks: dict[Server, asyncio.Task[None]] = {}

@@ -25,7 +25,6 @@ from urllib.parse import urlsplit
 
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import RefusedError, ServerRequests
-from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import ControlCall
 from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
@@ -41,9 +40,9 @@ Paused = Callable[[], AbstractAsyncContextManager[None]]
 class BroadcastLoader:
     """Has servers load broadcasts, and owns the trainer's process groups with them."""
 
-    def __init__(self, requests: ServerRequests, dialect: Dialect, *, timeout_s: float) -> None:
+    def __init__(self, requests: ServerRequests, *, timeout_s: float) -> None:
         self._requests = requests
-        self._dialect = dialect
+        self._dialect = requests.dialect
         self._timeout_s = timeout_s
         self._groups: dict[Server, BroadcastGroup] = {}
 

@@ -20,11 +20,10 @@ from areal_lite.servers.client.server_requests import RefusedError
 from areal_lite.servers.dialects import Dialect, dialect_of
 from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, Limits, ServerInfo
 from areal_lite.servers.pool import reconciler as module
-from areal_lite.servers.pool.outage_watch import failures_of
 from areal_lite.servers.pool.reconciler import Reconciler
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import RequestGate, failures_of
 from areal_lite.servers.pool.server_pool import Server, ServerPool
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightFolder
+from areal_lite.servers.weights.published_weights import WeightFolder
 from tests.rollout.scripted import on_a_loop
 
 LOAD = "/update_weights_from_disk"
@@ -490,7 +489,7 @@ async def test_servers_are_watched_closely_while_one_is_not_well(
 )
 def test_servers_that_refuse_adapters_are_told_how_to_start(backend: str, hint: str | None) -> None:
     setup = Setup(backend=backend)
-    weights = AdapterFolder("folder", 3, AdapterShape(8, ("q_proj", "o_proj")))
+    weights = WeightFolder("folder", 3, AdapterShape(8, ("q_proj", "o_proj")))
     said = f". Adapters need servers that were started with {hint}" if hint else ""
     assert setup.loader.hint(weights) == said
     assert setup.loader.hint(WeightFolder("folder", 3)) == ""
