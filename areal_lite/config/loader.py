@@ -90,7 +90,8 @@ class _Loaded(NamedTuple):
 def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, recorded: bool = False) -> _Loaded:
     values = parse_yaml(read_text(Path(path)), where=str(path))
     if values is None:
-        raise ConfigError(f"{path}: the file is empty: write a mapping with at least {_required(root)}")
+        required = ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
+        raise ConfigError(f"{path}: the file is empty: write a mapping with at least {required}")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the file holds a {type(values).__name__}: write a mapping, 'key: value'")
     if recorded and isinstance(rollout := values.get("rollout"), dict):
@@ -244,10 +245,6 @@ def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
     if close := elsewhere or difflib.get_close_matches(name, known, 1):
         return f"unknown key {name!r}; did you mean {close[0]!r}?"
     return f"unknown key {name!r}; the keys here are {', '.join(known)}"
-
-
-def _required(root: type[Any]) -> str:
-    return ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
 
 
 def _short(value: Any) -> str:

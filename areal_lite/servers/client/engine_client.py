@@ -197,17 +197,14 @@ class EngineClient:
                 if answer.must_stay:
                     answer.start_over()
                 fruitless = 0 if answer.tokens and chunk.tokens else fruitless + 1
+                if fruitless > MAX_FRUITLESS_ABORTS:
+                    assert answer.server is not None
+                    raise ServerError(
+                        f"{answer.server.url} aborted request {req.rid} {fruitless} times in a row without a token"
+                    )
                 if fruitless:
-                    await self._wait_after_abort(answer, fruitless)
+                    await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
         return answer.response(input_ids, finish)
-
-    async def _wait_after_abort(self, answer: Answer, fruitless: int) -> None:
-        if fruitless > MAX_FRUITLESS_ABORTS:
-            assert answer.server is not None
-            raise ServerError(
-                f"{answer.server.url} aborted request {answer.req.rid} {fruitless} times in a row without a token"
-            )
-        await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
 
     def _seed(self, episode: Episode | None) -> int | None:
         config = self._config

@@ -30,6 +30,7 @@ from areal_lite.servers.dialects.dialect import (
     GenerationCall,
     Limits,
     ServerInfo,
+    reported,
 )
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.pool.server_pool import Server
@@ -79,7 +80,7 @@ class ServerRequests:
         self._session: aiohttp.ClientSession | None = None
         self._silences: Deadlines[_Request] = Deadlines(config.faults.request_timeout_s, self._on_silence)
         self._warned_no_version = False
-        self.limits = Limits(vocab_size=_vocab_size(config.tokenizer_path))
+        self.limits = Limits(vocab_size=reported(read_config(config.tokenizer_path), "vocab_size", int))
         """Those of the tokenizer's folder, narrowed by what servers report."""
         self.version = 0
         """Policy version of tokens whose version a server does not report."""
@@ -259,11 +260,6 @@ class ServerRequests:
 def _check_not_empty(chunk: Chunk) -> None:
     if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
         raise BadResponse(f"no tokens, with the finish reason {chunk.finish!r}")
-
-
-def _vocab_size(folder: str | None) -> int | None:
-    size = read_config(folder).get("vocab_size")
-    return size if isinstance(size, int) else None
 
 
 def _message(reply: bytes) -> str:

@@ -41,6 +41,8 @@ class RequestGate:
         self._released = asyncio.Event()
         self._released.set()
         self._held_for_update = False
+        self._outage_since: float | None = None
+        self._outage_said_at = 0.0
 
     @property
     def is_waiting(self) -> bool:
@@ -122,36 +124,25 @@ class RequestGate:
             if not (waiter := self._waiting.popleft()).done():
                 waiter.set_exception(ServerError(str(error)))
 
+    def watch_outage(self, servers: Sequence[Server], now: float, patience_s: float, *, updating: bool) -> bool:
+        """Report an outage every 10 s, and end the waits when patience is over; return whether a server needs watching.
 
-class OutageWatch:
-    def __init__(self, servers: Sequence[Server], gate: RequestGate, *, patience_s: float) -> None:
-        self._servers = servers
-        self._gate = gate
-        self._patience_s = patience_s
-        self._since: float | None = None
-        self._said_at: float
-
-    def look(self, now: float, *, updating: bool) -> bool:
-        """Return whether a server needs watching; an update has a patience of its own."""
-        outage = all(s.unhealthy for s in self._servers) and self._gate.is_waiting
-        if not outage or updating or all(s.state == "slow" for s in self._servers):
-            self._since = None
-            return any(s.unhealthy for s in self._servers)
-        if self._since is None:
-            self._since = self._said_at = now
-        lasted, patience_s = now - self._since, self._patience_s
+        An update has a patience of its own.
+        """
+        outage = all(s.unhealthy for s in servers) and self.is_waiting
+        if not outage or updating or all(s.state == "slow" for s in servers):
+            self._outage_since = None
+            return any(s.unhealthy for s in servers)
+        if self._outage_since is None:
+            self._outage_since = self._outage_said_at = now
+        lasted = now - self._outage_since
         if lasted >= patience_s:
-            self._since = None
-            why = failures_of(self._servers)
-            self._gate.give_up(ServerError(f"no inference server is healthy since {patience_s:g} s: {why}"))
-        elif now - self._said_at >= OUTAGE_LINE_S:
-            self._said_at = now
-            logger.warning(
-                "no inference server is healthy since %.0f s; the run ends after %.0f s: %s",
-                lasted,
-                patience_s,
-                failures_of(self._servers),
-            )
+            self._outage_since = None
+            self.give_up(ServerError(f"no inference server is healthy since {patience_s:g} s: {failures_of(servers)}"))
+        elif now - self._outage_said_at >= OUTAGE_LINE_S:
+            self._outage_said_at = now
+            text = "no inference server is healthy since %.0f s; the run ends after %.0f s: %s"
+            logger.warning(text, lasted, patience_s, failures_of(servers))
         return True
 
 
