@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -101,9 +100,5 @@ def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Applicat
         app.router.add_post(path, handle)
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    return main(argv, extend=add_routes)
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main(extend=add_routes))

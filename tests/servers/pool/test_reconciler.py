@@ -105,10 +105,10 @@ class Setup:
 
 
 def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog: pytest.LogCaptureFixture) -> None:
-    setup = Setup(2, faults={"outage_patience_s": 30.0})
+    setup = Setup(2)
 
     def look(now: float) -> bool:
-        return setup.it._outage.look(now, updating=setup.loader.updating)
+        return setup.gate.watch_outage(setup.pool.servers, now, 30.0, updating=setup.loader.updating)
 
     assert not look(50.0)
     for server in setup.pool.servers:
@@ -466,11 +466,11 @@ async def test_servers_are_watched_closely_while_one_is_not_well(
     monkeypatch.setattr(module, "IDLE_WATCH_S", 1000.0 if differs else 0.0)
     setup, looks = Setup(), asyncio.Semaphore(0)
 
-    def look(now: float, *, updating: bool) -> bool:
+    def look(servers: Any, now: float, patience_s: float, *, updating: bool) -> bool:
         looks.release()
         return differs
 
-    monkeypatch.setattr(setup.it._outage, "look", look)
+    monkeypatch.setattr(setup.gate, "watch_outage", look)
     watch = asyncio.create_task(setup.it._watch())
     async with asyncio.timeout(10):
         for _ in range(3):
