@@ -16,7 +16,6 @@ class ClassConfig:
 
     path: str
     """A Python file, or the dotted path of a module."""
-
     name: str
     """Name of the class in it."""
 
@@ -28,16 +27,12 @@ class RowsConfig:
     path: str | list[str]
     """Files (parquet, json, jsonl, csv, arrow; compressed, globs, SPLIT@PATH, or a list of them), a hub dataset,
     reasoning-gym:TASK, or the dotted path of a function that returns rows."""
-
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reasoning-gym task or the function (size, seed, ...)."""
-
     max_samples: Positive | None = None
     """Limit on the number of rows: the first ones or, with shuffle, a random subset drawn with the run's seed."""
-
     shuffle: bool = True
     """Shuffle each epoch, seeded by (seed, epoch); false keeps the order of the rows."""
-
     cache_dir: str | None = None
     """Cache folder for remote files. Null is ~/.cache/areal_lite."""
 
@@ -48,59 +43,41 @@ class DatasetConfig(RowsConfig):
 
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
-
     label_key: str | None = None
     """Column of the label."""
-
     metadata_key: str | None = None
     """Column of a dict that becomes Sample.metadata, for buffer_filter; it is saved with the position in the data."""
-
     image_key: str = "images"
     """Column of the images that replace <image> in a message, for training loops of your own: runs train on text."""
-
     video_key: str = "videos"
     """Column of the videos that replace <video> in a message, for training loops of your own."""
-
     tools_key: str = "tools"
     """Column of tool schemas for the chat template."""
-
     tool_key: str | None = None
     """Another name of tools_key: set one of the two."""
-
     tools_in_system_prompt: bool = False
     """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
     render tools."""
-
     max_prompt_length: Positive | None = None
     """Maximum tokens of a prompt. Null: no limit."""
-
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """For prompts above max_prompt_length: raise an error, or the part to cut."""
-
     filter_overlong_prompts: bool = False
     """Drop rows with prompts above max_prompt_length at the start."""
-
     filter_overlong_prompts_workers: Positive = 1
     """Processes that measure prompts."""
-
     apply_chat_template: bool = True
     """Write prompts with the chat template. false: a prompt is text, and used as it is."""
-
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra chat template variables, or chat_template to replace the template."""
-
     return_raw_chat: bool = False
     """Add raw_prompt, the messages, to each row."""
-
     return_full_prompt: bool = False
     """Add full_prompts, the rendered text, to each row."""
-
     custom_cls: ClassConfig | None = None
     """Custom torch Dataset class, constructed with data_files, tokenizer, processor and config."""
-
     sampler: ClassConfig | None = None
     """Custom curriculum that orders the rows: a subclass of areal_lite.data.rows.samplers.AbstractSampler."""
-
     datagen: ClassConfig | None = None
     """Custom data generator that adds training rows after each step."""
 

@@ -97,9 +97,7 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=ids)
 
     def to_openai_args_dict(
-        self,
-        exclude_args: Sequence[str] = (),
-        api_format: Literal["completions", "responses"] = "completions",
+        self, exclude_args: Sequence[str] = (), api_format: Literal["completions", "responses"] = "completions"
     ) -> dict[str, Any]:
         """Return the keyword arguments for an OpenAI client's ``create``.
 
@@ -108,6 +106,7 @@ class GenerationHyperparameters:
             api_format: The OpenAI API; the two name the maximum answer length differently.
         """
         length = "max_completion_tokens" if api_format == "completions" else "max_output_tokens"
+        biases = None if self.logit_bias is None else {str(token): bias for token, bias in self.logit_bias.items()}
         named = {
             "n_samples": ("n", self.n_samples),
             "max_new_tokens": (length, self.max_new_tokens),
@@ -116,7 +115,7 @@ class GenerationHyperparameters:
             "stop": ("stop", self.stop),
             "frequency_penalty": ("frequency_penalty", self.frequency_penalty),
             "presence_penalty": ("presence_penalty", self.presence_penalty or None),
-            "logit_bias": ("logit_bias", _text_keys(self.logit_bias)),
+            "logit_bias": ("logit_bias", biases),
             "seed": ("seed", self.seed),
         }
         return {name: value for key, (name, value) in named.items() if key not in exclude_args and value is not None}
@@ -130,7 +129,3 @@ class GenerationHyperparameters:
     def effective_temperature(self) -> float:
         """Temperature sent to the server: 0 if ``greedy``."""
         return 0.0 if self.greedy else self.temperature
-
-
-def _text_keys(biases: dict[int, float] | None) -> dict[str, float] | None:
-    return None if biases is None else {str(token): bias for token, bias in biases.items()}

@@ -15,16 +15,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from areal_lite.config.rollout_config import RunIdentity
+from areal_lite.config.schema import section_of
 from areal_lite.errors import ConfigError
 
-_WORDS = {
-    int: "integer",
-    float: "number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    Any: "anything",
-}
+_WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null", Any: "anything"}
 TOP, ALL = "run", "all"
 """Names for the keys outside of sections, and for all keys."""
 _BOUNDS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
@@ -54,7 +48,7 @@ def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
             continue
         info: FieldInfo = root.__pydantic_fields__[field.name]
         key = prefix + field.name
-        section = next((k for k in (hints[field.name], *typing.get_args(hints[field.name])) if _is_record(k)), None)
+        section = section_of(hints[field.name])
         meaning = meaning_of(root, field.name)
         if section is None:
             default = None if info.is_required() else _yaml_word(info.get_default(call_default_factory=True))
@@ -131,10 +125,6 @@ def _entry(entry: FieldHelp, width: int) -> list[str]:
         *textwrap.wrap(head, width, subsequent_indent="    ", break_on_hyphens=False),
         *textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    "),
     ]
-
-
-def _is_record(kind: Any) -> bool:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
 def _type_words(annotation: Any) -> str:

@@ -30,11 +30,7 @@ class _Text(NamedTuple):
 
 
 def resolve(
-    values: dict[Any, Any],
-    *,
-    where: str,
-    default_of: Callable[[Key], Any],
-    read_text: Callable[[Key, str], Any],
+    values: dict[Any, Any], *, where: str, default_of: Callable[[Key], Any], read_text: Callable[[Key, str], Any]
 ) -> dict[str, str]:
     """Replace the references in ``values`` and return each value as it was written, by dotted key."""
     written = [one for one in _texts(values, ()) if "${" in one.text]

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from pydantic import TypeAdapter, ValidationError
 
-from areal_lite.config.help import meaning_of
+from areal_lite.config.help import describe_fields, meaning_of
 from areal_lite.config.interpolation import Key, escaped, resolve
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
-from areal_lite.config.schema import all_keys, field_type, is_mapping, section_of, takes_text
+from areal_lite.config.schema import field_type, is_mapping, owners, section_of, takes_text
 from areal_lite.config.supervised_config import KINDS, SupervisedConfig
 from areal_lite.config.yaml_text import parse_yaml, read_text, write_yaml
 from areal_lite.errors import ConfigError
@@ -90,7 +90,8 @@ class _Loaded(NamedTuple):
 def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, recorded: bool = False) -> _Loaded:
     values = parse_yaml(read_text(Path(path)), where=str(path))
     if values is None:
-        raise ConfigError(f"{path}: the file is empty: write a mapping with at least {_required(root)}")
+        required = ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
+        raise ConfigError(f"{path}: the file is empty: write a mapping with at least {required}")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the file holds a {type(values).__name__}: write a mapping, 'key: value'")
     if recorded and isinstance(rollout := values.get("rollout"), dict):
@@ -198,14 +199,9 @@ def _messages(error: ValidationError, root: type[Any], path: str, sources: Mappi
 
 def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str]:
     """Return the class that holds the last of ``keys``, and the meaning of the nearest known field."""
-    owner: type[Any] | None = root
-    meaning = ""
-    for name in keys[:-1]:
-        field = field_type(owner, name) if owner else None
+    owner, meaning = None, ""
+    for owner, name in owners(root, keys):
         meaning = (meaning_of(owner, name) if owner else "") or meaning
-        owner = section_of(field)
-    if owner and keys:
-        meaning = meaning_of(owner, keys[-1]) or meaning
     return owner, meaning
 
 
@@ -245,14 +241,10 @@ def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
     if owner is InferenceEngineConfig and name in _MOVED:
         return f"unknown key {name!r}: write {_MOVED[name]}"
     known = list(owner.__pydantic_fields__)
-    elsewhere = [key for key in all_keys(root) if key.rpartition(".")[2] == name]
+    elsewhere = [entry.key for entry in describe_fields(root) if entry.key.rpartition(".")[2] == name]
     if close := elsewhere or difflib.get_close_matches(name, known, 1):
         return f"unknown key {name!r}; did you mean {close[0]!r}?"
     return f"unknown key {name!r}; the keys here are {', '.join(known)}"
-
-
-def _required(root: type[Any]) -> str:
-    return ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
 
 
 def _short(value: Any) -> str:

@@ -48,13 +48,10 @@ class RunIdentity:
 
     experiment_name: FolderName = "experiment"
     """Folder of the experiment under fileroot."""
-
     trial_name: FolderName = "trial"
     """Folder of this run under the experiment."""
-
     fileroot: str = "runs"
     """Root folder of all output."""
-
     seed: int | None = None
     """Seed of data order, sampling and training."""
 
@@ -70,29 +67,21 @@ class FaultsConfig:
 
     on_error: Literal["drop_episode", "drop_group", "raise"] = "drop_episode"
     """When an episode of a group fails: train on the others, drop the group, or stop the run."""
-
     failed_group_retries: Count = 1
     """Times to retry a row after its group failed."""
-
     max_empty_batches: Positive = 10
     """Stop the run if no group is accepted within this many batches' worth of groups."""
-
     episode_timeout_s: Above0 = 3600.0
     """Wall-clock limit in seconds for the episodes of a group, tool calls included."""
-
     outage_patience_s: Above0 = 300.0
     """Seconds that requests and weight updates wait while no server is healthy, before the run ends."""
-
     connect_timeout_s: Above0 = 5.0
     """Timeout in seconds for connecting to a server."""
-
     request_timeout_s: Above0 = 600.0
     """Seconds without data from a server, for any of its requests, before they go to another server; a stream that has
     begun is counted alone. A server that also leaves health probes unanswered is given up after 2 to 3 minutes."""
-
     max_connections_per_server: Positive = 512
     """Connection limit per server; further requests queue."""
-
     probe_every_steps: Count = 0
     """Compare each server's log-probs of a short answer with the trainer's every so many steps, and warn of a server
     that is further away than rounding explains; 0 compares at the start only."""
@@ -104,24 +93,19 @@ class AgentsConfig:
 
     workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
     """Dotted path of the workflow that wraps an agent (any object with ``async run()``)."""
-
     isolation: Literal["inline", "thread", "process"] = "inline"
     """Where an agent's run() is called: inline on the event loop of all episodes, where nothing may block; in a
     thread of its own, which may block; or in a process of its own, killed at the deadline. thread and process also
     take a plain ``def run()``."""
-
     processes: Positive | None = None
     """Maximum number of processes with isolation: process, per worker; further episodes wait. Null: two per core."""
-
     tool_parser: (
         Literal["hermes", "qwen3_coder", "function_tag", "llama3", "mistral", "deepseek", "glm45", "fenced_json"] | None
     ) = None
     """Format of the tool calls in an agent's answers. Null chooses it by the chat template."""
-
     reasoning_parser: Literal["think", "none"] | None = None
     """think moves <think>...</think> of an agent's answers into reasoning_content, none leaves it in the content. Null
     is think if the chat template mentions <think>."""
-
     tools_in_system_prompt: bool = False
     """Write an agent's tools into the system prompt, and calls and results as text (Hermes form), for chat templates
     that do not render tools."""
@@ -133,7 +117,6 @@ class RewardsConfig:
 
     weights: dict[str, float] | None = None
     """Weight of each part by name: the reward is the weighted sum. Null: no weighted sum."""
-
     key: str | None = None
     """Name of the part that is the reward. Null: no single part is."""
 
@@ -144,75 +127,54 @@ class InferenceEngineConfig(RunIdentity):
 
     backend: Literal["sglang", "vllm", "embedded"] = "embedded"
     """Protocol of the servers in addresses."""
-
     addresses: list[str] = field(default_factory=list)
     """host:port of each running server, or of one sglang-router as in router. Empty: the run starts its own servers."""
-
     router: str | None = None
     """host:port of an sglang-router in front of the SGLang servers in addresses: generation goes through it, weights go
     to the servers. The engine adds its servers to it and removes those with outdated weights."""
-
     weight_update: Literal["auto", "disk", "memory", "broadcast", "adapter"] = "auto"
     """How servers get new weights: as files in the run's folder; in memory of the trainer, which servers on the same
     machine map (several times faster); over a process group of the trainer and each server, by NCCL or gloo; or only
     the adapters of trainer.lora, as files. auto is memory for servers that the run starts, files for others."""
-
     weight_update_pause: Literal["abort", "keep"] = "abort"
     """Running answers during a weight update: abort and resend them with their tokens, or keep and recompute them."""
-
     tokenizer_path: str | None = None
     """Tokenizer for agents and for the text in dumps. Null uses the tokenizer of model_path."""
-
     dump_to_file: bool = False
     """Write every episode to fileroot/experiment/trial/[rollout|eval-rollout]/version/task_id.jsonl."""
-
     group_size: Positive = 1
     """Episodes per dataset row. Group-based advantages compare their rewards."""
-
     consumer_batch_size: Positive = 1
     """Groups per training batch."""
-
     max_concurrent_rollouts: Positive | None = None
     """Maximum number of groups running at once. Null: only the staleness bound limits them."""
-
     max_head_offpolicyness: Count = 0
     """Staleness bound: maximum policy versions between a trajectory's oldest trained token and the version
     that trains on it. 0 is on-policy: generation waits for every weight update."""
-
     over_sampling_groups: Count = 0
     """Extra groups to start beyond a batch; the first to finish are trained. On-policy, the rest are stopped
     when the batch is full and run first for the next; mask_offpolicy_in_partial_rollout resumes them from their
     tokens."""
-
     gen_batch_size: Positive | None = None
     """Groups to generate at once for a batch; sets over_sampling_groups to what exceeds consumer_batch_size."""
-
     mask_offpolicy_in_partial_rollout: bool = False
     """Mask tokens beyond the staleness bound and train on the rest."""
-
     stale_groups: Literal["wait", "redraw"] = "wait"
     """For a running group that would be too old for the next batch: wait for it (at most faults.episode_timeout_s), so
     that slow rows train as often as fast ones, or discard it and draw its row again."""
-
     request_retries: Positive = 4
     """Failed answers to a request, from all servers, after which it fails. A server that cannot be reached, says HTTP
     429, 502, 503 or 504, or falls silent does not count: the request goes to another one or waits."""
-
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes that run whole groups, for agents that block or keep a core busy; 1 runs them in the run's process."""
-
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     """Retries, patience and timeouts."""
-
     agents: AgentsConfig = field(default_factory=AgentsConfig)
     """Isolation, tools and parsers of agents."""
-
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     """Rewards of named parts."""
-
     gconfig: Sampling = field(default_factory=GenerationHyperparameters)
     """Default sampling parameters of training episodes."""
-
     eval_gconfig: Sampling = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
     """Default sampling parameters of evaluation episodes."""
 

@@ -93,20 +93,14 @@ def check_rollouts(config: RunConfig) -> None:
             f"trainer.total_epochs is {config.trainer.total_epochs}, and rollout_global_dataset is false: the rows "
             "of a generator have no known number, so set trainer.total_steps instead"
         )
-    _check_metadata(config)
-
-
-def _check_metadata(config: RunConfig) -> None:
-    held_out = config.eval_dataset.metadata_key if config.eval_dataset else None
-    for name, column, read in (
-        ("train_dataset", config.train_dataset.metadata_key, config.buffer_filter is not None),
-        ("eval_dataset", held_out, False),
+    for name, dataset, fix in (
+        ("train_dataset", config.train_dataset if config.buffer_filter is None else None, "set buffer_filter, or "),
+        ("eval_dataset", config.eval_dataset, ""),
     ):
-        if column is not None and not read:
-            fix = "set buffer_filter, or remove it" if name == "train_dataset" else "remove it"
+        if dataset is not None and dataset.metadata_key is not None:
             raise ConfigError(
-                f"{name}.metadata_key is {column!r}, and only a buffer_filter of the training rows reads it: {fix}. "
-                "The workflow gets the column in its row"
+                f"{name}.metadata_key is {dataset.metadata_key!r}, and only a buffer_filter of the training rows reads "
+                f"it: {fix}remove it. The workflow gets the column in its row"
             )
 
 

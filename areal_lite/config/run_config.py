@@ -22,10 +22,8 @@ class EvaluationConfig:
 
     at_start: bool = True
     """Also evaluate before the first training step."""
-
     every_steps: Positive | None = None
     """Also evaluate every this many training steps."""
-
     group_size: Positive = 1
     """Episodes per held-out row."""
 
@@ -37,17 +35,13 @@ class CheckpointConfig:
     every_minutes: Above0 | None = 10.0
     """Save after the first step that ends this many minutes after the last save or the start, and after the last step.
     Null saves by every_steps alone; with both null there are no checkpoints."""
-
     every_steps: Positive | None = None
     """Also save every this many training steps."""
-
     keep: Positive = 2
     """Number of latest checkpoints to keep."""
-
     expiry_margin_s: Above0 = 120.0
     """On platforms that announce when the machine expires: save this many seconds, plus the longest step so far, before
     that."""
-
     resume: str = "auto"
     """auto resumes from the newest checkpoint of the run, never does not resume, and a path names a checkpoint."""
 
@@ -66,13 +60,10 @@ class ExperimentConfig(RunIdentity):
 
     model_path: str
     """Folder or hub name of a Hugging Face model with its tokenizer."""
-
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints and resuming."""
-
     tracking: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Metric trackers beside metrics.jsonl; each needs its extra: pip install -e '.[wandb]'."""
-
     save_model: bool = True
     """Save the trained model and its tokenizer at the end."""
 
@@ -84,59 +75,42 @@ class RunConfig(ExperimentConfig):
     workflow: str | None = None
     """Dotted path of a workflow, or of an agent class with ``async run()``. Null: Python code passes it to
     areal_lite.Trainer(...).train."""
-
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)
     """Constructor arguments of the workflow. gconfig and tokenizer are filled in if it takes them."""
-
     should_accept_fn: str | None = None
     """Dotted path of a filter, called once per group: tensor dict -> bool or FilterDecision; false rejects the group.
     areal_lite.data.source.dynamic_filters.nonzero_reward_std keeps groups whose rewards differ."""
-
     data_packer: str | None = None
     """Dotted path of the DataPacker that turns rows into workflow input and trajectories into training data. Null
     selects one by model type."""
-
     buffer_filter: str | None = None
     """Dotted path of a function that chooses which returned groups to run first. Null: oldest first."""
-
     train_dataset: DatasetConfig
     """Training rows."""
-
     rollout_global_dataset: bool = True
     """Whether train_dataset is a dataset, with epochs in a shuffled order. false: train_dataset.path names a generator
     function, whose rows come in its order; a resumed run skips as many as were drawn."""
-
     eval_dataset: DatasetConfig | None = None
     """Held-out rows. Null skips evaluation."""
-
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """Inference servers and episode scheduling."""
-
     server: ServerConfig = field(default_factory=ServerConfig)
     """The servers that the run starts."""
-
     trainer: TrainerConfig
     """Optimizer, algorithm and losses."""
-
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When to evaluate."""
-
     reward_model: str | None = None
     """Folder of a one-label sequence classifier whose scores replace the workflow's rewards in training."""
-
     rollout_cache: str | None = None
     """Folder that caches the batch of every step; cached batches are not generated again."""
-
     dump_scores: bool = False
     """Write the prompts, answers and scores of each step to scores/STEP.jsonl."""
-
     dump_training: bool = False
     """Write log-probs, advantage, importance weight and clipping of each trained token to training/STEP.parquet; view,
     inspect and verify use them."""
-
     profile_steps: list[Positive] = field(default_factory=list)
     """Steps to profile with torch; traces go to profile/."""
-
     memory_snapshot_steps: list[Positive] = field(default_factory=list)
     """Steps after which to write what holds memory to memory/, on a GPU with all allocations of the step."""
 

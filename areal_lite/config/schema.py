@@ -22,13 +22,19 @@ def field_type(owner: type[Any], name: str) -> Any:
     return typing.get_type_hints(owner).get(name) if name in owner.__pydantic_fields__ else None
 
 
-def takes_text(root: type[Any], key: Sequence[str]) -> bool:
-    """Return whether the value at a dotted key may be text; below a free-form mapping it may."""
+def owners(root: type[Any], key: Sequence[str]) -> Iterator[tuple[type[Any] | None, str]]:
+    """Yield each part of a dotted key with the config class that may have it; None below a value or an unknown key."""
     owner: type[Any] | None = root
     for name in key:
+        yield owner, name
+        owner = section_of(field_type(owner, name)) if owner else None
+
+
+def takes_text(root: type[Any], key: Sequence[str]) -> bool:
+    """Return whether the value at a dotted key may be text; below a free-form mapping it may."""
+    for owner, name in owners(root, key):
         annotation = field_type(owner, name) if owner else None
-        owner = section_of(annotation)
-        if owner is None:
+        if section_of(annotation) is None:
             return annotation is None or bool({str, Any, Literal} & _kinds(annotation))
     return False
 
@@ -50,11 +56,3 @@ def section_of(annotation: Any) -> type[Any] | None:
 def is_mapping(annotation: Any) -> bool:
     """Return whether an annotation is a free-form mapping, or one of its alternatives is."""
     return any(typing.get_origin(kind) is dict for kind in (annotation, *typing.get_args(annotation)))
-
-
-def all_keys(owner: type[Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a config class, sections and their keys."""
-    for name in owner.__pydantic_fields__:
-        yield prefix + name
-        if section := section_of(field_type(owner, name)):
-            yield from all_keys(section, f"{prefix}{name}.")

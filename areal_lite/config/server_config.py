@@ -18,31 +18,23 @@ class EmbeddedServerConfig:
     host: str = "127.0.0.1"
     """Address to listen on. The server has no authentication: on anything but loopback, others can generate and
     change weights."""
-
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on, further replicas on the ports after it; 0 takes free ones."""
-
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the served weights. auto is that of the trainer; without a trainer bfloat16, or float32 on a CPU
     without instructions for bfloat16."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
-
     num_threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the model; 0 takes half of the cores, or all of them in an on-policy run, where server and
     trainer take turns."""
-
     max_running_requests: Positive = 64
     """Requests decoded together; more wait in a queue."""
-
     max_total_tokens: Positive | None = None
     """Limit on prompt plus max_new_tokens, summed over running requests; null is what the KV cache holds."""
-
     max_prefill_tokens: Positive | None = None
     """Prompt tokens computed in one step, padding included; running requests wait for it. null is 512 on a CPU and 8192
     on a GPU."""
-
     context_length: Annotated[int, Field(ge=16)] | None = None
     """Maximum tokens of prompt and answer together; null is the model's own limit."""
 
@@ -54,23 +46,17 @@ class ServerConfig(EmbeddedServerConfig):
     backend: Literal["sglang", "vllm", "embedded"] | None = None
     """Program to start; rollout.backend follows it. Null: the embedded server, or nothing if rollout.addresses names
     running servers."""
-
     replicas: Positive = 1
     """Number of servers. On a machine with NVIDIA GPUs each gets as many as its tensor parallel size; together they get
     the last GPUs, because trainers use the first."""
-
     args: dict[str, Any] = field(default_factory=dict)
     """Further options of SGLang or vLLM, by the name of the flag: {tp: 2, mem_fraction_static: 0.8}. true is a flag
     without a value; what the engine needs cannot be changed."""
-
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the servers."""
-
     router: bool = False
     """Start an sglang-router in front of SGLang servers, from the same environment; rollout.router follows it."""
-
     python: str | None = None
     """Interpreter of an environment with SGLang or vLLM, such as venv/bin/python. Null is that of the run."""
-
     start_timeout_s: Above0 = 600.0
     """Seconds in which a server must answer its first request."""

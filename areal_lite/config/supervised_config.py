@@ -23,20 +23,15 @@ class ConversationsConfig(RowsConfig):
 
     max_length: Annotated[int, Field(ge=2)]
     """Maximum sequence length in tokens. Beyond it, conversations are cut and pairs skipped."""
-
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
-
     tools_key: str = "tools"
     """Column of tool schemas for the chat template; may be missing."""
-
     tools_in_system_prompt: bool = False
     """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
     render tools."""
-
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra chat template variables, or chat_template to replace the template."""
-
     num_workers: Count = 0
     """Processes that check the rows at the start and tokenize them ahead of training; 0 uses a thread."""
 
@@ -47,10 +42,8 @@ class SFTDatasetConfig(ConversationsConfig):
 
     messages_key: str = "messages"
     """Column of the conversation."""
-
     response_key: str = "response"
     """Column of the response, for rows without messages."""
-
     apply_chat_template: bool = True
     """False concatenates the texts without a chat template."""
 
@@ -61,7 +54,6 @@ class PreferenceDatasetConfig(ConversationsConfig):
 
     chosen_key: str = "chosen"
     """Column of the chosen answer: the whole conversation, or what follows the prompt."""
-
     rejected_key: str = "rejected"
     """Column of the rejected answer."""
 
@@ -72,20 +64,15 @@ class SupervisedTrainerConfig(LearnerConfig):
 
     batch_size: Positive
     """Sequences or pairs per update."""
-
     epochs: Positive = 1
     """Passes over the rows."""
-
     total_steps: Positive | None = None
     """Number of updates. Null trains for all epochs."""
-
     max_inference_length_per_device: Positive | None = None
     """Maximum tokens, padding included, per forward pass and rank in evaluation, which needs less memory than training.
     Null uses max_tokens_per_microbatch."""
-
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Schedule after warm-up; linear and cosine decay to 0 at the last step."""
-
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Fraction of the updates used for warm-up; replaces warmup_steps."""
 
@@ -111,7 +98,6 @@ class DPOTrainerConfig(SupervisedTrainerConfig):
 
     beta: Above0 = 0.1
     """Strength of the constraint towards the reference model."""
-
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Assumed fraction of pairs with swapped labels."""
 
@@ -140,16 +126,12 @@ class SupervisedConfig(ExperimentConfig):
 
     kind: str
     """Kind of run: sft, dpo or reward_model."""
-
     train_dataset: ConversationsConfig
     """Training rows."""
-
     eval_dataset: ConversationsConfig | None = None
     """Held-out rows. Null skips evaluation."""
-
     trainer: SupervisedTrainerConfig
     """Optimizer and training settings."""
-
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     """When to evaluate."""
 
@@ -184,9 +166,5 @@ class RewardModelConfig(SupervisedConfig):
     trainer: RewardModelTrainerConfig
 
 
-KINDS: dict[str, type[SupervisedConfig]] = {
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "reward_model": RewardModelConfig,
-}
+KINDS: dict[str, type[SupervisedConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig}
 """Config class by ``kind``."""

@@ -24,10 +24,8 @@ class LoRAConfig:
 
     rank: Positive = 16
     """Rank of the adapters."""
-
     alpha: Above0 = 32.0
     """Adapters are scaled by alpha / rank."""
-
     target_modules: str | list[str] = "all-linear"
     """Names of the layers to adapt. all-linear is every linear layer except the output embedding."""
 
@@ -38,22 +36,16 @@ class OptimizerConfig:
 
     learning_rate: Above0
     """Peak learning rate of AdamW."""
-
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after warm-up; linear and cosine decay to 0 at the last step."""
-
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
-
     weight_decay: AtLeast0 = 0.0
     """Decoupled weight decay of AdamW; not applied to norms and biases."""
-
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Betas of AdamW."""
-
     adam_eps: Above0 = 1e-8
     """Epsilon of AdamW."""
-
     max_grad_norm: Above0 = 1.0
     """Clip gradients to this global norm."""
 
@@ -64,24 +56,18 @@ class LearnerConfig(OptimizerConfig):
 
     max_tokens_per_microbatch: Positive = 4096
     """Maximum tokens, padding included, per forward pass and rank. Halved once when out of memory."""
-
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast dtype; weights and optimizer state are float32. auto is bfloat16, or float32 on a CPU without
     instructions for bfloat16."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses a GPU if there is one."""
-
     num_threads: Count = 0
     """CPU threads of the trainer; 0 shares the cores with an embedded server."""
-
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-
     deterministic: bool = False
     """Use deterministic operations for bit-equal reruns. Slower: the embedded server computes one request at a time.
     With dtype and server.dtype float32 on a CPU, server and trainer also compute the same bits: no mismatch."""
-
     lora: LoRAConfig | None = None
     """Train low-rank adapters only. Null trains all weights."""
 
@@ -92,20 +78,15 @@ class KLConfig:
 
     coef: Above0
     """Coefficient of the penalty."""
-
     place: Literal["loss", "reward"] = "loss"
     """Add the penalty to the loss, or subtract it from each token's reward."""
-
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     """Single-sample estimator of KL(policy || reference). k1+ and k3+ take their gradient from k2."""
-
     unbiased: bool = False
     """For k1 and k3 in the loss: weight each token by policy / behaviour, which makes value and gradient unbiased for
     off-policy tokens (DeepSeek-V3.2)."""
-
     target: Above0 | None = None
     """For a penalty in the reward: adapt coef to this KL (nats per token). Null keeps coef fixed."""
-
     horizon: Above0 = 10000.0
     """Number of episodes over which coef adapts to target."""
 
@@ -134,26 +115,19 @@ class CorrectionConfig:
     level: Literal["token", "sequence", "none"] = "token"
     """Granularity of the importance weight proximal / behaviour: each token, or the whole episode (sequence). none
     disables weighting."""
-
     max_weight: Above0 = 5.0
     """Upper bound of the importance weights (truncated importance sampling)."""
-
     outside: Literal["truncate", "mask"] = "truncate"
     """For ratios beyond the bounds: truncate to max_weight, or mask the token (IcePop)."""
-
     min_weight: AtLeast0 = 0.0
     """Lower bound of the ratio; needs outside: mask."""
-
     normalize: bool = False
     """Scale the weights of a step to mean 1; needs outside: truncate."""
-
     reject: str | None = None
     """Rejection statistics, separated by commas: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ..."""
-
     reject_bounds: str | None = None
     """Comma-separated bounds, one per statistic in reject: lower_upper of the ratio for k1, an upper bound for the
     others."""
-
     max_episode_kl: Above0 | None = None
     """Mask episodes with negative advantage whose mean behaviour - policy log-prob (nats per token) is above this
     bound (off-policy sequence masking)."""
@@ -192,10 +166,8 @@ class CriticConfig(OptimizerConfig):
 
     model_path: str | None = None
     """Folder of a Hugging Face model. Null starts from the policy's model. The value head starts at 0."""
-
     clip_eps: Above0 = 0.5
     """Clip range of a value around its prediction at the start of the step."""
-
     updates_before_policy: Count = 0
     """Warm-up steps that train only the critic."""
 
@@ -206,56 +178,40 @@ class TrainerConfig(LearnerConfig):
 
     total_steps: Positive | None = None
     """Training steps, which is also the length of the learning-rate schedule. Null: those of total_epochs."""
-
     total_epochs: Positive | None = None
     """Passes over the training rows, without an incomplete last batch. With total_steps, whichever ends first."""
-
     minibatches_per_step: Positive = 1
     """Optimizer updates per batch; each uses an equal share of the batch's groups."""
-
     advantage: str = "grpo"
     """Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce, reinforce_plus_plus,
     reinforce_plus_plus_baseline, remax, opo, gpg, optimal_token_baseline, turn_grpo, turn_returns, or the dotted path
     of your own."""
-
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the estimator, such as gamma and lam of gae."""
-
     advantage_mean: Literal["none", "group", "batch"] = "none"
     """Subtract the mean over the tokens of the group or batch from the estimator's advantages."""
-
     advantage_std: Literal["none", "group", "batch"] = "none"
     """Divide the advantages by their standard deviation over the tokens of the group or batch."""
-
     loss: str = "ppo"
     """Policy loss: ppo, gspo, sapo, cispo, gpg, gmpo, clip_cov, kl_cov, m2po, reinforce, or the dotted path of your
     own."""
-
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the loss, such as clip_eps, clip_eps_high and dual_clip of ppo."""
-
     loss_aggregation: AggregationMode | None = None
     """How token losses are reduced to a scalar. Null uses the default of the loss."""
-
     loss_scale: Positive | None = None
     """Divisor in tokens of seq-mean-token-sum-norm; required there and refused elsewhere."""
-
     proximal: Literal["trainer", "behaviour"] = "trainer"
     """Center of the trust region: log-probs recomputed by the trainer at the start of the step, or those the engine
     sampled with."""
-
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction."""
-
     overlong_buffer: Count = 0
     """Reduce the reward linearly, by up to 1, over this many tokens before gconfig.max_new_tokens; 0 disables it."""
-
     kl: KLConfig | None = None
     """KL penalty against the starting model. Null loads no reference model."""
-
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
-
     critic: CriticConfig | None = None
     """Critic for gae or a custom estimator that needs values. Null trains without one."""
 

@@ -30,8 +30,7 @@ class _Loader(yaml.SafeLoader):
                 key = (key_node.tag, key_node.value)
                 if key in seen:
                     raise yaml.MarkedYAMLError(
-                        problem=f"duplicate key {key_node.value!r}; keep one",
-                        problem_mark=key_node.start_mark,
+                        problem=f"duplicate key {key_node.value!r}; keep one", problem_mark=key_node.start_mark
                     )
                 seen.add(key)
         return super().construct_mapping(node, deep)

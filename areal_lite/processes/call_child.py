@@ -14,8 +14,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from areal_lite.processes.channel import encode_reply, framed, read_message
-from areal_lite.processes.child_error import describe
+from areal_lite.processes.channel import describe, encode_reply, framed, read_message
 
 
 def main(descriptor: int, memory_bytes: int) -> None:
@@ -23,7 +22,10 @@ def main(descriptor: int, memory_bytes: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     if memory_bytes:
-        _limit_memory(memory_bytes)
+        # Not RLIMIT_AS: libraries that are only mapped, CUDA's say, are no bomb.
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        if (oom := Path("/proc/self/oom_score_adj")).exists():
+            oom.write_text("1000")
     requests = connection.makefile("rb")
     targets: dict[bytes, Callable[..., Any]] = {}
     while (message := read_message(requests)) is not None:
@@ -41,11 +43,3 @@ def main(descriptor: int, memory_bytes: int) -> None:
         except BaseException as error:  # SystemExit too: the exception is the answer
             reply = encode_reply(["error", describe(error)])
         connection.sendall(framed(reply))
-
-
-def _limit_memory(limit_bytes: int) -> None:
-    # Not RLIMIT_AS: libraries that are only mapped, CUDA's say, are no bomb.
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-    oom = Path("/proc/self/oom_score_adj")
-    if oom.exists():
-        oom.write_text("1000")

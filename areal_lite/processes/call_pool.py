@@ -23,8 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_lite.processes.channel import decode_reply, framed, receive
-from areal_lite.processes.child_error import rebuilt
+from areal_lite.processes.channel import decode_reply, framed, rebuilt, receive
 from areal_lite.processes.child_process import ChildProcess, PickledObject, start_python
 
 LOAD_S = 120.0

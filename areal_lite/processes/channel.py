@@ -19,10 +19,13 @@ Imports only what starts quickly, and no asyncio: reward and agent processes loa
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import json
 import struct
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
@@ -32,13 +35,7 @@ _LENGTH = struct.Struct("!Q")
 MAX_MESSAGE = 2**30
 """Largest body in bytes that a child may send."""
 _MAX_PIECE = 2**16
-
-
-class Stream(Protocol):
-    """A blocking stream."""
-
-    def read(self, size: int, /) -> bytes | None:
-        """Return up to ``size`` bytes; none at the end."""
+_MAX_ERROR_TEXT = 8192
 
 
 class BrokenMessageError(ConnectionError):
@@ -50,7 +47,7 @@ def framed(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def read_message(stream: Stream, *, max_bytes: int | None = None) -> bytes | None:
+def read_message(stream: IO[bytes] | socket.SocketIO, *, max_bytes: int | None = None) -> bytes | None:
     """Return the next body of a blocking stream; None at its end. The run's messages to a child have no bound."""
     header = _read(stream, _LENGTH.size)
     if not header:
@@ -62,7 +59,7 @@ def read_message(stream: Stream, *, max_bytes: int | None = None) -> bytes | Non
     return body
 
 
-def _read(stream: Stream, size: int) -> bytes:
+def _read(stream: IO[bytes] | socket.SocketIO, size: int) -> bytes:
     data = stream.read(size) or b""
     while data and len(data) < size and (more := stream.read(size - len(data))):  # an unbuffered stream reads less
         data += more
@@ -150,3 +147,38 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = json.JSONEncoder(default=_plain)
+
+
+def describe(error: BaseException) -> list[str | None]:
+    """Return what :func:`rebuilt` makes an exception of again, in the run."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        message = str(error.args[0] if len(error.args) == 1 else error)  # str() of a KeyError has quotes
+    except Exception:  # a user's class may break its own text
+        message = "(its text cannot be read)"
+    kind, hint = (getattr(error, name, None) for name in ("failure_kind", "failure_hint"))
+    return [
+        type(error).__name__,
+        message[:_MAX_ERROR_TEXT],
+        text[-_MAX_ERROR_TEXT:],
+        kind if isinstance(kind, str) else None,
+        hint if isinstance(hint, str) else None,
+    ]
+
+
+def rebuilt(name: str, message: str, text: str, kind: str | None, hint: str | None) -> Exception:
+    """Return the exception: its builtin class, or a RuntimeError of the same name; a note has the child's traceback."""
+    known = getattr(builtins, name, None)
+    error: Any = None
+    if isinstance(known, type) and issubclass(known, Exception):
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError and its like take more than a text
+            error = known(message)
+    if error is None:
+        error = type(name, (RuntimeError,), {})(message)
+    if kind is not None:
+        error.failure_kind = kind
+    if hint is not None:
+        error.failure_hint = hint
+    error.add_note(f"in its worker process:\n{text}")
+    raised: Exception = error
+    return raised

@@ -1,8 +1,4 @@
-"""Many deadlines with one timeout and one timer.
-
-All entries have the same timeout, so they expire in the order they were added and only the oldest needs a
-timer. Adding and discarding are dict operations.
-"""
+"""Many deadlines with one timeout."""
 
 from __future__ import annotations
 
@@ -22,39 +18,23 @@ class Deadlines(Generic[Key]):
     def __init__(self, timeout_s: float, on_expire: Callable[[Key], None]) -> None:
         self._timeout_s = timeout_s
         self._on_expire = on_expire
-        self._due: dict[Key, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
 
     def add(self, key: Key) -> None:
         """Start the timeout of ``key``, which must be new."""
-        loop = asyncio.get_running_loop()
-        due = self._due[key] = loop.time() + self._timeout_s
-        if self._timer is None:
-            self._timer = loop.call_at(due, self._expire)
+        self._timers[key] = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, key)
 
     def discard(self, key: Key) -> None:
-        self._due.pop(key, None)
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
 
     def pending(self) -> list[Key]:
-        return list(self._due)
+        return list(self._timers)
 
     def close(self) -> None:
-        self._due.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for key in self.pending():
+            self.discard(key)
 
-    def _expire(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._timer = None
-        expired: list[Key] = []
-        for key, due in self._due.items():
-            if due > now:
-                self._timer = loop.call_at(due, self._expire)
-                break
-            expired.append(key)
-        for key in expired:
-            del self._due[key]
-        for key in expired:  # may add keys
-            self._on_expire(key)
+    def _expire(self, key: Key) -> None:
+        del self._timers[key]
+        self._on_expire(key)  # may add keys

@@ -46,7 +46,7 @@ class RunningEngine(InferenceEngine):
     def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:
         """Start unconnected; servers must serve the model ``model_path`` (folder or hub name), if given."""
         self.config = config
-        self._identity = None if model_path is None else ModelIdentity.of(model_path)
+        self._identity = None if model_path is None else ModelIdentity(model_path)
         self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
         self._dumper: TrajectoryDumper | None = None
         self._loop: LoopThread | None = None

@@ -17,7 +17,7 @@ from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.servers.programs.embedded_settings import check_model_path
-from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
+from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:
@@ -92,24 +92,21 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
         deterministic=config.trainer.deterministic,
         adapters=_adapters(config),
     )
-    servers = make_servers(settings, model, run_dir / "servers")
-    with ServerGroup(servers) as group, ServerGroup(make_router(settings, run_dir / "servers")) as router:
+    with ServerGroup(make_servers(settings, model, run_dir / "servers")) as group:
         patience = max(config.rollout.faults.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
         rollout = replace(
             config.rollout,
             addresses=group.addresses,
             backend=settings.backend or "embedded",
-            router=next(iter(router.addresses), None),
+            router=group.router,
             faults=replace(config.rollout.faults, outage_patience_s=patience),
         )
         with _reporting(RemoteInfEngine(rollout, model_path=config.model_path)) as engine:
-            for one in (group, router):
-                one.attach(engine)
+            group.attach(engine)
             try:
                 yield engine
             finally:
-                for one in (group, router):
-                    one.attach(None)
+                group.attach(None)
 
 
 def _adapters(config: RunConfig) -> AdapterShape | None:

@@ -52,7 +52,8 @@ def prompt_preparer(
     else:
         why = f"the rows have no column {key!r}, only {', '.join(first_row)}: set {section}.prompt_key"
     _check(config, rows, section, why=why, has_prompt=has_prompt, first_row=first_row)
-    added = [name for name, wanted in _forms(rows, takes_ids=takes_ids).items() if wanted]
+    forms = {"raw_prompt_ids": takes_ids, "raw_prompt": rows.return_raw_chat, "full_prompts": rows.return_full_prompt}
+    added = [name for name, wanted in forms.items() if wanted]
     if not added:
         return None
     system_prompt = None
@@ -87,10 +88,6 @@ def with_arguments(
         variables = {"enable_thinking": thinking} | rows.apply_chat_template_kwargs
         rows = replace(rows, apply_chat_template_kwargs=variables)
     return rows, _argument(target, workflow_kwargs, "system_prompt")
-
-
-def _forms(rows: DatasetConfig, *, takes_ids: bool) -> dict[str, bool]:
-    return {"raw_prompt_ids": takes_ids, "raw_prompt": rows.return_raw_chat, "full_prompts": rows.return_full_prompt}
 
 
 def _check(config: RunConfig, rows: DatasetConfig, section: str, *, why: str, has_prompt: bool, first_row: Any) -> None:

@@ -25,11 +25,11 @@ from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_j
 from areal_lite.models.truncation import Truncation
 from areal_lite.runs.engine_stack import generating_engine, served_dtype, thread_budget
 from areal_lite.runs.evaluation import Evaluation
-from areal_lite.runs.folder.resuming import Start, find_start
+from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler
 from areal_lite.runs.monitoring.run_metrics import OnStep, with_scalars
-from areal_lite.runs.rollout_driver import RolloutDriver, RolloutInputs, load_rollout_inputs
-from areal_lite.runs.run_data import TrainingData, WorkflowChoice, tokenizer_path, training_data, with_steps
+from areal_lite.runs.rollout_driver import RolloutDriver
+from areal_lite.runs.run_data import WorkflowChoice, tokenizer_path, training_data, with_steps
 from areal_lite.runs.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
 from areal_lite.runs.stopping import Stopped, interruptible, stop_together
 from areal_lite.runs.training_run import (
@@ -43,7 +43,6 @@ from areal_lite.runs.training_run import (
 )
 from areal_lite.servers.programs.server_program import gpu_groups
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
-from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, OnFacts, PolicyTrainer
 from areal_lite.trainer.rl.token_facts import FactsWriter
@@ -198,13 +197,11 @@ def run_rl(
     start = find_start(config, config.trainer.steps)
     if start.is_done:
         return summary_of_finished(config, start)
-    inputs = rollout_inputs(config, start, data, workflow) if data is not None else None
+    driver = RolloutDriver(config, start, data, workflow) if data is not None else None
     with ExitStack() as stack:
         files = stack.enter_context(open_run_files(config, start, on_step))
-        driver = None
-        if inputs is not None:
-            engine = stack.enter_context(generating_engine(config, files.run_dir))
-            driver = RolloutDriver(config, files.run_dir, engine=engine, inputs=inputs)
+        if driver is not None:
+            driver.engine = stack.enter_context(generating_engine(config, files.run_dir))
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
         dtype = served_dtype(config)
@@ -225,14 +222,6 @@ def run_rl(
             profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
             snapshots=MemorySnapshots(config.memory_snapshot_steps, files.run_dir / "memory"),
         ).run()
-
-
-def rollout_inputs(
-    config: RunConfig, start: Start, data: TrainingData, workflow: WorkflowChoice | None = None
-) -> RolloutInputs:
-    """Return the inputs of a run's rollouts; a ConfigError says what in algorithm, workflow or rows cannot work."""
-    algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
-    return load_rollout_inputs(config, start, data, baselines="baselines" in algorithm.needs, workflow=workflow)
 
 
 def num_devices(config: RunConfig) -> int:

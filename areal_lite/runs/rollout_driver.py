@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import Group
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.batch.data_proto import DataProto
@@ -28,64 +25,34 @@ from areal_lite.runs.evaluation import Evaluation, evaluate
 from areal_lite.runs.folder.resuming import Start
 from areal_lite.runs.folder.trained_batches import record_batch
 from areal_lite.runs.monitoring.run_metrics import engine_metrics
-from areal_lite.runs.run_data import (
-    TrainingData,
-    WorkflowChoice,
-    tokenizer_path,
-    workflow_rows,
-)
+from areal_lite.runs.run_data import TrainingData, WorkflowChoice, tokenizer_path, workflow_rows
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_reward_model, rewards_of
+from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutInputs:
-    """Inputs of rollouts, loaded and checked before anything starts."""
-
-    data: TrainingData
-    workflow: WorkflowChoice
-    held_out: Sequence[Row] = ()
-    reward_model: ValueScorer | None = None
-    """Scores whole sequences in place of the workflow's rewards."""
-    baselines: bool = False
-    """True if the estimator needs the reward of a greedy answer per row."""
-    cache: BatchCache | None = None
-
-
-def load_rollout_inputs(
-    config: RunConfig,
-    start: Start,
-    data: TrainingData,
-    *,
-    baselines: bool,
-    workflow: WorkflowChoice | None = None,
-) -> RolloutInputs:
-    """Return the run's inputs, with the data source at the position of ``start``."""
-    if start.checkpoint is not None:
-        data.source.load(start.step, start.checkpoint)
-    workflow = workflow or WorkflowChoice.of(config)
-    held_out = config.eval_dataset
-    return RolloutInputs(
-        data=data,
-        workflow=workflow,
-        held_out=workflow_rows(config, held_out, is_train=False, workflow=workflow) if held_out else [],
-        cache=_batch_cache(config, baselines=baselines),
-        reward_model=make_reward_model(config),
-        baselines=baselines,
-    )
-
-
 class RolloutDriver:
-    """Makes the batches of a run and reports trained ones to its data source."""
+    """Makes the batches of a run and reports trained ones to its data source; ``engine`` is set once it runs."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs) -> None:
-        self.engine = engine
-        self.data = inputs.data
+    engine: RemoteInfEngine
+
+    def __init__(
+        self, config: RunConfig, start: Start, data: TrainingData, workflow: WorkflowChoice | None = None
+    ) -> None:
+        """Load and check all inputs, with the data source at the position of ``start``; raises ConfigError."""
+        algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+        if start.checkpoint is not None:
+            data.source.load(start.step, start.checkpoint)
+        self.data = data
         self._config = config
-        self._run_dir = run_dir
-        self._inputs = inputs
+        self._workflow = workflow or WorkflowChoice.of(config)
+        rows = config.eval_dataset
+        self.held_out = workflow_rows(config, rows, is_train=False, workflow=self._workflow) if rows else []
+        self._baselines = "baselines" in algorithm.needs
+        self._cache = _batch_cache(config, baselines=self._baselines)
+        self._reward_model = make_reward_model(config)
         self._groups: list[Group] = []
 
     def batch(self, step: int) -> Batch:
@@ -95,10 +62,10 @@ class RolloutDriver:
         generated only if the file is missing.
         """
         self._groups = []
-        if self._inputs.cache is None:
+        if self._cache is None:
             groups = self._generate(step)
             return groups if type(self.data.packer) is DecoderOnlyLLMDataPacker else self._packed(groups)
-        batch = self._inputs.cache.batch(step, lambda: self._packed(self._generate(step)))
+        batch = self._cache.batch(step, lambda: self._packed(self._generate(step)))
         if not self._groups:  # draw the cached batch's rows, so that later steps get other rows
             source = self.data.source
             source.mark_trained(source.get_samples(self._config.rollout.consumer_batch_size))
@@ -112,7 +79,7 @@ class RolloutDriver:
         """
         self.data.source.mark_trained(group.samples for group in self._groups)
         if self._config.rollout.dump_to_file and self._groups:
-            record_batch(self._run_dir, step, self._groups)
+            record_batch(self._config.run_dir, step, self._groups)
         if self._config.dump_scores and self._groups:
             self._dump(step)
         stream = self.data.source.rows
@@ -130,8 +97,7 @@ class RolloutDriver:
             self.data.dataset.on_batch_end(proto)
 
     def evaluate(self) -> Evaluation | None:
-        held_out = self._inputs.held_out
-        return evaluate(self.engine, self._config, held_out, self._inputs.workflow) if held_out else None
+        return evaluate(self.engine, self._config, self.held_out, self._workflow) if self.held_out else None
 
     def metrics(self) -> dict[str, float]:
         source = self.data.source
@@ -150,20 +116,20 @@ class RolloutDriver:
         return self.engine.take_scalars(is_eval=True) | self.engine.take_scalars()
 
     def _generate(self, step: int) -> list[Group]:
-        config, workflow = self._config, self._inputs.workflow
+        config, workflow = self._config, self._workflow
         kwargs = workflow.kwargs(config, is_eval=False)
         groups = self.engine.prepare_batch(self.data.source, workflow.workflow, kwargs, config.should_accept_fn)
         if step == config.trainer.steps:
             self.engine.close_source(self.data.source)
         self._groups = groups
-        apply_reward_model(self._inputs.reward_model, groups, self._config)
-        if self._inputs.baselines:
+        apply_reward_model(self._reward_model, groups, self._config)
+        if self._baselines:
             self._generate_baselines(groups)
         return groups
 
     def _packed(self, groups: list[Group]) -> DataProto:
         batch = training_batch(self.data.packer, groups)
-        if self._inputs.baselines:
+        if self._baselines:
             baselines = {group.group_id: group.baseline for group in groups}
             names = batch.non_tensor_batch["group_ids"]
             batch.batch["baselines"] = torch.tensor([baselines[name] for name in names])
@@ -173,20 +139,18 @@ class RolloutDriver:
         """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""
         gconfig = self._config.rollout.gconfig.new(greedy=True)
         rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
-        workflow = self._inputs.workflow
+        workflow = self._workflow
         kwargs = workflow.kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
         rows = [dict(group.data) for group in groups]
         greedy = self.engine.rollout_batch(rows, workflow.workflow, kwargs, group_size=1, is_eval=True)
         answered = [answer for answer in greedy if answer.rewards]
-        apply_reward_model(self._inputs.reward_model, answered, self._config)
+        apply_reward_model(self._reward_model, answered, self._config)
         for group, answer in zip(groups, greedy, strict=True):
             rewards = answer.rewards or group.rewards
             group.baseline = sum(rewards) / len(rewards)
         if failed := sum(not answer.rewards for answer in greedy):
             logger.warning(
-                "%d of %d greedy episodes failed: their baseline is the mean reward of the group",
-                failed,
-                len(groups),
+                "%d of %d greedy episodes failed: their baseline is the mean reward of the group", failed, len(groups)
             )
 
     def _dump(self, step: int) -> None:
@@ -202,7 +166,7 @@ class RolloutDriver:
         }
         extra = {name: [each.get(name) for each in facts] for name in names}
         extra |= {"task_id": [str(group.task_id) for group, _, _ in lines]}
-        dump_rollouts(self._run_dir / "scores", step, columns, extra)
+        dump_rollouts(self._config.run_dir / "scores", step, columns, extra)
 
 
 def make_reward_model(config: RunConfig) -> ValueScorer | None:

@@ -144,12 +144,7 @@ class StopOnSignal:
 
 
 def expires_soon(
-    environment: Mapping[str, str],
-    now: float,
-    *,
-    margin_s: float,
-    longest_step_s: float,
-    saved_at: float | None = None,
+    environment: Mapping[str, str], now: float, *, margin_s: float, longest_step_s: float, saved_at: float | None = None
 ) -> bool:
     """Return whether to save now, because the machine may be reclaimed during the next step.
 

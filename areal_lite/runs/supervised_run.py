@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from areal_lite.config.supervised_config import (
-    ConversationsConfig,
     DPOConfig,
     RewardModelConfig,
     SFTConfig,
@@ -21,7 +21,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
-from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_scorable, resolve_device, resolve_dtype
 from areal_lite.runs.folder.resuming import find_start
@@ -50,7 +50,7 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
     held_out: BaseDataset | None
 
     def fit(self) -> None:
-        batches = _endless(self.loader)
+        batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
         while self.step < self.total_steps:
             began = time.monotonic()
             metrics = self.trainer.train_step(next(batches))
@@ -65,7 +65,7 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
             logger.info("evaluating %d held-out rows", len(self.held_out))
             alone = self.trainer.learner.ranks.size == 1
             with interruptible() if alone else nullcontext():
-                metrics = self.trainer.evaluate(_all_of(self.held_out))
+                metrics = self.trainer.evaluate(self.held_out[number] for number in range(len(self.held_out)))
             stop_together()
             self.record_evaluation(metrics, with_prefix("eval", metrics))
 
@@ -134,19 +134,10 @@ def run_supervised(
 
 def datasets(config: SupervisedConfig) -> tuple[BaseDataset, BaseDataset | None]:
     """Return the training and the held-out items; every row has been checked."""
-    make, _ = _CLASSES[type(config)]
-    train = _dataset(make, config, config.train_dataset)
-    return train, _dataset(make, config, config.eval_dataset) if config.eval_dataset else None
+    tokenizer = load_tokenizer(config.model_path)
 
+    def load(rows: Any) -> BaseDataset:
+        make: Any = _CLASSES[type(config)][0]
+        return make(rows.path, tokenizer, config=rows, seed=config.seed)  # type: ignore[no-any-return]
 
-def _dataset(make: Callable[..., BaseDataset], config: SupervisedConfig, rows: ConversationsConfig) -> BaseDataset:
-    return make(rows.path, load_tokenizer(config.model_path), config=rows, seed=config.seed)
-
-
-def _all_of(dataset: BaseDataset) -> Iterator[Item]:
-    return (dataset[number] for number in range(len(dataset)))
-
-
-def _endless(loader: ResumableLoader) -> Iterator[list[Item]]:
-    while True:
-        yield from loader
+    return load(config.train_dataset), load(config.eval_dataset) if config.eval_dataset else None

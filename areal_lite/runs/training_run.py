@@ -241,7 +241,10 @@ class TrainingRun(ABC, Generic[E]):
             return
         began = time.monotonic()
         self.files.checkpoints.wait()  # frees the memory of the previous snapshot
-        files = self._checkpoint_files() if Ranks.current().rank == 0 else {}
+        files: dict[str, bytes] = {}
+        if Ranks.current().rank == 0:
+            files = {f"policy/model/{name}": content for name, content in self._tokenizer_files.items()}
+            files |= {CONFIG_FILE: dump_config(self.config).encode(), **self.data_state()}
         self.files.checkpoints.save(self.step, snapshot(self.trainer), files)
         self._saved_step, self._saved_at, self._saved_clock = self.step, time.time(), time.monotonic()
         self._save_wait_s = self._saved_clock - began
@@ -261,13 +264,6 @@ class TrainingRun(ABC, Generic[E]):
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
         return tokenizer_files(self.tokenizer_path)
-
-    def _checkpoint_files(self) -> dict[str, bytes]:
-        return {
-            **{f"policy/model/{name}": content for name, content in self._tokenizer_files.items()},
-            CONFIG_FILE: dump_config(self.config).encode(),
-            **self.data_state(),
-        }
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

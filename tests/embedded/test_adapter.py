@@ -17,7 +17,7 @@ from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.policy_model import load_policy
-from areal_lite.servers.weights.published_weights import AdapterFolder
+from areal_lite.servers.weights.published_weights import WeightFolder
 from areal_lite.servers.weights.weight_folder import publish_weights
 from tests.embedded.serving import Client, engine_client, load, logprobs_of, reported, serving, worst
 
@@ -41,8 +41,8 @@ class Published:
         self.peft: Any = PeftModel.from_pretrained(load(base), str(self.folder)).eval()
 
     @property
-    def for_engine(self) -> AdapterFolder:
-        return AdapterFolder(str(self.folder), self.version, self.shape)
+    def for_engine(self) -> WeightFolder:
+        return WeightFolder(str(self.folder), self.version, self.shape)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from areal_lite.errors import ServerError
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.policy_model import load_policy
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.servers.weights.published_weights import AdapterFolder
+from areal_lite.servers.weights.published_weights import WeightFolder
 from areal_lite.servers.weights.weight_folder import publish_weights
 from tests.real_servers.agent_contract import LONG_REGEX, is_letters, long_answer, under_way
 from tests.real_servers.contract import EXACT, distance, generate
@@ -43,7 +43,7 @@ class Adapted(Policy):
                 if ".lora_B" in name:
                     weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
         folder = publish_weights(adapted, root, version, adapters_only=True)
-        self.published = AdapterFolder(str(folder), version, adapter_shape(adapted))
+        self.published = WeightFolder(str(folder), version, adapter_shape(adapted))
         self.model = PeftModel.from_pretrained(self.model, str(folder)).eval()
 
 
@@ -58,7 +58,7 @@ class AdapterContract:
 
     @pytest.fixture(scope="class")
     def server(self, versions: list[Adapted], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-        model, shape = versions[0].path, versions[0].published.shape
+        model, shape = versions[0].path, versions[0].published.adapters
         with real_process(self.backend, model, tmp_path_factory.mktemp("server"), adapters=shape) as server:
             yield RealServer(self.backend, server.address.removeprefix("http://"), model)
 
@@ -106,7 +106,7 @@ class AdapterContract:
         self, engine: RemoteInfEngine, server: RealServer, versions: list[Adapted], tmp_path: Path
     ) -> None:
         engine.update_weights(versions[0].published)
-        wrong = AdapterFolder(str(tmp_path / "nothing"), 2, versions[0].published.shape)
+        wrong = WeightFolder(str(tmp_path / "nothing"), 2, versions[0].published.adapters)
         with pytest.raises(ServerError, match="--enable-lora --max-lora-rank 8"):
             engine.update_weights(wrong)
         answer = generate(engine, prompt(server.model), **OPTIONS)

@@ -12,7 +12,7 @@ from areal_lite.errors import ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightFolder
+from areal_lite.servers.weights.published_weights import WeightFolder
 from tests.servers.pool.test_server_faults import generate, servers
 from tests.stub_server import StubThread
 
@@ -21,8 +21,8 @@ StartEngine = Callable[..., RemoteInfEngine]
 SHAPE = AdapterShape(12, ("o_proj", "q_proj"))
 
 
-def adapters(version: int) -> AdapterFolder:
-    return AdapterFolder(f"weights/v{version}", version, SHAPE)
+def adapters(version: int) -> WeightFolder:
+    return WeightFolder(f"weights/v{version}", version, SHAPE)
 
 
 @pytest.mark.parametrize(("rank", "flag"), [(1, 1), (8, 8), (9, 16), (512, 512), (600, 600)])

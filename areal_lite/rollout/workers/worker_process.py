@@ -40,7 +40,7 @@ from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
 from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, CallRequest, Reader, pack_end
-from areal_lite.servers.client.recorded_answers import continued, own_copy
+from areal_lite.servers.client.answer import continued, own_copy
 
 SEND_S = 600.0  # seconds that the run's process may leave a message unread
 

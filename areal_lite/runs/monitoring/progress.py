@@ -9,14 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from areal_lite.processes.quick_import import is_first_rank
@@ -25,7 +18,11 @@ from areal_lite.runs.evaluation import Evaluation
 if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
 
-_ROWS = ("held-out reward", "held-out episodes", "of them failed")
+_ROWS = (
+    ("held-out reward", "reward", ".3f"),
+    ("held-out episodes", "episodes", "d"),
+    ("of them failed", "failed", "d"),
+)
 
 
 class TrainingProgress:
@@ -116,15 +113,10 @@ def summary_table(summary: Summary[Evaluation]) -> Table | str:
     if summary.after is None:
         return title
     table = Table("", "before", "after", title=title)
-    for name, *values in zip(_ROWS, _column(summary.before), _column(summary.after), strict=True):
-        table.add_row(name, *values)
+    for name, field, form in _ROWS:
+        both = (summary.before, summary.after)
+        table.add_row(name, *("-" if one is None else format(getattr(one, field), form) for one in both))
     return table
-
-
-def _column(evaluation: Evaluation | None) -> list[str]:
-    if evaluation is None:
-        return ["-"] * len(_ROWS)
-    return [f"{evaluation.reward:.3f}", str(evaluation.episodes), str(evaluation.failed)]
 
 
 def progress_line(step: int, metrics: Mapping[str, float]) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +27,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.__main__ import main
 from areal_lite.embedded.routes.generation_routes import GenerationRoutes
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.servers.client.answer import FullWindow
-from areal_lite.servers.dialects.dialect import GenerationCall
+from areal_lite.servers.client.answer import Answer, FullWindow
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.sglang_errors import BadRequest
 
@@ -37,42 +36,28 @@ _NO_TEMPLATE = "{{ raise_exception('the tokenizer has no chat template: send a p
 
 
 class OpenService(AgentService):
+    """The agents' APIs without keys, and the engine of their sessions, which generates in this process."""
+
     def __init__(self, generation: GenerationRoutes, model_path: Path) -> None:
         super().__init__()
         tokenizer = load_tokenizer(str(model_path))
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _NO_TEMPLATE
         self._renderer = ChatRenderer(tokenizer, tools_in_system_prompt=drops_tools(tokenizer, {}))
-        self._engine = LocalEngine(generation)
+        self._generation = generation
+        self._protocol = SGLang(embedded=True)
+        self._full_window = FullWindow()
         length = generation.limits.context_length
         self._gconfig = GenerationHyperparameters(max_new_tokens=length, max_tokens=length)
 
     def _session(self, key: str) -> ChatSession:
-        return ChatSession(cast(InferenceEngine, self._engine), self._renderer, self._gconfig, agent_samples=True)
-
-
-class LocalEngine:
-    """Generates with the model in this process; all that a session needs of an engine."""
-
-    def __init__(self, generation: GenerationRoutes) -> None:
-        self._generation = generation
-        self._protocol = SGLang(embedded=True)
-        self._full_window = FullWindow()
+        return ChatSession(cast(InferenceEngine, self), self._renderer, self._gconfig, agent_samples=True)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return the answer to one request; a client that leaves aborts it; raises ConfigError or ServerError."""
         began, gconfig = time.time(), req.gconfig
-        call = GenerationCall(
-            input_ids=req.input_ids,
-            gconfig=gconfig,
-            rid=req.rid,
-            max_new_tokens=gconfig.max_new_tokens,
-            min_new_tokens=gconfig.min_new_tokens,
-            seed=gconfig.seed,
-            top_logprobs=req.top_logprobs,
-            stream=True,
-        )
-        body = self._protocol.generate_body(call)
+        call = Answer(req, None, must_stay=False).next_call(req.input_ids, gconfig.max_new_tokens, gconfig.seed)
+        body = self._protocol.generate_body(replace(call, stream=True))
         response = ModelResponse(input_tokens=req.input_ids, output_tokens=[], output_logprobs=[], output_versions=[])
         try:
             async with aclosing(self._generation.events(body)) as events:
@@ -117,9 +102,5 @@ def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Applicat
         app.router.add_post(path, handle)
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    return main(argv, extend=add_routes)
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main(extend=add_routes))

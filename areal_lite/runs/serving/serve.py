@@ -13,7 +13,7 @@ from areal_lite.config.server_config import ServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.errors import ConfigError
 from areal_lite.servers.programs.embedded_settings import check_model_path, checked_settings
-from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
+from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
 
 
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> NoReturn:
         log_dir,
         program="areal_lite.runs.serving.openai_server",
     )
-    with ServerGroup(servers) as group, ServerGroup(make_router(config, log_dir)) as router:
+    with ServerGroup(servers) as group:
         addresses = ", ".join(address.removeprefix("http://") for address in group.addresses)
-        front = "".join(f" rollout.router={address.removeprefix('http://')}" for address in router.addresses)
+        front = f" rollout.router={group.router.removeprefix('http://')}" if group.router else ""
         backend = config.backend or "embedded"
         print(f"ready: rollout.backend={backend} 'rollout.addresses=[{addresses}]'{front}", flush=True)
         group.wait_for_failure()

@@ -42,9 +42,16 @@ from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.rules import check_engine
 from areal_lite.errors import ServerError
-from areal_lite.servers.client.answer import Answer, FullWindow, token_budget, window_of
+from areal_lite.servers.client.answer import (
+    Answer,
+    FullWindow,
+    continued,
+    own_copy,
+    take_recorded,
+    token_budget,
+    window_of,
+)
 from areal_lite.servers.client.model_identity import ModelIdentity
-from areal_lite.servers.client.recorded_answers import continued, own_copy, take_recorded
 from areal_lite.servers.client.request_sender import SEND_ERRORS, RequestSender, pause_s, reason_of
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.dialects import dialect_of
@@ -199,19 +206,16 @@ class EngineClient:
                 if answer.must_stay:
                     answer.start_over()
                 fruitless = 0 if answer.tokens and chunk.tokens else fruitless + 1
+                if fruitless > MAX_FRUITLESS_ABORTS:
+                    assert answer.server is not None
+                    raise ServerError(
+                        f"{answer.server.url} aborted request {req.rid} {fruitless} times in a row without a token"
+                    )
                 if fruitless:
-                    await self._wait_after_abort(answer, fruitless)
+                    await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
         response = answer.response(input_ids, finish)
         self._full_window.notice(response, window_of(req.gconfig, self._requests.limits), req.gconfig.max_new_tokens)
         return response
-
-    async def _wait_after_abort(self, answer: Answer, fruitless: int) -> None:
-        if fruitless > MAX_FRUITLESS_ABORTS:
-            assert answer.server is not None
-            raise ServerError(
-                f"{answer.server.url} aborted request {answer.req.rid} {fruitless} times in a row without a token"
-            )
-        await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
 
     def _seed(self, episode: Episode | None) -> int | None:
         config = self._config

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
@@ -16,22 +15,12 @@ _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads
 """Keys of config.json that two versions of one model share."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """A model by its folder or hub name."""
+    """A model by its folder or hub name, and its config.json if that can be read; without a name any server will do."""
 
-    name: str
-    """Empty if unknown: any server will do."""
-    config: dict[str, Any]
-    """Its config.json; empty if the folder cannot be read."""
-
-    @classmethod
-    def unknown(cls) -> Self:
-        return cls("", {})
-
-    @classmethod
-    def of(cls, model: str) -> Self:
-        return cls(model, read_config(model))
+    def __init__(self, name: str = "", config: dict[str, Any] | None = None) -> None:
+        self.name = name
+        self.config = read_config(name) if config is None else config
 
     def check(self, url: str, info: ServerInfo) -> None:
         """Compare with what the server at ``url`` reports; facts that either side lacks are not compared."""

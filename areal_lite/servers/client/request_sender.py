@@ -119,7 +119,8 @@ class RequestSender:
             failures = failures or Failures(self._max_tries)
             # A router hides which server failed. If an examination finds one that should not have answered, the
             # router itself is not at fault.
-            if self._router is None or not _may_be_old_or_dead(error) or not await self._router.examine():
+            suspect = not isinstance(error, ErrorReply) or error.status in RETRY_STATUSES - {429}
+            if self._router is None or not suspect or not await self._router.examine():
                 self._record_failure(server, error, sent)
             failures.record(server, error)
             if stream is not None and len(stream):
@@ -199,7 +200,11 @@ class Failures:
         if server not in self.servers:
             self.servers.append(server)
         if isinstance(error, ErrorReply) and error.status not in RETRY_STATUSES:
-            raise _refusal(error.status, self.last) from None
+            if error.status in (400, 413, 422):
+                raise ConfigError(
+                    f"{self.last}. The request breaks a rule of the server, so it is not sent again"
+                ) from None
+            raise ServerError(self.last) from None
         self._bad_replies += isinstance(error, BadResponse | orjson.JSONDecodeError)
         away = isinstance(error, OutdatedReplyError | SilentServerError | aiohttp.ClientConnectorError) or (
             isinstance(error, ErrorReply) and error.status in AWAY
@@ -226,13 +231,3 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, BadResponse | orjson.JSONDecodeError):
         return f"sent {error}"
     return f"failed: {type(error).__name__}: {error}"
-
-
-def _may_be_old_or_dead(error: Exception) -> bool:
-    return not isinstance(error, ErrorReply) or error.status in RETRY_STATUSES - {429}
-
-
-def _refusal(status: int, message: str) -> Exception:
-    if status in (400, 413, 422):
-        return ConfigError(f"{message}. The request breaks a rule of the server, so it is not sent again")
-    return ServerError(message)

@@ -30,6 +30,7 @@ from areal_lite.servers.dialects.dialect import (
     GenerationCall,
     Limits,
     ServerInfo,
+    reported,
 )
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.pool.server_pool import Server
@@ -79,7 +80,7 @@ class ServerRequests:
         self._session: aiohttp.ClientSession | None = None
         self._silences: Deadlines[_Request] = Deadlines(config.faults.request_timeout_s, self._on_silence)
         self._warned_no_version = False
-        self.limits = Limits(vocab_size=_vocab_size(config.tokenizer_path))
+        self.limits = Limits(vocab_size=reported(read_config(config.tokenizer_path), "vocab_size", int))
         """Those of the tokenizer's folder, narrowed by what servers report."""
         self.version = 0
         """Policy version of tokens whose version a server does not report."""
@@ -226,14 +227,15 @@ class ServerRequests:
         return status < 500
 
     async def _send(
-        self, server: Server, path: str, *, method: str = "GET", body: Any = None, timeout_s: float = CONTROL_TIMEOUT_S
+        self, server: Server, path: str, *, method: str = "GET", body: Any = None, timeout_s: float | None = None
     ) -> tuple[int, bytes]:
         """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
         assert self._session is not None, "open() first"
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        fields: dict[str, Any] = {} if body is None else {"data": orjson.dumps(body), "headers": _JSON}
+        timeout = aiohttp.ClientTimeout(total=timeout_s or CONTROL_TIMEOUT_S)
+        data = None if body is None else orjson.dumps(body)
+        headers = None if body is None else _JSON
         async with self._session.request(
-            method, server.url + path, allow_redirects=False, timeout=timeout, **fields
+            method, server.url + path, data=data, headers=headers, allow_redirects=False, timeout=timeout
         ) as reply:
             return reply.status, await reply.read()
 
@@ -244,7 +246,7 @@ class ServerRequests:
             raise ServerError(f"{server.url}{path} said HTTP {status}: {_message(text)}")
         return text
 
-    async def control(self, server: Server, call: ControlCall, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
         """Send a request of the control plane; raises RefusedError if the server refuses it."""
         status, text = await self._send(server, call.path, method="POST", body=call.body, timeout_s=timeout_s)
         if status != 200:
@@ -258,11 +260,6 @@ class ServerRequests:
 def _check_not_empty(chunk: Chunk) -> None:
     if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
         raise BadResponse(f"no tokens, with the finish reason {chunk.finish!r}")
-
-
-def _vocab_size(folder: str | None) -> int | None:
-    size = read_config(folder).get("vocab_size")
-    return size if isinstance(size, int) else None
 
 
 def _message(reply: bytes) -> str:

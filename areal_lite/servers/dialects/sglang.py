@@ -23,7 +23,7 @@ from areal_lite.servers.dialects.dialect import (
     version_or_none,
     with_extra,
 )
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder
+from areal_lite.servers.weights.published_weights import WeightBucket, WeightFolder
 
 if TYPE_CHECKING:
     from areal_lite.servers.weights.broadcaster import BroadcastGroup
@@ -187,8 +187,7 @@ class SGLang:
         """Receive a bucket and load it; the last one, which has the version, also drops the prefix cache."""
         body = {**bucket.description(), "group_name": group, "flush_cache": version is not None}
         return ControlCall(
-            "/update_weights_from_distributed",
-            body if version is None else body | {"weight_version": str(version)},
+            "/update_weights_from_distributed", body if version is None else body | {"weight_version": str(version)}
         )
 
     def end_broadcast(self, version: int) -> list[ControlCall]:
@@ -205,7 +204,7 @@ class SGLang:
             return {}
         return {"enable-lora": True, "max-lora-rank": shape.rank, "lora-target-modules": list(shape.layers)}
 
-    def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
+    def load_adapter(self, name: str, weights: WeightFolder) -> list[ControlCall]:
         """Load the adapters, then name the version; prefix caches are per adapter."""
         body, label = {"lora_name": name, "lora_path": weights.path}, str(weights.version)
         if self.continues_constraints:  # the embedded server labels the tokens of an adapter

@@ -25,7 +25,7 @@ from areal_lite.servers.dialects.dialect import (
     version_or_none,
     with_extra,
 )
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder
+from areal_lite.servers.weights.published_weights import WeightBucket, WeightFolder
 
 if TYPE_CHECKING:
     from areal_lite.servers.weights.broadcaster import BroadcastGroup
@@ -173,7 +173,7 @@ class VLLM:
         rank = next((rank for rank in _RANKS if rank >= shape.rank), shape.rank)
         return {"enable-lora": True, "max-lora-rank": rank, "max-loras": 4, "max-cpu-loras": 16}
 
-    def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
+    def load_adapter(self, name: str, weights: WeightFolder) -> list[ControlCall]:
         return [
             ControlCall("/v1/load_lora_adapter", {"lora_name": name, "lora_path": weights.path}),
             ControlCall("/update_weight_version", {"new_version": str(weights.version)}),

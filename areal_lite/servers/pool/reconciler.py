@@ -41,8 +41,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
 from areal_lite.servers.dialects.dialect import ErrorReply
-from areal_lite.servers.pool.outage_watch import OUTAGE_LINE_S, OutageWatch, failures_of
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import OUTAGE_LINE_S, RequestGate, failures_of
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.weights.published_weights import PublishedWeights
 from areal_lite.servers.weights.weight_loader import WeightLoader
@@ -79,9 +78,8 @@ class Reconciler:
         self._pool = pool
         self._requests = requests
         self._gate = gate
-        self._identity = identity or ModelIdentity.unknown()
+        self._identity = identity or ModelIdentity()
         self._loader = WeightLoader(config, pool, requests, gate)
-        self._outage = OutageWatch(pool.servers, gate, patience_s=config.faults.outage_patience_s)
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         """The task that repairs or examines a server."""
         self._others: set[asyncio.Task[None]] = set()
@@ -282,7 +280,8 @@ class Reconciler:
             for server in self._pool.servers:
                 if _silent_s(server) >= SILENCE_S and server not in self._tasks and not self._loader.updating:
                     self._begin(server, self._examine(server))
-            differs = self._outage.look(now, updating=self._loader.updating)
+            patience, updating = self._config.faults.outage_patience_s, self._loader.updating
+            differs = self._gate.watch_outage(self._pool.servers, now, patience, updating=updating)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S if differs else IDLE_WATCH_S):
                     await self._wake.wait()

@@ -14,11 +14,15 @@ when it ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from areal_lite.errors import ServerError
 from areal_lite.servers.pool.server_pool import Server, ServerPool
+
+logger = logging.getLogger(__name__)
+OUTAGE_LINE_S = 10.0
 
 
 class RequestGate:
@@ -37,6 +41,8 @@ class RequestGate:
         self._released = asyncio.Event()
         self._released.set()
         self._held_for_update = False
+        self._outage_since: float | None = None
+        self._outage_said_at = 0.0
 
     @property
     def is_waiting(self) -> bool:
@@ -117,3 +123,31 @@ class RequestGate:
         while self._waiting:
             if not (waiter := self._waiting.popleft()).done():
                 waiter.set_exception(ServerError(str(error)))
+
+    def watch_outage(self, servers: Sequence[Server], now: float, patience_s: float, *, updating: bool) -> bool:
+        """Report an outage every 10 s, and end the waits when patience is over; return whether a server needs watching.
+
+        An update has a patience of its own.
+        """
+        outage = all(s.unhealthy for s in servers) and self.is_waiting
+        if not outage or updating or all(s.state == "slow" for s in servers):
+            self._outage_since = None
+            return any(s.unhealthy for s in servers)
+        if self._outage_since is None:
+            self._outage_since = self._outage_said_at = now
+        lasted = now - self._outage_since
+        if lasted >= patience_s:
+            self._outage_since = None
+            self.give_up(ServerError(f"no inference server is healthy since {patience_s:g} s: {failures_of(servers)}"))
+        elif now - self._outage_said_at >= OUTAGE_LINE_S:
+            self._outage_said_at = now
+            text = "no inference server is healthy since %.0f s; the run ends after %.0f s: %s"
+            logger.warning(text, lasted, patience_s, failures_of(servers))
+        return True
+
+
+def failures_of(servers: Sequence[Server]) -> str:
+    """Return why the first three servers are unusable, in one line."""
+    reasons = [f"{s.url}: {s.down or s.behind or s.last_failure or 'no answer yet'}" for s in servers[:3]]
+    more = len(servers) - len(reasons)
+    return "; ".join(reasons) + (f"; and {more} more" if more else "")

@@ -123,12 +123,7 @@ class EmbeddedServer(ServerProcess):
         return super()._start_error(code)
 
     def _arguments(self, ready_fd: int) -> list[str]:
-        values = {
-            **asdict(self.config),
-            "port": self._port,
-            "seed": self.seed,
-            "weight_version": self.weight_version,
-        }
+        values = {**asdict(self.config), "port": self._port, "seed": self.seed, "weight_version": self.weight_version}
         return [
             self.model_path,
             f"--ready-fd={ready_fd}",

@@ -52,7 +52,7 @@ def check_servers(config: ServerConfig) -> None:
 def make_servers(
     config: ServerConfig, model: ServedModel, log_dir: Path, *, program: str = EMBEDDED_PROGRAM
 ) -> list[ServerProcess]:
-    """Return the servers of a checked config, not yet started; their logs go to ``log_dir``.
+    """Return the servers of a checked config and its router, if it has one; not yet started, with logs in ``log_dir``.
 
     ``program`` is the module that an embedded server runs.
     """
@@ -81,11 +81,9 @@ def make_servers(
                 **settings | {"port": port if config.port else 0},  # it reports a free port itself
             )
         )
+    if config.router:
+        servers.append(RouterProgram(config, log_path=log_dir / "router.log"))
     return servers
-
-
-def make_router(config: ServerConfig, log_dir: Path) -> list[ServerProcess]:
-    return [RouterProgram(config, log_path=log_dir / "router.log")] if config.router else []
 
 
 class ServerGroup:
@@ -104,11 +102,14 @@ class ServerGroup:
 
     @property
     def addresses(self) -> list[str]:
-        return [server.address for server in self._servers]
+        return [server.address for server in self._servers if not isinstance(server, RouterProgram)]
+
+    @property
+    def router(self) -> str | None:
+        return next((server.address for server in self._servers if isinstance(server, RouterProgram)), None)
 
     def __enter__(self) -> Self:
-        if self._servers:
-            logger.info("starting %s", ", ".join(server.name for server in self._servers))
+        logger.info("starting %s", ", ".join(server.name for server in self._servers))
         try:
             for server in self._servers:
                 server.launch()

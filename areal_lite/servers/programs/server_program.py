@@ -69,14 +69,7 @@ class ServerProgram(ServerProcess):
     """A server of SGLang or vLLM. It is ready once it answers a generation with log-probs."""
 
     def __init__(
-        self,
-        name: str,
-        config: ServerConfig,
-        model: ServedModel,
-        *,
-        port: int,
-        gpus: str | None,
-        log_path: Path,
+        self, name: str, config: ServerConfig, model: ServedModel, *, port: int, gpus: str | None, log_path: Path
     ) -> None:
         super().__init__(name, log_path=log_path, start_timeout_s=config.start_timeout_s)
         assert config.backend in ("sglang", "vllm")

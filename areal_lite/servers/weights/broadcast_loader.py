@@ -20,15 +20,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import RefusedError, ServerRequests
-from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import ControlCall
 from areal_lite.servers.pool.server_pool import Server
-from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
+from areal_lite.servers.weights.published_weights import WeightBroadcast
 
 if TYPE_CHECKING:
     from areal_lite.servers.weights.broadcaster import BroadcastGroup
@@ -41,9 +41,9 @@ Paused = Callable[[], AbstractAsyncContextManager[None]]
 class BroadcastLoader:
     """Has servers load broadcasts, and owns the trainer's process groups with them."""
 
-    def __init__(self, requests: ServerRequests, dialect: Dialect, *, timeout_s: float) -> None:
+    def __init__(self, requests: ServerRequests, *, timeout_s: float) -> None:
         self._requests = requests
-        self._dialect = dialect
+        self._dialect = requests.dialect
         self._timeout_s = timeout_s
         self._groups: dict[Server, BroadcastGroup] = {}
 
@@ -87,7 +87,7 @@ class BroadcastLoader:
                     version = weights.version if number == len(weights.buckets) else None
                     call = dialect.receive(bucket, group.name, version)
                     try:
-                        await self._both(server, call, _sending(group, bucket))
+                        await self._both(server, call, partial(group.send, bucket))
                     except RefusedError as error:
                         if number > 1 and not dialect.receives_while_generating:
                             raise ServerError(f"{error}; it has some of the new weights") from None
@@ -125,10 +125,6 @@ class BroadcastLoader:
             for task in tasks:
                 task.cancel()
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-
-def _sending(group: BroadcastGroup, bucket: WeightBucket) -> Callable[[], None]:
-    return lambda: group.send(bucket)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -75,9 +75,7 @@ class BroadcastGroup:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
         self.master_port: int = listener.getsockname()[1]
-        self._store: Any = open_store(
-            address, self.master_port, size, timeout_s=JOIN_TIMEOUT_S, listener=listener.detach()
-        )
+        self._store: Any = open_store(address, self.master_port, size, listener=listener.detach())
         self._group: Any = None
         self._closed = threading.Event()
         self._busy = threading.Lock()
@@ -97,9 +95,7 @@ class BroadcastGroup:
                 time.sleep(_POLL_S)
             self._check_open()
             try:
-                self._group = join_group(
-                    self.name, self._store, rank=0, size=self.size, backend=self.backend, timeout_s=JOIN_TIMEOUT_S
-                )
+                self._group = join_group(self.name, self._store, rank=0, size=self.size, backend=self.backend)
             except RuntimeError as error:
                 raise OSError(f"joining the process group failed: {_first_line(error)}") from error
 

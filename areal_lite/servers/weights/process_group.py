@@ -18,24 +18,24 @@ STALL_S = 5.0
 _SLOWEST_BYTES_PER_S = 50e6
 
 
-def open_store(address: str, port: int, size: int, *, timeout_s: float, listener: int | None = None) -> Any:
+def open_store(address: str, port: int, size: int, *, listener: int | None = None) -> Any:
     """Connect to the store at which a group of ``size`` meets; with ``listener``, a bound socket, be that store."""
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,
         size,
         is_master=listener is not None,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
         wait_for_workers=listener is None,  # only leaves a key, by which the master knows that one has come
         master_listen_fd=listener,
     )
 
 
-def join_group(name: str, store: Any, *, rank: int, size: int, backend: Backend, timeout_s: float) -> Any:
+def join_group(name: str, store: Any, *, rank: int, size: int, backend: Backend) -> Any:
     device = "cuda" if backend == "nccl" else "cpu"
     for prefix in (name, f"{name}/", f"{device}/"):
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
-    """A checkpoint folder that servers read."""
+    """A folder that servers read: a checkpoint, or in peft's format adapters of the model that they started with."""
 
     path: str
     version: int
+    adapters: AdapterShape | None = None
 
     def __str__(self) -> str:
-        return f"policy version {self.version} from {self.path}"
+        return f"{'' if self.adapters is None else 'the adapters of '}policy version {self.version} from {self.path}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,16 +56,4 @@ class WeightBucket:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFolder:
-    """A folder in peft's format with low-rank adapters of the model that servers started with."""
-
-    path: str
-    version: int
-    shape: AdapterShape
-
-    def __str__(self) -> str:
-        return f"the adapters of policy version {self.version} from {self.path}"
-
-
-PublishedWeights = WeightFolder | WeightBroadcast | AdapterFolder
+PublishedWeights = WeightFolder | WeightBroadcast

@@ -14,7 +14,7 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster
-from areal_lite.servers.weights.published_weights import AdapterFolder, PublishedWeights, WeightFolder
+from areal_lite.servers.weights.published_weights import PublishedWeights, WeightFolder
 from areal_lite.servers.weights.shared_memory import SharedWeights, can_share
 from areal_lite.servers.weights.weight_folder import keep_newest, names_differ, publish_weights
 
@@ -30,9 +30,6 @@ def weight_publisher(
 ) -> Iterator[Publish]:
     """Yield the function that publishes the weights of ``model`` in ``dtype``; of files the last version stays."""
 
-    def folder(path: Path, version: int) -> WeightFolder:
-        return WeightFolder(str(path.resolve()), version)
-
     way = config.weight_update
     if way == "auto":
         way = "disk" if config.addresses else "memory"
@@ -45,7 +42,7 @@ def weight_publisher(
             yield broadcaster.publish
     elif way == "memory":
         with closing(SharedWeights(weights_dir, dtype=dtype)) as shared:
-            yield lambda version: folder(shared.publish(model, version), version)
+            yield lambda version: WeightFolder(str(shared.publish(model, version).resolve()), version)
     else:
         shape = adapter_shape(model) if way == "adapter" else None
         published: list[int] = []
@@ -53,7 +50,7 @@ def weight_publisher(
         def publish(version: int) -> PublishedWeights:
             published.append(version)
             path = publish_weights(model, weights_dir, version, dtype=dtype, adapters_only=shape is not None)
-            return folder(path, version) if shape is None else AdapterFolder(str(path.resolve()), version, shape)
+            return WeightFolder(str(path.resolve()), version, shape)
 
         yield publish
         if published and Ranks.current().rank == 0:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from areal_lite.errors import ServerError
 from areal_lite.servers.dialects.sglang_errors import wrong_type
-from areal_lite.servers.weights.process_group import JOIN_TIMEOUT_S, broadcast, join_group, open_store
+from areal_lite.servers.weights.process_group import broadcast, join_group, open_store
 
 _SILENCE_S = 60.0
 
@@ -33,8 +33,8 @@ class WeightReceiver:
         if backend not in ("gloo", "nccl"):
             raise wrong_type(f"backend: Input should be 'gloo' or 'nccl', got {backend!r}.")
         try:
-            store = open_store(address, port, size, timeout_s=JOIN_TIMEOUT_S)
-            group = join_group(name, store, rank=rank, size=size, backend=backend, timeout_s=JOIN_TIMEOUT_S)
+            store = open_store(address, port, size)
+            group = join_group(name, store, rank=rank, size=size, backend=backend)
         except RuntimeError as error:
             raise ServerError(f"Failed to initialize custom process group: {error}.") from error
         self._groups = {name: (group, self._device if backend == "nccl" else torch.device("cpu"))}  # the newest only

@@ -78,22 +78,20 @@ def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torc
     ``directory/adapters`` in peft's format. Every rank must call this; the folder exists when rank 0 returns.
     """
 
-    adapted = has_adapters(model)
+    adapted, first = has_adapters(model), Ranks.current().rank == 0
 
     def write(temporary: Path) -> None:
         write_model(model, temporary, torch.float32 if adapted else dtype)
         if adapted:
             write_adapters(model, temporary / "adapters")
-
-    def write_all(temporary: Path) -> None:
-        write(temporary)
-        tokenizer.save_pretrained(temporary)
+        if first:
+            tokenizer.save_pretrained(temporary)
 
     folder = Path(directory)
-    if Ranks.current().rank:
-        write(folder)
+    if first:
+        write_folder(folder, write, kind="model", version=None)
     else:
-        write_folder(folder, write_all, kind="model", version=None)
+        write(folder)
     return folder
 
 

@@ -22,7 +22,7 @@ from areal_lite.servers.client.server_requests import ADAPTER_PREFIX, REQUEST_ER
 from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.weights.broadcast_loader import BroadcastLoader
-from areal_lite.servers.weights.published_weights import AdapterFolder, PublishedWeights, WeightBroadcast
+from areal_lite.servers.weights.published_weights import PublishedWeights, WeightBroadcast, WeightFolder
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class WeightLoader:
         self._loaded: dict[Server, PublishedWeights] = {}
         """The weights that each server acknowledged last."""
         self._locks: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._broadcasts = BroadcastLoader(requests, requests.dialect, timeout_s=config.faults.request_timeout_s)
+        self._broadcasts = BroadcastLoader(requests, timeout_s=config.faults.request_timeout_s)
 
     def want(self, weights: PublishedWeights) -> Callable[[], None]:
         """Make ``weights`` the newest, and return a function that takes this back."""
@@ -89,7 +89,7 @@ class WeightLoader:
             if isinstance(wanted, WeightBroadcast):
                 await self._broadcasts.load(server, wanted, lambda: self._paused(server))
             else:
-                if isinstance(wanted, AdapterFolder):  # a new name: no earlier load of it is in the way
+                if wanted.adapters is not None:  # a new name: no earlier load of it is in the way
                     name = f"{ADAPTER_PREFIX}{wanted.version}-{secrets.token_hex(4)}"
                     calls = dialect.load_adapter(name, wanted)
                 else:
@@ -126,7 +126,8 @@ class WeightLoader:
     def hint(self, weights: PublishedWeights) -> str:
         """Return how servers that load adapters are started, if that is what they refused."""
         dialect = self._requests.dialect
-        if not isinstance(weights, AdapterFolder) or not (flags := dialect.adapter_flags(weights.shape)):
+        adapters = weights.adapters if isinstance(weights, WeightFolder) else None
+        if adapters is None or not (flags := dialect.adapter_flags(adapters)):
             return ""
         words = [f"{name}={value}" for name, value in dialect.adapter_variables.items()]
         for name, value in flags.items():

@@ -63,14 +63,14 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
         return  # the training step reads the rows
     from areal_lite.runs.entry_points import check_trainable
     from areal_lite.runs.folder.resuming import Start
-    from areal_lite.runs.rl_run import rollout_inputs
+    from areal_lite.runs.rollout_driver import RolloutDriver
 
     check_trainable(config)
     data = training_data(config)
-    inputs = rollout_inputs(config, Start(evaluates=False), data)
+    driver = RolloutDriver(config, Start(evaluates=False), data)
     count = "generated" if data.dataset is None else f"{len(data.dataset):,}"
     steps = config.trainer.total_steps if data.dataset is None else with_steps(config, len(data.dataset)).trainer.steps
-    rows = f"{count} training rows, {len(inputs.held_out):,} held out, {steps:,} steps"
+    rows = f"{count} training rows, {len(driver.held_out):,} held out, {steps:,} steps"
     yield ok(f"workflow {config.workflow}, {rows}")
 
 
@@ -90,16 +90,16 @@ def rollouts(config: RunConfig) -> Findings:
     """Start or reach the servers, run the episodes of one row, and train one step on them."""
     from areal_lite.runs.engine_stack import generating_engine
     from areal_lite.runs.folder.resuming import Start
-    from areal_lite.runs.rl_run import make_trainer, rollout_inputs
+    from areal_lite.runs.rl_run import make_trainer
     from areal_lite.runs.rollout_driver import RolloutDriver
 
     with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
         small = _small_rollouts(config, folder)
-        inputs = rollout_inputs(small, Start(evaluates=False), training_data(small))
+        driver = RolloutDriver(small, Start(evaluates=False), training_data(small))
         began = time.monotonic()
         with generating_engine(small, Path(folder)) as engine:
             yield from _servers(config, engine, began)
-            driver = RolloutDriver(small, Path(folder), engine=engine, inputs=inputs)
+            driver.engine = engine
             batch = _episodes(driver)
             yield from _spread_rewards(batch)
             began = time.monotonic()

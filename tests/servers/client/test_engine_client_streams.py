@@ -393,8 +393,10 @@ def test_each_part_restarts_the_timeout() -> None:
     async def run() -> None:
         due: list[float] = []
         async with connected(ScriptedServer("sglang", sizes=[50])) as client:
-            await client.generate(request(lambda *_: due.extend(client._requests._silences._due.values())))
-            assert not client._requests._silences._due
+            await client.generate(
+                request(lambda *_: due.extend(t.when() for t in client._requests._silences._timers.values()))
+            )
+            assert not client._requests._silences.pending()
         assert len(due) == LENGTH
         assert due == sorted(due) and due[0] < due[-1]
 

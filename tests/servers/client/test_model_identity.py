@@ -33,7 +33,7 @@ def test_names_differ_only_if_both_are_models_of_owners_on_the_hub(
     (tmp_path / "some" / "folder").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="another name") if differ else nullcontext():
-        ModelIdentity.of(trained).check("http://server", ServerInfo(model=served))
+        ModelIdentity(trained).check("http://server", ServerInfo(model=served))
 
 
 OURS = {"vocab_size": 64, "hidden_size": 8, "max_position_embeddings": 4096}
@@ -73,4 +73,4 @@ def test_facts_that_both_sides_have_are_compared(
     Path("theirs/config.json").write_text(json.dumps({"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2}))
     with pytest.raises(ConfigError, match=differences) if differences else nullcontext():
         ModelIdentity("ours", config).check("http://server", ServerInfo(**told))
-    ModelIdentity.unknown().check("http://server", ServerInfo(**told))
+    ModelIdentity().check("http://server", ServerInfo(**told))

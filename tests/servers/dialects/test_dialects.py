@@ -17,7 +17,7 @@ from areal_lite.servers.dialects.dialect import BadResponse, ControlCall, ErrorR
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import ReceiverError, TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder
+from areal_lite.servers.weights.published_weights import WeightBucket, WeightFolder
 from tests.fixtures.engines import generation_call
 
 EMBEDDED = SGLang(embedded=True)
@@ -25,7 +25,7 @@ GROUP: Any = SimpleNamespace(name="g", master_address="host", master_port=5, siz
 BUCKET = WeightBucket({"w": SimpleNamespace(dtype="torch.float32", shape=(2, 3))})  # type: ignore[dict-item]
 TENSOR = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
 SHAPE = AdapterShape(8, ("q_proj",))
-ADAPTER = AdapterFolder("folder", 4, SHAPE)
+ADAPTER = WeightFolder("folder", 4, SHAPE)
 
 SHARED = {"stop": ["x"], "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_p": 0.1, "repetition_penalty": 2.0}
 ALL = {**SHARED, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "logit_bias": {5: -1.0}, "regex": "a+"}

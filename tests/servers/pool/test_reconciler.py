@@ -20,11 +20,10 @@ from areal_lite.servers.client.server_requests import RefusedError
 from areal_lite.servers.dialects import Dialect, dialect_of
 from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, Limits, ServerInfo
 from areal_lite.servers.pool import reconciler as module
-from areal_lite.servers.pool.outage_watch import failures_of
 from areal_lite.servers.pool.reconciler import Reconciler
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import RequestGate, failures_of
 from areal_lite.servers.pool.server_pool import Server, ServerPool
-from areal_lite.servers.weights.published_weights import AdapterFolder, WeightFolder
+from areal_lite.servers.weights.published_weights import WeightFolder
 from tests.rollout.scripted import on_a_loop
 
 LOAD = "/update_weights_from_disk"
@@ -106,10 +105,10 @@ class Setup:
 
 
 def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog: pytest.LogCaptureFixture) -> None:
-    setup = Setup(2, faults={"outage_patience_s": 30.0})
+    setup = Setup(2)
 
     def look(now: float) -> bool:
-        return setup.it._outage.look(now, updating=setup.loader.updating)
+        return setup.gate.watch_outage(setup.pool.servers, now, 30.0, updating=setup.loader.updating)
 
     assert not look(50.0)
     for server in setup.pool.servers:
@@ -467,11 +466,11 @@ async def test_servers_are_watched_closely_while_one_is_not_well(
     monkeypatch.setattr(module, "IDLE_WATCH_S", 1000.0 if differs else 0.0)
     setup, looks = Setup(), asyncio.Semaphore(0)
 
-    def look(now: float, *, updating: bool) -> bool:
+    def look(servers: Any, now: float, patience_s: float, *, updating: bool) -> bool:
         looks.release()
         return differs
 
-    monkeypatch.setattr(setup.it._outage, "look", look)
+    monkeypatch.setattr(setup.gate, "watch_outage", look)
     watch = asyncio.create_task(setup.it._watch())
     async with asyncio.timeout(10):
         for _ in range(3):
@@ -490,7 +489,7 @@ async def test_servers_are_watched_closely_while_one_is_not_well(
 )
 def test_servers_that_refuse_adapters_are_told_how_to_start(backend: str, hint: str | None) -> None:
     setup = Setup(backend=backend)
-    weights = AdapterFolder("folder", 3, AdapterShape(8, ("q_proj", "o_proj")))
+    weights = WeightFolder("folder", 3, AdapterShape(8, ("q_proj", "o_proj")))
     said = f". Adapters need servers that were started with {hint}" if hint else ""
     assert setup.loader.hint(weights) == said
     assert setup.loader.hint(WeightFolder("folder", 3)) == ""

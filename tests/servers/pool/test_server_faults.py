@@ -19,7 +19,7 @@ from areal_lite.errors import ConfigError, ServerError, StarvationError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.client import server_requests
 from areal_lite.servers.client.engine_client import EngineClient
-from areal_lite.servers.pool import outage_watch, reconciler
+from areal_lite.servers.pool import reconciler, request_gate
 from areal_lite.servers.pool.server_pool import MAX_REST_S, Server, ServerPool
 from tests.rollout.scripted import OneTurn, until
 from tests.stub_server import StubThread
@@ -229,7 +229,7 @@ def test_patience_ends_the_run_with_the_cause_and_says_so_before(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(outage_watch, "OUTAGE_LINE_S", 0.1)
+    monkeypatch.setattr(request_gate, "OUTAGE_LINE_S", 0.1)
     engine = start_engine(start_stub(fault=lambda n: "503"), faults={"outage_patience_s": 0.5}, consumer_batch_size=4)
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"no inference server is healthy since 0.5 s: .*HTTP 503"):

@@ -29,7 +29,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs import server_group
-from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
+from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
 from areal_lite.servers.programs.server_program import ServedModel, gpu_groups, visible_gpus
 
 FAKES = str(Path(__file__).parent / "fake_packages")
@@ -156,19 +156,16 @@ def test_servers_are_started_for_the_adapters_of_the_run(
 
 
 def test_a_started_router_gets_the_servers_and_comes_back_after_its_death(tmp_path: Path) -> None:
-    config = ServerConfig(backend="sglang", env=ENV, router=True)
-    with (
-        servers(tmp_path, replicas=2, router=True) as group,
-        ServerGroup(make_router(config, tmp_path)) as router,
-        attached_engine(group, router=router.addresses[0]) as engine,
-    ):
+    with servers(tmp_path, replicas=2, router=True) as group, attached_engine(group, router=group.router) as engine:
         assert [generate(engine).output_len for _ in range(4)] == [4] * 4
         assert engine.server_metrics()["router/requests"] == 4
-        kill(router)
+        kill(group, 2)
         assert generate(engine).output_len == 4
-        until_up(router, 1)
+        until_up(group, 1)
         assert generate(engine).output_len == 4
-    (started,) = [line for line in (tmp_path / "router.log").read_text().splitlines() if '"arguments"' in line][:1]
+    (started,) = [line for line in (tmp_path / "servers/router.log").read_text().splitlines() if '"arguments"' in line][
+        :1
+    ]
     assert {"--policy=manual", "--disable-retries"} < set(json.loads(started)["arguments"])
 
 

@@ -58,7 +58,8 @@ class Setup:
         self.made: list[Group] = []
         self.work: Callable[[], None] = lambda: None
         self.server = Server("http://host:1", 0)
-        self.groups = BroadcastLoader(self, SGLang(embedded=embedded), timeout_s=5.0)  # type: ignore[arg-type]
+        self.dialect = SGLang(embedded=embedded)
+        self.groups = BroadcastLoader(self, timeout_s=5.0)  # type: ignore[arg-type]
 
     async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
         assert server is self.server and timeout_s in (None, 5.0)
