@@ -1,8 +1,7 @@
 """The packer of Qwen2.5-VL, and the pattern for other image models: engine and trainer share one transform of the row.
 
-Guarantees that a training sequence holds as many placeholder tokens per image as the vision tower produces,
-whether the engine recorded one placeholder per image or all, and that the rest of the sequence is what was
-recorded.
+Guarantees that a training sequence holds as many placeholder tokens per image as the vision tower produces, whether the
+engine recorded one placeholder per image or all, and that the rest of the sequence is what was recorded.
 """
 
 from __future__ import annotations
