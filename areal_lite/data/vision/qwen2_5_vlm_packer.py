@@ -131,13 +131,8 @@ def expand_placeholders(sequence: TokenSequence, processor: Any) -> TokenSequenc
                 )
             repeats[run] = size // len(run)
 
-    def longer(column: np.ndarray[Any, Any] | None) -> Any:
-        return None if column is None else np.repeat(column, repeats)
-
-    return dataclasses.replace(
-        sequence,
-        input_ids=longer(ids),
-        loss_mask=longer(sequence.loss_mask),
-        logprobs=longer(sequence.logprobs),
-        versions=longer(sequence.versions),
-    )
+    columns = {name: getattr(sequence, name) for name in ("input_ids", "loss_mask", "logprobs", "versions")}
+    longer: dict[str, Any] = {
+        name: np.repeat(column, repeats) for name, column in columns.items() if column is not None
+    }
+    return dataclasses.replace(sequence, **longer)
