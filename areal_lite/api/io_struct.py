@@ -145,7 +145,6 @@ class SharedPromptResponse(ModelResponse):
 
     @property
     def input_tokens(self) -> list[int]:
-        """The prompt's ids."""
         return self._prompt.tolist()
 
     @input_tokens.setter
@@ -154,12 +153,10 @@ class SharedPromptResponse(ModelResponse):
 
     @property
     def prompt(self) -> TokenPrefix:
-        """The prompt's ids, not copied."""
         return self._prompt
 
     @property
     def input_len(self) -> int:
-        """Tokens of the prompt."""
         return self._prompt.length
 
 

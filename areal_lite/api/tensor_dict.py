@@ -27,26 +27,18 @@ from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.reward_value import LARGEST_REWARD
 
 TOKEN_KEYS = {
-    "input_ids": "iu",
-    "attention_mask": "biu",
-    "loss_mask": "biu",
-    "logprobs": "f",
-    "versions": "i",
-    "token_rewards": "f",
+    "input_ids": ("iu", np.int32),
+    "attention_mask": ("biu", np.bool_),
+    "loss_mask": ("biu", np.int32),
+    "logprobs": ("f", np.float32),
+    "versions": ("i", np.int32),
+    "token_rewards": ("f", np.float32),
 }
-"""Per-token keys and the numpy kinds they may have."""
+"""Per-token keys, the numpy kinds they may have, and their dtypes in the view, which are AReaL's."""
 SEQUENCE_KEYS = {*TOKEN_KEYS, "rewards"}
 """All keys of the table; others pass through."""
 PADDING = {"versions": -1}
 """Right-padding value per key; 0 where not named."""
-_VIEW = {
-    "input_ids": np.int32,
-    "loss_mask": np.int32,
-    "logprobs": np.float32,
-    "versions": np.int32,
-    "token_rewards": np.float32,
-}
-"""Dtypes of the view, which are AReaL's."""
 
 
 def check_returned(returned: Any) -> bool:
@@ -107,11 +99,11 @@ def tensor_dict_of(trajectories: Sequence[Any]) -> dict[str, Any] | None:
     lengths = np.array([len(sequence) for sequence in sequences])
     present = np.arange(lengths.max()) < lengths[:, None]
     view: dict[str, Any] = {"input_ids": None, "attention_mask": torch.from_numpy(present)}
-    for key, dtype in _VIEW.items():
-        columns = [getattr(sequence, key) for sequence in sequences]
+    for key, (_, dtype) in TOKEN_KEYS.items():
+        columns: list[Any] = [getattr(sequence, key, None) for sequence in sequences]  # none has an attention mask
         unmasked = key == "loss_mask" and not all(trajectory.has_loss_mask for trajectory in having)
         if not unmasked and all(column is not None for column in columns):
-            padded = np.full(present.shape, PADDING.get(key, 0), dtype)
+            padded: NDArray[Any] = np.full(present.shape, PADDING.get(key, 0), dtype)
             padded[present] = np.concatenate(columns)
             view[key] = torch.from_numpy(padded)
     rewards = [sequence.reward for sequence in sequences]
@@ -126,14 +118,11 @@ def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge what the episodes of a group returned into one dict of interactions or one tensor dict."""
     if all(is_interactions(outcome) for outcome in outcomes):
         return {key: value for outcome in outcomes for key, value in outcome.items()}
-    return concat_padded_tensors(
-        [
-            concat_padded_tensors([value.to_tensor_dict() for value in outcome.values()])
-            if is_interactions(outcome)
-            else outcome
-            for outcome in outcomes
-        ]
-    )
+    dicts = []
+    for outcome in outcomes:
+        parts = [each.to_tensor_dict() for each in outcome.values()] if is_interactions(outcome) else [outcome]
+        dicts.append(concat_padded_tensors(parts))
+    return concat_padded_tensors(dicts)
 
 
 def check_same_keys(outcomes: Sequence[Mapping[str, Any]]) -> None:
@@ -155,7 +144,7 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
             )
     shape: tuple[int, ...] = ()
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for key, kinds in TOKEN_KEYS.items():
+    for key, (kinds, _) in TOKEN_KEYS.items():
         if key not in tensors:
             continue
         array = arrays[key] = _as_numpy(key, tensors[key])

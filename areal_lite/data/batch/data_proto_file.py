@@ -8,8 +8,6 @@ of a batch as ``batch/NAME``.
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,14 @@ import numpy as np
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.rows.collate import form_of, object_array
 from areal_lite.data.rows.fingerprint import differences
 from areal_lite.errors import ConfigError, StorageError
+from areal_lite.files.whole_files import write_whole
 
 _FORMAT = "areal_lite.DataProto"
 _SCHEMA = "1"
@@ -46,14 +45,7 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
     tensors = to_tensors(batch)
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as folder:
-            aside = Path(folder) / path.name
-            save_file(tensors, aside, metadata={"format": _FORMAT, "schema": _SCHEMA})
-            aside.chmod(0o644)
-            with aside.open("rb") as file:
-                os.fsync(file.fileno())
-            aside.replace(path)
+        write_whole(path, save(tensors, {"format": _FORMAT, "schema": _SCHEMA}))
     except KeyError as error:  # a dtype that safetensors does not support
         names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
         raise ValueError(f"{names} have dtype {error}, which safetensors lacks: convert them") from error

@@ -48,7 +48,14 @@ def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools:
         )
     check_template(renderer, config)
     variables = dict(config.apply_chat_template_kwargs)
-    schemas = _schemas(tools, config.tools_key) or variables.pop("tools", None)
+    if isinstance(tools, str):
+        try:
+            tools = orjson.loads(tools)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(
+                f"the tools in {config.tools_key!r} are not JSON ({error}): write a list of schemas"
+            ) from None
+    schemas = without_nulls(tools) or variables.pop("tools", None)
     messages = plain_messages(messages)
     if config.tools_in_system_prompt:
         messages, schemas = in_hermes_form(messages, schemas), None
@@ -73,15 +80,6 @@ def plain_messages(messages: Any) -> list[Any]:
         else message
         for message in messages
     ]
-
-
-def _schemas(tools: Any, key: str) -> Any:
-    if isinstance(tools, str):
-        try:
-            tools = orjson.loads(tools)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"the tools in {key!r} are not JSON ({error}): write a list of schemas") from None
-    return without_nulls(tools)
 
 
 def without_nulls(value: Any) -> Any:
@@ -137,20 +135,18 @@ class PromptEncoder:
             )
         return plain_messages(messages)
 
-    def _as_it_is(self, prompt: Any) -> EncodedPrompt:
-        if not isinstance(prompt, str):
-            raise ConfigError(
-                f"apply_chat_template is false, and the prompt in {self.config.prompt_key!r} is {str(prompt)[:80]!r} "
-                f"({type(prompt).__name__}): give text, or set apply_chat_template: true"
-            )
-        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return EncodedPrompt(messages=[], text=prompt, input_ids=ids)
-
     def encode(self, row: Mapping[str, Any] | str | list[Any]) -> EncodedPrompt:
         """Return the prompt of ``row``: of its column, or a row that is messages, or text, which is used as it is."""
         config = self.config
         if isinstance(row, str) or not config.apply_chat_template:
-            return self._as_it_is(row[config.prompt_key] if isinstance(row, Mapping) else row)
+            prompt = row[config.prompt_key] if isinstance(row, Mapping) else row
+            if not isinstance(prompt, str):
+                raise ConfigError(
+                    f"apply_chat_template is false, and the prompt in {config.prompt_key!r} is {str(prompt)[:80]!r} "
+                    f"({type(prompt).__name__}): give text, or set apply_chat_template: true"
+                )
+            ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            return EncodedPrompt(messages=[], text=prompt, input_ids=ids)
         row = row if isinstance(row, Mapping) else {config.prompt_key: row}
         messages = self.messages(row)
         text = render_prompt(self._renderer, messages, config=config, tools=row.get(config.tools_key))

@@ -1,7 +1,6 @@
 """Prompt tensors of one length: padding, truncation, positions.
 
-For training loops of your own; `areal-lite train` does not use it. Guarantees the shapes. Knows nothing of tokenizers
-and rows.
+For training loops of your own; `areal-lite train` does not use it. Guarantees the shapes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A data source hands out and takes back samples; the record of an episode is the
 :class:`~areal_lite.api.trajectory.Trajectory`. Tokens, loss mask, log-probs and versions have equal length:
-:meth:`Sample.append` checks it. Sampled tokens are kept as spans, so that a stopped episode can resume
-from them. Knows nothing of datasets, engines or torch.
+:meth:`Sample.append` checks it. Sampled tokens are kept as spans, so that a stopped episode can resume from them.
 """
 
 from __future__ import annotations

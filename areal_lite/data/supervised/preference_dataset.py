@@ -1,8 +1,7 @@
 """Rows with a better and a worse answer as pairs of token sequences.
 
-Guarantees that both sequences of a pair are equal up to the answer, that only the answer is trained, and that both
-are at most ``max_length`` long. ``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns
-rows into items. Knows nothing of losses.
+Guarantees that both sequences of a pair are equal up to the answer, that only the answer is trained, and that both are
+at most ``max_length`` long. ``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns rows into items.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class BaseDataset(Dataset[Item], ABC):
         ConfigError: If there are no rows, one is damaged (with its number from 0), or all are skipped.
     """
 
-    config_class: type[ConversationsConfig]
+    config_class: type[ConversationsConfig] = ConversationsConfig
 
     def __init__(
         self,

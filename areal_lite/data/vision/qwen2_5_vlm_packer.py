@@ -1,8 +1,7 @@
 """The packer of Qwen2.5-VL, and the pattern for other image models: engine and trainer share one transform of the row.
 
-Guarantees that a training sequence holds as many placeholder tokens per image as the vision tower produces,
-whether the engine recorded one placeholder per image or all, and that the rest of the sequence is what was
-recorded.
+Guarantees that a training sequence holds as many placeholder tokens per image as the vision tower produces, whether the
+engine recorded one placeholder per image or all, and that the rest of the sequence is what was recorded.
 """
 
 from __future__ import annotations
@@ -132,13 +131,8 @@ def expand_placeholders(sequence: TokenSequence, processor: Any) -> TokenSequenc
                 )
             repeats[run] = size // len(run)
 
-    def longer(column: np.ndarray[Any, Any] | None) -> Any:
-        return None if column is None else np.repeat(column, repeats)
-
-    return dataclasses.replace(
-        sequence,
-        input_ids=longer(ids),
-        loss_mask=longer(sequence.loss_mask),
-        logprobs=longer(sequence.logprobs),
-        versions=longer(sequence.versions),
-    )
+    columns = {name: getattr(sequence, name) for name in ("input_ids", "loss_mask", "logprobs", "versions")}
+    longer: dict[str, Any] = {
+        name: np.repeat(column, repeats) for name, column in columns.items() if column is not None
+    }
+    return dataclasses.replace(sequence, **longer)

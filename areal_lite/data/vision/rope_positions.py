@@ -36,14 +36,13 @@ def multimodal_position_ids(
 ) -> Tensor | None:
     """Return the positions of one sequence in the format of its model.
 
+    The class of ``processor`` selects the rule. ``multi_modal_inputs`` may have ``image_grid_thw`` ``[N, 3]`` patches,
+    ``video_grid_thw`` and, for Qwen2.5-VL, ``second_per_grid_ts`` ``[N]``.
+
     Args:
-        processor: The model's Hugging Face processor; its class selects the rule.
         input_ids: ``[T]`` int64, image and video placeholders expanded.
         attention_mask: ``[T]``, 0 at padding on either side.
-        multi_modal_inputs: ``image_grid_thw`` ``[N, 3]`` patches, ``video_grid_thw`` and, for Qwen2.5-VL,
-            ``second_per_grid_ts`` ``[N]``; all optional.
-        tokens_per_second: Positions per second of video, ``vision_config.tokens_per_second`` of the model's
-            config; 2 in the published Qwen2.5-VL models.
+        tokens_per_second: Positions per second of video, ``vision_config.tokens_per_second`` of the model's config.
 
     Returns:
         ``[4, T]`` int64: the plain positions, then time, row and column (0 at padding). None if the model has
