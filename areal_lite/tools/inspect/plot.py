@@ -5,6 +5,7 @@ Panels without data are left out. Metric names are those of docs/metrics.md.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,17 @@ PHASES = ("timing/", "train/seconds_")
 """Prefixes of the metrics stacked as seconds of a step by phase."""
 _TOTALS = ("timing/step_s", "train/seconds_step")
 _LINES = ("-", "--")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a folder with a metrics.jsonl")
+    add("--out", type=Path, metavar="FILE.png", help="image file (default for a single run: RUN_DIR/metrics.png)")
+
+
+def run(options: argparse.Namespace) -> int:
+    print(plot_metrics(*options.run_dirs, out=options.out))
+    return 0
 
 
 def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:

@@ -56,21 +56,15 @@ def decoder(root: Path) -> Callable[[int], str] | None:
     return None if tokenizer is None else lambda id: str(tokenizer.decode([id], skip_special_tokens=False))
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first difference of two sequences; a side is None if its sequence has ended."""
+def first_token_difference(first: Record, second: Record) -> tuple[int, Token | None, Token | None] | None:
+    """Return the first index with different token ids, and both tokens; None if all ids are equal.
 
-    index: int
-    first: Token | None
-    second: Token | None
-
-
-def first_token_difference(first: Record, second: Record) -> Difference | None:
-    """Return the first index with different token ids; None if all ids are equal."""
+    A token is None if its sequence has ended.
+    """
     pairs = zip_longest(tokens(first), tokens(second))
     for index, (a, b) in enumerate(pairs):
         if a is None or b is None or a.id != b.id:
-            return Difference(index, a, b)
+            return index, a, b
     return None
 
 

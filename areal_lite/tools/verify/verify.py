@@ -7,6 +7,7 @@ is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mo
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,15 @@ class Report:
     groups: int = 0
     steps: int = 0
     checks: int = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--reward", metavar="PKG.FN", help="the run's reward function: score its episodes again")
+
+
+def run(options: argparse.Namespace) -> int:
+    return verify(options.path, reward=options.reward)
 
 
 def verify(path: Path, *, reward: str | None = None) -> int:
