@@ -43,7 +43,6 @@ class Responses(Api):
         self._item: dict[str, Any] = {}
         """The open item of text or reasoning; empty if none is open."""
         self._output: list[dict[str, Any]] = []
-        """Complete items."""
 
     def start(self) -> bytes:
         response = self._response(None, [])

@@ -27,10 +27,8 @@ class ParsedAnswer(NamedTuple):
     """The parts of an answer."""
 
     content: str
-    """The text, without reasoning and calls."""
     reasoning: str = ""
     tool_calls: Sequence[dict[str, Any]] = ()
-    """In the shape of OpenAI's API."""
     unparsable: bool = False
     """True if a call's arguments are not a JSON object, or its name cannot be read."""
 

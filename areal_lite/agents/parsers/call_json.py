@@ -20,7 +20,6 @@ _KINDS: dict[type, set[str]] = {
     **{type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}},
     **{str: {"string"}, list: {"array"}, dict: {"object"}},
 }
-"""JSON types of a value."""
 
 
 class ToolCall(NamedTuple):

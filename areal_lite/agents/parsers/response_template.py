@@ -33,9 +33,7 @@ class Regions:
         self.content = ""
         self.reasoning = ""
         self.calls: list[Any] = []
-        """Complete calls, as the template gives them."""
         self.in_call = False
-        """True once a call has begun."""
         self._parser: Any = ResponseParser(template, prefix=prefill, tools=list(tools or []))
 
     def feed(self, text: str) -> None:

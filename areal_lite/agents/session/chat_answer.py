@@ -23,12 +23,10 @@ class Answer:
     """One answer of the model, before it takes an API's form."""
 
     id: str
-    """Key of its interaction."""
     message: dict[str, Any]
     """Assistant message in OpenAI's form: content, tool_calls, reasoning_content."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     stopped_by: str | None
-    """The stop string that ended it."""
     unparsable: bool
     """True if it has a tool call whose name or arguments cannot be parsed."""
     response: ModelResponse

@@ -73,15 +73,12 @@ class Conversation:
     """The checked messages of an earlier request; a request that begins with them checks only its new ones."""
 
     raw: list[Any]
-    """As the client sent them."""
     messages: list[dict[str, Any]]
     keys: list[Hashable]
     path: list[Hashable]
-    """Its nodes in the history."""
 
 
 FindConversation = Callable[[list[Any]], Conversation | None]
-"""Returns the earlier conversation that a request's messages begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +88,8 @@ class ChatRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
     keys: list[Hashable] = field(default_factory=list)
-    """One key per message; equal keys mean equal messages."""
     raw: list[Any] = field(default_factory=list)
-    """The messages as the client sent them."""
     extends: Conversation | None = None
-    """The earlier conversation it begins with."""
     prompt: str | list[int] | None = None
     """A prompt without chat template, as text or ids, instead of messages."""
     model: str = "default"
@@ -105,7 +99,6 @@ class ChatRequest:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template, such as ``enable_thinking``."""
     parse_tools: bool = False
-    """True if tool calls in the answer are parsed."""
     grammar: dict[str, str] = field(default_factory=dict)
     """Grammar of the answer by kind, ``json_schema``, ``regex`` or ``ebnf``; empty if free."""
     n: int = 1
@@ -123,7 +116,6 @@ class ChatRequest:
     top_logprobs: int = 0
     logit_bias: dict[int, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
-    """Sampling parameters that the agent set: temperature, top_p, ..."""
 
     @property
     def render_key(self) -> bytes:

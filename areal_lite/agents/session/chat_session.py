@@ -40,7 +40,6 @@ from areal_lite.errors import ConfigError, ContextOverflowError
 logger = logging.getLogger(__name__)
 
 OnText = Callable[[int, Piece], None]
-"""Called with the index of a choice and the next piece of its text."""
 
 
 class ChatSession:
@@ -74,7 +73,6 @@ class ChatSession:
         self.error: Exception | None = None
         """The engine's error in the latest call; None if that succeeded."""
         self.refusal: RequestError | None = None
-        """The latest invalid request."""
 
     async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[Answer]:
         """Return ``request.n`` answers to one prompt."""

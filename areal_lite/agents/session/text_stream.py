@@ -33,9 +33,7 @@ class TextStream:
         waits: bool = False,
     ) -> None:
         self.sent = ""
-        """The content so far."""
         self.reasoning = ""
-        """The reasoning so far."""
         self._decode = decode
         self._ends = [*stops, *openings]
         self._ids: list[int] = []

@@ -29,7 +29,6 @@ from areal_lite.tools.inspect.terminal import add_selection
 
 Form = Literal["sft", "dpo", "openai", "parquet"]
 _PARQUET_ROWS = 1000
-"""Lines of a row group."""
 _NEXT = {
     "sft": "train on them: areal-lite sft CONFIG.yaml train_dataset.path={file}",
     "dpo": "train on them: areal-lite dpo CONFIG.yaml train_dataset.path={file}",

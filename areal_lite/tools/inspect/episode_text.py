@@ -48,7 +48,6 @@ def printable(text: str) -> str:
 
 
 def print_note(text: str) -> None:
-    """Tell users on stderr."""
     print(f"note: {printable(text)}", file=sys.stderr)
 
 

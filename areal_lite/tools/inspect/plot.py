@@ -24,7 +24,6 @@ class Panel:
 
     title: str
     unit: str
-    """Label of the y-axis."""
     curves: Mapping[str, str]
     """Metric name -> legend label."""
 
@@ -75,7 +74,6 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
 
 
 def plot_means(variants: Mapping[str, Sequence[Path]], *, out: str | Path, level: float = 0.95) -> Path:
-    """Save :func:`means_figure` to ``out`` and return its path; raises ConfigError as :func:`plot_metrics`."""
     return _save(means_figure(variants, level=level), out)
 
 
@@ -188,12 +186,12 @@ def _phases(records: Records) -> tuple[list[int], dict[str, list[float]]] | None
     names = {name: None for record in records for name in record if name.startswith(PHASES)}
     timed = [record for record in records if not names.keys().isdisjoint(record)]
     seconds = {
-        _phase(name): column
+        phase(name): column
         for name in names
         if name not in _TOTALS and any(column := [record.get(name) or 0.0 for record in timed])
     }
     return ([record["step"] for record in timed], seconds) if seconds else None
 
 
-def _phase(name: str) -> str:
+def phase(name: str) -> str:
     return name.removeprefix(PHASES[0]).removeprefix(PHASES[1]).removesuffix("_s").replace("_", " ")

@@ -40,7 +40,6 @@ ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")
 MAX_VALUES = 10
 """Most distinct rewards of a confusion table."""
 _AT_ONCE = 256
-"""Rewards that are computed at the same time."""
 
 
 @dataclass(slots=True)
@@ -52,7 +51,6 @@ class Rescored:
     errors: Counter[str] = field(default_factory=Counter)
     """Calls of the reward function that failed, by cause."""
     skipped: int = 0
-    """Lines without an answer."""
     notes: list[str] = field(default_factory=list)
 
 

@@ -29,11 +29,9 @@ from areal_lite.tools.inspect.token_table import Token, decoder, first_text_diff
 from areal_lite.tools.inspect.training_facts import with_facts
 
 _WIDTH = 200
-"""Columns of output that is not a terminal."""
 _STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _EPISODE_COLUMNS = ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause")
 _CONTEXT = 60
-"""Characters before and after a difference of texts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,9 +23,7 @@ class Token:
     """One token of a record; None where the dump does not say."""
 
     index: int
-    """Index in the sequence."""
     turn: int
-    """Index of its turn in ``turns``."""
     role: str | None
     id: int | None
     text: str | None
@@ -34,7 +32,6 @@ class Token:
     logprob: float | None
     version: int | None
     facts: dict[str, float | None] = field(default_factory=dict)
-    """Training facts by name, if the record has them."""
 
 
 def tokens(record: Record, decode: Callable[[int], str] | None = None) -> Iterator[Token]:
@@ -81,5 +78,4 @@ def first_text_difference(first: Record, second: Record) -> tuple[int, str, str]
 
 
 def whole_text(record: Record) -> str:
-    """Return the texts of all turns, joined."""
     return "".join(turn.get("text") or "" for turn in record["turns"])

@@ -43,11 +43,9 @@ class Variant:
 
     name: str
     configs: list[ExperimentConfig]
-    """One per seed."""
 
     @property
     def run_dirs(self) -> list[Path]:
-        """The folders of its runs."""
         return [config.run_dir for config in self.configs]
 
 
@@ -57,7 +55,6 @@ class Result:
 
     variant: Variant
     scores: list[float]
-    """The metric of each seed."""
     interval: Interval
     verdict: Verdict | None
     """Against the first variant, which has none."""
@@ -237,7 +234,6 @@ def _folder_name(text: str) -> str:
 
 
 def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Table:
-    """Return the results for the terminal."""
     columns = [Column(name, overflow="fold") for name in ("variant", "mean and interval", "each seed")]
     table = Table(*columns, title=f"{metric}, {level:.0%} interval")
     for result in results:
@@ -247,7 +243,6 @@ def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Tabl
 
 
 def verdict_lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a line for each comparison with the first variant."""
     first, *others = results
     for other in others:
         yield (

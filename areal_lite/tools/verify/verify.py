@@ -23,7 +23,6 @@ from areal_lite.tools.verify.verify_tokens import TOKEN_CHECKS, token_findings
 from areal_lite.tools.verify.verify_weights import WEIGHT_CHECKS
 
 SHOWN = 20
-"""Most findings of one check that are printed."""
 
 
 @dataclass(slots=True)
@@ -33,7 +32,6 @@ class Report:
     findings: list[tuple[str, str]] = field(default_factory=list)
     """Name of the check, and what it found."""
     unproved: list[str] = field(default_factory=list)
-    """Claims that the folder cannot prove."""
     lines: int = 0
     groups: int = 0
     steps: int = 0
