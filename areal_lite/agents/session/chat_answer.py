@@ -52,6 +52,8 @@ class AnswerReader:
         return self._renderer.decode(self._prompt[-_PREFILL_TOKENS:], skip_special_tokens=False) if is_read else ""
 
     def feed(self, ids: Sequence[int]) -> list[Piece]:
+        if self._tools and self._request.grammar:  # the answer is a call as bare JSON
+            return []
         if self._stream is None:
             self._stream = self._new_stream()
         return self._stream.feed([token for token in ids if token not in self._renderer.stop_ids])
@@ -88,8 +90,7 @@ class AnswerReader:
     def _new_stream(self) -> TextStream:
         parser = self._parser
         options = parser.stream_options(self._tools, self._prefill) if parser else {}
-        waits = bool(self._tools and self._request.grammar)  # the answer is a call as bare JSON
-        return TextStream(self._decode, stops=self._stops, waits=waits, **options)
+        return TextStream(self._decode, stops=self._stops, **options)
 
     def _decode(self, ids: list[int]) -> str:
         return self._renderer.visible_text(

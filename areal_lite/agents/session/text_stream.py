@@ -30,7 +30,6 @@ class TextStream:
         json_waits: bool = False,
         thinking: bool | None = None,
         regions: Regions | None = None,
-        waits: bool = False,
     ) -> None:
         self.sent = ""
         self.reasoning = ""
@@ -41,7 +40,7 @@ class TextStream:
         """Ids before it are decoded for good; those from it to ``_decoded`` give the next ones their context."""
         self._decoded = 0
         self._waiting = ""
-        self._closed = waits  # nothing is sent before the answer is complete
+        self._closed = False
         self._json_waits = json_waits
         self._thinking = thinking
         self._in_reasoning = False
