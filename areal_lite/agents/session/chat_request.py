@@ -78,9 +78,6 @@ class Conversation:
     path: list[Hashable]
 
 
-FindConversation = Callable[[list[Any]], Conversation | None]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """One checked request for answers, from whichever API."""
@@ -123,7 +120,9 @@ class ChatRequest:
         return _canonical([self.tools, self.template_kwargs]) if self.tools or self.template_kwargs else b""
 
 
-def parse_chat_request(body: dict[str, Any], find: FindConversation = lambda raw: None) -> ChatRequest:
+def parse_chat_request(
+    body: dict[str, Any], find: Callable[[list[Any]], Conversation | None] = lambda raw: None
+) -> ChatRequest:
     """Return the checked request; ``find`` finds what an earlier one has checked already."""
     options = request_options(body)
     tools = _tools(body.get("tools"))
@@ -285,9 +284,9 @@ def _stop(raw: Any) -> list[str]:
     return stop
 
 
-def _ids(name: str, raw: Any) -> list[int]:
+def _stop_token_ids(raw: Any) -> list[int]:
     if not isinstance(raw, list) or not all(is_token_id(token) for token in raw):
-        raise wrong(name, raw, "send a list of token ids")
+        raise wrong("stop_token_ids", raw, "send a list of token ids")
     return raw
 
 
@@ -305,7 +304,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "max_tokens": ("max_tokens", lambda value: whole("max_tokens", value, 1)),
     "min_tokens": ("min_tokens", lambda value: whole("min_tokens", value, 0)),
     "stop": ("stop", _stop),
-    "stop_token_ids": ("stop_token_ids", lambda value: _ids("stop_token_ids", value)),
+    "stop_token_ids": ("stop_token_ids", _stop_token_ids),
     "ignore_eos": ("ignore_eos", _flag("ignore_eos")),
     "seed": ("seed", lambda value: whole("seed", value, -(2**63))),
     "stream": ("stream", _flag("stream")),

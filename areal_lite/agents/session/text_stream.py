@@ -8,8 +8,6 @@ from typing import NamedTuple
 from areal_lite.agents.parsers.answer_parser import THINK, THINK_END
 from areal_lite.agents.parsers.response_template import Regions
 
-Decode = Callable[[list[int]], str]
-
 
 class Piece(NamedTuple):
     """The next piece of an answer's text."""
@@ -23,7 +21,7 @@ class TextStream:
 
     def __init__(
         self,
-        decode: Decode,
+        decode: Callable[[list[int]], str],
         *,
         stops: Sequence[str] = (),
         openings: Sequence[str] = (),
