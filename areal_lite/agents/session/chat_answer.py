@@ -64,12 +64,7 @@ class AnswerReader:
         return stream.finish(message["content"] or "", message.get("reasoning_content") or "")
 
     def read(self, response: ModelResponse, answer_id: str) -> Answer:
-        text = self._renderer.visible_text(
-            response.output_tokens,
-            skip_special_tokens=self._skip_special_tokens,
-            tools=self._request.parse_tools,
-            ended=True,
-        )
+        text = self._decode(response.output_tokens, ended=True)
         stopped_by = min((stop for stop in self._stops if stop in text), key=text.index, default=None)
         if stopped_by is not None:
             text = text.partition(stopped_by)[0]
@@ -92,7 +87,6 @@ class AnswerReader:
         options = parser.stream_options(self._tools, self._prefill) if parser else {}
         return TextStream(self._decode, stops=self._stops, **options)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._renderer.visible_text(
-            ids, skip_special_tokens=self._skip_special_tokens, tools=self._request.parse_tools
-        )
+    def _decode(self, ids: list[int], *, ended: bool = False) -> str:
+        skips, tools = self._skip_special_tokens, self._request.parse_tools
+        return self._renderer.visible_text(ids, skip_special_tokens=skips, tools=tools, ended=ended)
