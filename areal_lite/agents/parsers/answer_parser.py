@@ -45,8 +45,6 @@ class ParsedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerParser:
-    """Parses the answers of one model family."""
-
     tool_format: ToolFormat
     splits_reasoning: bool
     """True if ``<think>...</think>`` at the beginning is reasoning."""

@@ -43,8 +43,6 @@ OnText = Callable[[int, Piece], None]
 
 
 class ChatSession:
-    """The token cache of one episode."""
-
     def __init__(
         self,
         engine: InferenceEngine,
