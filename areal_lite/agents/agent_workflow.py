@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from functools import partial
 from typing import Any
 
 from areal_lite.agents.doors.agent_service import AgentService
@@ -64,7 +63,7 @@ class AgentWorkflow(RolloutWorkflow):
         is_eval = context.is_eval
         renderer = self.renderer or await self.load_renderer()
         shared = context.shared or SharedResources()
-        doors = await shared.get("agents", partial(Listener(AgentService()).open, shared))
+        doors = await shared.get("agents", lambda: Listener(AgentService()).open(shared))
         session = ChatSession(
             engine, renderer, self._config.eval_gconfig if is_eval else self._config.gconfig, agent_samples=is_eval
         )

@@ -36,23 +36,21 @@ COMMANDS = {
     "dpo": Command(f"{_RUNS}.commands.supervised", "train a policy on preference pairs (DPO)", dry_run=True),
     "reward-model": Command(f"{_RUNS}.commands.supervised", "train a reward model on preference pairs", dry_run=True),
     "serve": Command(f"{_RUNS}.serving.serve", "start SGLang, vLLM or embedded servers of a model"),
-    "inspect": Command(f"{_TOOLS}.inspect.commands.inspect", "filter, sort and compare dumped episodes; also as JSON"),
-    "rescore": Command(
-        f"{_TOOLS}.inspect.commands.rescore", "compare the rewards of dumped episodes with a new function's"
-    ),
-    "export": Command(f"{_TOOLS}.export.command", "write dumped episodes as rows to train on, or as Parquet"),
-    "verify": Command(f"{_TOOLS}.verify.command", "prove from a run's folder that it trained what it says"),
+    "inspect": Command(f"{_TOOLS}.inspect.terminal", "filter, sort and compare dumped episodes; also as JSON"),
+    "rescore": Command(f"{_TOOLS}.inspect.rescore", "compare the rewards of dumped episodes with a new function's"),
+    "export": Command(f"{_TOOLS}.export.export", "write dumped episodes as rows to train on, or as Parquet"),
+    "verify": Command(f"{_TOOLS}.verify.verify", "prove from a run's folder that it trained what it says"),
     "replay": Command(f"{_TOOLS}.replay.replay_command", "train again from the dumps of a run, without servers"),
     "continue": Command(f"{_TOOLS}.replay.continue_command", "run a dumped episode again from one of its turns"),
-    "init": Command(f"{_TOOLS}.init.command", "start a project: agent, config, test"),
+    "init": Command(f"{_TOOLS}.init.new_project", "start a project: agent, config, test"),
     "doctor": Command(f"{_TOOLS}.doctor.command", "check the machine, and what a run needs, step by step"),
     "plan": Command(f"{_TOOLS}.plan.command", "predict time, tokens, memory and disk of a run"),
-    "sweep": Command(f"{_TOOLS}.sweep.command", "train over seeds; compare configs or values"),
+    "sweep": Command(f"{_TOOLS}.sweep.sweep", "train over seeds; compare configs or values"),
     "completion": Command(
         "areal_lite.cli.completion", "print a script that completes commands, options and config keys"
     ),
     "view": Command(f"{_TOOLS}.view.command", "show dumped episodes and metrics in the browser"),
-    "plot": Command(f"{_TOOLS}.inspect.commands.plot", "draw the metrics of one or several runs"),
+    "plot": Command(f"{_TOOLS}.inspect.plot", "draw the metrics of one or several runs"),
 }
 
 

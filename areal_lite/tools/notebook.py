@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from areal_lite.runs.evaluation import Evaluation
 
 _LINES = 8
-"""Latest lines that a notebook shows."""
 _CURVES_EVERY_S = 5.0
 _CURVES_SHARE = 20
 """Curves are drawn every 5 seconds, and at most a 20th of the time."""

@@ -88,7 +88,7 @@ class AgentService:
         """Answer one HTTP request; errors have the API's own form."""
         path, _, query = path.partition("?")
         key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
-        if path.startswith("/s/"):
+        if path.startswith("/s/"):  # the key of clients that can send no header
             key, _, rest = path[3:].partition("/")
             path = f"/{rest}"
         if path.startswith("/v1/v1/"):  # Anthropic's SDK with the base_url of OpenAI's

@@ -20,7 +20,6 @@ class _Choices(Api):
     """An answer is a choice; a stream ends with the choices' ends, usage if asked for, and an end mark."""
 
     kind: str
-    """Object name of a reply."""
     chunk_kind: str
     nothing: dict[str, Any]
     """A piece without text."""

@@ -39,9 +39,8 @@ class ServiceTransport(httpx.AsyncBaseTransport):
         headers = dict(reply.headers)
         if isinstance(reply.body, bytes):
             return httpx.Response(reply.status, headers=headers, content=reply.body)
-        return httpx.Response(
-            reply.status, headers=headers, stream=_Stream(reply.body, partial(self._receive, request))
-        )
+        stream = _Stream(reply.body, partial(self._receive, request))
+        return httpx.Response(reply.status, headers=headers, stream=stream)
 
     async def _receive(self, request: httpx.Request, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a part of the answer no longer than the client's timeout."""

@@ -87,7 +87,9 @@ class Messages(Api):
 
     def parse(self, body: dict[str, Any]) -> ChatRequest:
         chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
-        chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
+        system = joined_text(body.get("system"), "system")
+        head = [{"role": "system", "content": system}] if body.get("system") else []
+        chat["messages"] = head + _messages(body.get("messages"))
         if tools := typed("tools", body.get("tools"), list, "send a list of tools"):
             chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
         if choice := typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type"):
@@ -138,11 +140,6 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
         arguments = orjson.Fragment(text) if is_object else {_RAW_ARGUMENTS: text}
         blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     return blocks
-
-
-def _system(raw: Any) -> list[dict[str, Any]]:
-    text = joined_text(raw, "system")
-    return [{"role": "system", "content": text}] if raw else []
 
 
 def _messages(raw: Any) -> list[dict[str, Any]]:

@@ -43,7 +43,6 @@ class Responses(Api):
         self._item: dict[str, Any] = {}
         """The open item of text or reasoning; empty if none is open."""
         self._output: list[dict[str, Any]] = []
-        """Complete items."""
 
     def start(self) -> bytes:
         response = self._response(None, [])
@@ -238,16 +237,8 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     if message["content"] or not calls:
         items.append(_message(message["content"] or ""))
     for call in calls:
-        items.append(
-            {
-                "id": f"fc_{uuid.uuid4().hex}",
-                "type": "function_call",
-                "call_id": call["id"],
-                "name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
-                "status": "completed",
-            }
-        )
+        head = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"]}
+        items.append({**head, **call["function"], "status": "completed"})
     return items
 
 

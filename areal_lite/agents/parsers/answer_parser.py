@@ -27,10 +27,8 @@ class ParsedAnswer(NamedTuple):
     """The parts of an answer."""
 
     content: str
-    """The text, without reasoning and calls."""
     reasoning: str = ""
     tool_calls: Sequence[dict[str, Any]] = ()
-    """In the shape of OpenAI's API."""
     unparsable: bool = False
     """True if a call's arguments are not a JSON object, or its name cannot be read."""
 
@@ -47,8 +45,6 @@ class ParsedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerParser:
-    """Parses the answers of one model family."""
-
     tool_format: ToolFormat
     splits_reasoning: bool
     """True if ``<think>...</think>`` at the beginning is reasoning."""
@@ -61,7 +57,7 @@ class AnswerParser:
     def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
         """Return how a :class:`.TextStream` reads an answer; from an opening on, text may not be content."""
         return {
-            "ends": self.tool_format.starts if tools else (),
+            "openings": self.tool_format.starts if tools else (),
             "json_waits": bool(tools) and self.tool_format.bare_json,
             "thinking": prefill.rstrip().endswith(THINK) if self.splits_reasoning else None,
         }

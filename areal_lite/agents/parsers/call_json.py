@@ -20,7 +20,6 @@ _KINDS: dict[type, set[str]] = {
     **{type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}},
     **{str: {"string"}, list: {"array"}, dict: {"object"}},
 }
-"""JSON types of a value."""
 
 
 class ToolCall(NamedTuple):
@@ -86,7 +85,7 @@ def read_calls(text: str) -> list[ToolCall] | None:
     while start < len(text):
         found = read_json(text, start)
         end = found[1] if found else len(text)
-        call = (_call(found[0]) if found else None) or _broken_call(text[start:end])
+        call = (read_call(found[0]) if found else None) or _broken_call(text[start:end])
         if call is None:
             return None
         calls.append(call)
@@ -115,7 +114,8 @@ def typed_value(text: str, schema: Any) -> Any:
     return found[0] if not kinds or _KINDS[type(found[0])] & kinds else text
 
 
-def _call(value: Any) -> ToolCall | None:
+def read_call(value: Any) -> ToolCall | None:
+    """Return a call written as an object, also below ``function``; None if its name cannot be read."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name") if isinstance(value, dict) else None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.agents.parsers.answer_parser import ParsedAnswer, declared_tools, openai_call
-from areal_lite.agents.parsers.call_json import ToolCall, call_with_arguments, dump_json, is_name, read_bare_calls
+from areal_lite.agents.parsers.call_json import ToolCall, read_bare_calls, read_call
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ class Regions:
         self.content = ""
         self.reasoning = ""
         self.calls: list[Any] = []
-        """Complete calls, as the template gives them."""
         self.in_call = False
-        """True once a call has begun."""
         self._parser: Any = ResponseParser(template, prefix=prefill, tools=list(tools or []))
 
     def feed(self, text: str) -> None:
@@ -60,6 +58,8 @@ class Regions:
 
 
 class ResponseTemplateParser:
+    reads_prefill = True
+
     def __init__(self, spec: dict[str, Any], *, splits_reasoning: bool = True) -> None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -89,8 +89,6 @@ class ResponseTemplateParser:
         patterns = [one.pattern.replace("\\", "") for field in fields for one in (field.open_re, field.close_re) if one]
         return any(token in pattern for pattern in patterns)
 
-    reads_prefill = True
-
     def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
         return {"regions": self.regions(tools, prefill)}
 
@@ -103,19 +101,19 @@ class ResponseTemplateParser:
     def parse(
         self, text: str, tools: Sequence[dict[str, Any]] | None, *, prefill: str = "", bare_json: bool = False
     ) -> ParsedAnswer:
-        if tools and bare_json and (bare := read_bare_calls(text, declared_tools(tools))):
-            return ParsedAnswer("", "", [openai_call(call) for call in bare], not all(call.is_json for call in bare))
-        try:
-            regions = self.regions(tools, prefill)
-            regions.feed(text)
-            regions.finish()
-            calls = [_read_call(call) for call in regions.calls]
-        except Exception:
-            return self.parse(text, None, prefill=prefill)._replace(unparsable=True)
+        content = reasoning = ""
+        calls = read_bare_calls(text, declared_tools(tools)) if tools and bare_json else []
+        if not calls:
+            try:
+                regions = self.regions(tools, prefill)
+                regions.feed(text)
+                regions.finish()
+                calls = [_read_call(call) for call in regions.calls]
+            except Exception:
+                return self.parse(text, None, prefill=prefill)._replace(unparsable=True)
+            content, reasoning = regions.content.strip(), regions.reasoning.strip()
         unparsable = not all(call.is_json for call in calls)
-        return ParsedAnswer(
-            regions.content.strip(), regions.reasoning.strip(), [openai_call(call) for call in calls], unparsable
-        )
+        return ParsedAnswer(content, reasoning, [openai_call(call) for call in calls], unparsable)
 
 
 def has_usable_template(tokenizer: Any) -> bool:
@@ -126,13 +124,7 @@ def has_usable_template(tokenizer: Any) -> bool:
 
 
 def _read_call(value: Any) -> ToolCall:
-    function = value["function"]
-    name, arguments = function["name"], function.get("arguments")
-    if not is_name(name):
-        raise ValueError("no name of a tool")
-    if isinstance(arguments, str):
-        return call_with_arguments(name, arguments)
-    text = dump_json({} if arguments is None else arguments)
-    if text is None or not isinstance(arguments, dict | None):
-        raise ValueError("no JSON object")
-    return ToolCall(name, text)
+    call = read_call(value)
+    if call is None or not isinstance(value["function"].get("arguments"), str | dict | None):
+        raise ValueError("no call with a name and arguments")
+    return call

@@ -23,12 +23,10 @@ class Answer:
     """One answer of the model, before it takes an API's form."""
 
     id: str
-    """Key of its interaction."""
     message: dict[str, Any]
     """Assistant message in OpenAI's form: content, tool_calls, reasoning_content."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     stopped_by: str | None
-    """The stop string that ended it."""
     unparsable: bool
     """True if it has a tool call whose name or arguments cannot be parsed."""
     response: ModelResponse
@@ -54,6 +52,8 @@ class AnswerReader:
         return self._renderer.decode(self._prompt[-_PREFILL_TOKENS:], skip_special_tokens=False) if is_read else ""
 
     def feed(self, ids: Sequence[int]) -> list[Piece]:
+        if self._tools and self._request.grammar:  # the answer is a call as bare JSON
+            return []
         if self._stream is None:
             self._stream = self._new_stream()
         return self._stream.feed([token for token in ids if token not in self._renderer.stop_ids])
@@ -64,12 +64,7 @@ class AnswerReader:
         return stream.finish(message["content"] or "", message.get("reasoning_content") or "")
 
     def read(self, response: ModelResponse, answer_id: str) -> Answer:
-        text = self._renderer.visible_text(
-            response.output_tokens,
-            skip_special_tokens=self._skip_special_tokens,
-            tools=self._request.parse_tools,
-            ended=True,
-        )
+        text = self._decode(response.output_tokens, ended=True)
         stopped_by = min((stop for stop in self._stops if stop in text), key=text.index, default=None)
         if stopped_by is not None:
             text = text.partition(stopped_by)[0]
@@ -90,11 +85,8 @@ class AnswerReader:
     def _new_stream(self) -> TextStream:
         parser = self._parser
         options = parser.stream_options(self._tools, self._prefill) if parser else {}
-        waits = bool(self._tools and self._request.grammar)  # the answer is a call as bare JSON
-        ends = [*self._stops, *options.pop("ends", ())]
-        return TextStream(self._decode, ends=ends, waits=waits, **options)
+        return TextStream(self._decode, stops=self._stops, **options)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._renderer.visible_text(
-            ids, skip_special_tokens=self._skip_special_tokens, tools=self._request.parse_tools
-        )
+    def _decode(self, ids: list[int], *, ended: bool = False) -> str:
+        skips, tools = self._skip_special_tokens, self._request.parse_tools
+        return self._renderer.visible_text(ids, skip_special_tokens=skips, tools=tools, ended=ended)

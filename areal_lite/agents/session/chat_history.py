@@ -46,9 +46,7 @@ class ChatHistory:
         self._nodes: dict[tuple[Hashable, Hashable], int] = {}
         """The tree: the node after a node and the key of a message. A root is the render key of requests."""
         self._answers: dict[Hashable, InteractionWithTokenLogpReward] = {}
-        """By the node after the answer."""
         self._conversations: deque[Conversation] = deque(maxlen=_CONVERSATIONS_KEPT)
-        """The latest requests."""
         self._untemplated: list[tuple[str, InteractionWithTokenLogpReward]] = []
         """Answers to prompts without template, with the text of prompt and answer."""
 

@@ -73,15 +73,9 @@ class Conversation:
     """The checked messages of an earlier request; a request that begins with them checks only its new ones."""
 
     raw: list[Any]
-    """As the client sent them."""
     messages: list[dict[str, Any]]
     keys: list[Hashable]
     path: list[Hashable]
-    """Its nodes in the history."""
-
-
-FindConversation = Callable[[list[Any]], Conversation | None]
-"""Returns the earlier conversation that a request's messages begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +85,8 @@ class ChatRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
     keys: list[Hashable] = field(default_factory=list)
-    """One key per message; equal keys mean equal messages."""
     raw: list[Any] = field(default_factory=list)
-    """The messages as the client sent them."""
     extends: Conversation | None = None
-    """The earlier conversation it begins with."""
     prompt: str | list[int] | None = None
     """A prompt without chat template, as text or ids, instead of messages."""
     model: str = "default"
@@ -105,7 +96,6 @@ class ChatRequest:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template, such as ``enable_thinking``."""
     parse_tools: bool = False
-    """True if tool calls in the answer are parsed."""
     grammar: dict[str, str] = field(default_factory=dict)
     """Grammar of the answer by kind, ``json_schema``, ``regex`` or ``ebnf``; empty if free."""
     n: int = 1
@@ -123,7 +113,6 @@ class ChatRequest:
     top_logprobs: int = 0
     logit_bias: dict[int, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
-    """Sampling parameters that the agent set: temperature, top_p, ..."""
 
     @property
     def render_key(self) -> bytes:
@@ -131,7 +120,9 @@ class ChatRequest:
         return _canonical([self.tools, self.template_kwargs]) if self.tools or self.template_kwargs else b""
 
 
-def parse_chat_request(body: dict[str, Any], find: FindConversation = lambda raw: None) -> ChatRequest:
+def parse_chat_request(
+    body: dict[str, Any], find: Callable[[list[Any]], Conversation | None] = lambda raw: None
+) -> ChatRequest:
     """Return the checked request; ``find`` finds what an earlier one has checked already."""
     options = request_options(body)
     tools = _tools(body.get("tools"))
@@ -293,9 +284,9 @@ def _stop(raw: Any) -> list[str]:
     return stop
 
 
-def _ids(name: str, raw: Any) -> list[int]:
+def _stop_token_ids(raw: Any) -> list[int]:
     if not isinstance(raw, list) or not all(is_token_id(token) for token in raw):
-        raise wrong(name, raw, "send a list of token ids")
+        raise wrong("stop_token_ids", raw, "send a list of token ids")
     return raw
 
 
@@ -313,7 +304,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "max_tokens": ("max_tokens", lambda value: whole("max_tokens", value, 1)),
     "min_tokens": ("min_tokens", lambda value: whole("min_tokens", value, 0)),
     "stop": ("stop", _stop),
-    "stop_token_ids": ("stop_token_ids", lambda value: _ids("stop_token_ids", value)),
+    "stop_token_ids": ("stop_token_ids", _stop_token_ids),
     "ignore_eos": ("ignore_eos", _flag("ignore_eos")),
     "seed": ("seed", lambda value: whole("seed", value, -(2**63))),
     "stream": ("stream", _flag("stream")),

@@ -40,12 +40,9 @@ from areal_lite.errors import ConfigError, ContextOverflowError
 logger = logging.getLogger(__name__)
 
 OnText = Callable[[int, Piece], None]
-"""Called with the index of a choice and the next piece of its text."""
 
 
 class ChatSession:
-    """The token cache of one episode."""
-
     def __init__(
         self,
         engine: InferenceEngine,
@@ -74,7 +71,6 @@ class ChatSession:
         self.error: Exception | None = None
         """The engine's error in the latest call; None if that succeeded."""
         self.refusal: RequestError | None = None
-        """The latest invalid request."""
 
     async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[Answer]:
         """Return ``request.n`` answers to one prompt."""

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from areal_lite.agents.parsers.answer_parser import THINK, THINK_END
 from areal_lite.agents.parsers.response_template import Regions
 
-Decode = Callable[[list[int]], str]
-
 
 class Piece(NamedTuple):
     """The next piece of an answer's text."""
@@ -19,33 +17,28 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """Turns ids into the pieces of text that the finished message will begin with.
-
-    ``ends`` are strings that end the text: stops of the request and openings of tool calls.
-    """
+    """Turns ids into the pieces of text that the finished message will begin with."""
 
     def __init__(
         self,
-        decode: Decode,
+        decode: Callable[[list[int]], str],
         *,
-        ends: Sequence[str] = (),
+        stops: Sequence[str] = (),
+        openings: Sequence[str] = (),
         json_waits: bool = False,
         thinking: bool | None = None,
         regions: Regions | None = None,
-        waits: bool = False,
     ) -> None:
         self.sent = ""
-        """The content so far."""
         self.reasoning = ""
-        """The reasoning so far."""
         self._decode = decode
-        self._ends = list(ends)
+        self._ends = [*stops, *openings]
         self._ids: list[int] = []
         self._context = 0
         """Ids before it are decoded for good; those from it to ``_decoded`` give the next ones their context."""
         self._decoded = 0
         self._waiting = ""
-        self._closed = waits  # nothing is sent before the answer is complete
+        self._closed = False
         self._json_waits = json_waits
         self._thinking = thinking
         self._in_reasoning = False

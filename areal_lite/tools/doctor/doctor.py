@@ -27,7 +27,6 @@ class Checkup:
         self._failures: set[str] = set()
 
     def run(self, check: Findings) -> bool:
-        """Show what a check finds; return whether it ended without an error."""
         try:
             for finding in check:
                 self.show(finding)
@@ -96,6 +95,5 @@ def _warnings_shown(show: Callable[[Finding], None]) -> Iterator[None]:
 
 
 def config_file(path: str, overrides: Sequence[str], loaded: list[ExperimentConfig]) -> Findings:
-    """Load the config into ``loaded``."""
     loaded.append(load_config(path, overrides, root=ExperimentConfig))
     yield ok(f"{path}: {loaded[0].experiment_name}, kind {getattr(loaded[0], 'kind', 'reinforcement learning')}")

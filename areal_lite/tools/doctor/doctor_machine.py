@@ -42,12 +42,10 @@ Findings = Iterator[Finding]
 
 
 def ok(text: str) -> Finding:
-    """Return a finding that needs no action."""
     return Finding(Level.OK, text)
 
 
 def warning(text: str) -> Finding:
-    """Return a finding that does not stop a run."""
     return Finding(Level.WARNING, text)
 
 
@@ -117,7 +115,6 @@ def devices() -> Findings:
 
 
 def machine() -> Findings:
-    """Show free memory and disk space."""
     yield ok(f"{gigabytes(free_memory())} of memory are free")
     text = f"{gigabytes(free := shutil.disk_usage(Path.cwd()).free)} of disk are free here"
     yield (
@@ -141,5 +138,4 @@ def free_memory() -> float:
 
 
 def gigabytes(size: float) -> str:
-    """Return a number of bytes as text."""
     return f"{size / 1e9:.1f} GB"

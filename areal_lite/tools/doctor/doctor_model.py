@@ -28,7 +28,6 @@ _ANSWER = {"role": "assistant", "content": "It is 2."}
 _TRAINED = 4 + 4 + 8
 """Bytes per trained parameter: weight, gradient, and two moments of AdamW."""
 _SAVED = 4 + 8
-"""Bytes per trained parameter in a checkpoint."""
 _LITTLE_REASONING = 256
 """New tokens that reasoning alone often takes."""
 _SMALL_NORM = 0.2

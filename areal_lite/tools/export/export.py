@@ -6,10 +6,10 @@ episode, and that what is left out is counted by reason.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,14 +21,14 @@ import orjson
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.tools.export.conversation_text import ConversationReader, Message
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import printable
+from areal_lite.tools.inspect.episode_text import print_note
 from areal_lite.tools.inspect.filters import Both, Expr, Not, parse
 from areal_lite.tools.inspect.last_answer import last_answer, run_tokenizer
 from areal_lite.tools.inspect.run_dumps import Row
+from areal_lite.tools.inspect.terminal import add_selection
 
 Form = Literal["sft", "dpo", "openai", "parquet"]
 _PARQUET_ROWS = 1000
-"""Lines of a row group."""
 _NEXT = {
     "sft": "train on them: areal-lite sft CONFIG.yaml train_dataset.path={file}",
     "dpo": "train on them: areal-lite dpo CONFIG.yaml train_dataset.path={file}",
@@ -37,18 +37,31 @@ _NEXT = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The command's options."""
+_FORMS: dict[Form, str] = {
+    "sft": "rows of areal-lite sft: messages",
+    "dpo": "rows of areal-lite dpo: the best against the worst answer of each group",
+    "openai": "rows of OpenAI's fine-tuning of chat models",
+    "parquet": "a table with a row per dumped line, tokens included",
+}
 
-    form: Form
-    filter: str = ""
-    choose: str = "best"
-    """For SFT and OpenAI: the ``best`` line of each group, or every ``accepted`` one."""
-    keep_cut_off: bool = False
-    """Also export answers that ended at a limit of tokens."""
-    tokenizer: str | None = None
-    """Folder of the tokenizer; None takes the run's."""
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Writes accepted training episodes as training rows, or all as a table. See docs/verify.md."
+    add_selection(parser)
+    forms = parser.add_mutually_exclusive_group(required=True)
+    for form, meaning in _FORMS.items():
+        forms.add_argument(f"--{form}", type=Path, metavar="FILE", help=meaning)
+    add = parser.add_argument
+    add("--choose", choices=("best", "accepted"), default="best", help="of each group the best (default), or all")
+    add("--keep-cut-off", action="store_true", help="also answers that ended at a limit of tokens")
+    add("--tokenizer", metavar="PATH", help="tokenizer with the chat template (default: the run's)")
+
+
+def run(options: argparse.Namespace) -> int:
+    form, file = next((form, file) for form in _FORMS if (file := getattr(options, form)) is not None)
+    options.filter = " ".join(options.filter)
+    export(form, file, options)
+    return 0
 
 
 @dataclass(slots=True)
@@ -56,7 +69,8 @@ class _Export:
     """An export under way, and its counts of skipped lines."""
 
     dumps: Dumps
-    options: Options
+    form: Form
+    options: argparse.Namespace
     left_out: Counter[str] = field(default_factory=Counter)
     readers: dict[str, tuple[Any, ConversationReader | None]] = field(default_factory=dict)
     as_text: bool = False
@@ -82,7 +96,7 @@ class _Export:
             if (messages := reader.messages(text)) is not None and messages[-1]["role"] == "assistant":
                 return messages
             self.left_out["that the chat template does not render to the same text from messages"] += 1
-        elif self.options.form != "sft":
+        elif self.form != "sft":
             raise ConfigError(
                 f"{record['run']}: without the tokenizer of the run and its chat template there are no messages: name "
                 "its folder with --tokenizer"
@@ -106,7 +120,7 @@ class _Export:
             ranked = sorted(group, key=lambda record: -record["reward"])
             usable = ((record, messages) for record in ranked if (messages := self.messages(record)) is not None)
             for record, messages in itertools.islice(usable, 1 if self.options.choose == "best" else None):
-                if self.options.form == "openai":
+                if self.form == "openai":
                     yield {"messages": messages}
                 elif self.as_text:
                     yield {"prompt": messages[0]["content"], "response": messages[1]["content"]} | _source(record)
@@ -131,16 +145,16 @@ class _Export:
                 yield {"prompt": chosen[:-1], **answers, **rewards} | _source(best, "id")
 
 
-def export(path: Path, file: Path, options: Options) -> int:
+def export(form: Form, file: Path, options: argparse.Namespace) -> int:
     """Write the episodes of ``path`` to ``file`` and return the number of rows."""
     unfinished = file.with_name(f".unfinished-{os.getpid()}-{file.name}")
-    with Dumps.open(path) as dumps:
-        each = _Export(dumps, options)
+    with Dumps.open(options.path) as dumps:
+        each = _Export(dumps, form, options)
         try:
-            if options.form == "parquet":
+            if form == "parquet":
                 count = _write_parquet(unfinished, dumps.records(dumps.rows(options.filter)))
             else:
-                count = _write_lines(unfinished, each.dpo() if options.form == "dpo" else each.sft())
+                count = _write_lines(unfinished, each.dpo() if form == "dpo" else each.sft())
             if not count:
                 reasons = ", ".join(f"{number} {reason}" for reason, number in each.left_out.items())
                 raise ConfigError(f"nothing to export: {reasons or 'no accepted episode of the run matches'}")
@@ -158,8 +172,8 @@ def export(path: Path, file: Path, options: Options) -> int:
     for reason, number in each.left_out.items():
         notes.append(f"left out: {number} {reason}")
     for note in notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
-    print(f"{count} rows written to {file}; {_NEXT[options.form].format(file=file)}")
+        print_note(note)
+    print(f"{count} rows written to {file}; {_NEXT[form].format(file=file)}")
     return count
 
 

@@ -6,10 +6,10 @@ names ``my_agent`` and ``path/to/model``, which are replaced.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -23,30 +23,22 @@ _NAME, _MODEL = "my_agent", "path/to/model"
 _MODELS = Path("runs/models")
 
 
-@dataclass(frozen=True, slots=True)
-class Project:
-    """A new project in the working directory."""
-
-    name: str
-    template: str
-    model: str | None
-    """Its ``model_path``; None for the template's placeholder."""
-
-    @property
-    def next_steps(self) -> str:
-        """The next commands, for the terminal."""
-        command = "sft" if self.template == "sft" else "train"
-        model = f" for the model {self.model}" if self.model else f"; set model_path in {self.name}/config.yaml"
-        return (
-            f"{self.name}/ is made from the template {self.template}{model}\n"
-            f"test it:   python -m unittest {self.name}.test_agent\n"
-            f"check it:  areal-lite doctor {self.name}/config.yaml\n"
-            f"train it:  areal-lite {command} {self.name}/config.yaml"
-        )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Writes the folder NAME with an agent, its task, a config, a test and a README."
+    add = parser.add_argument
+    add("name", metavar="NAME", help="a new folder, which is imported by this name")
+    templates = ("single", "tools", "multi-turn", "env", "sft")
+    add("--template", choices=templates, default="single", help="kind of agent (default: single)")
+    add("--model", metavar="PATH", help="model folder or hub name (default: the first in runs/models)")
 
 
-def init(name: str, *, template: str = "single", model: str | None = None) -> Project:
-    """Write the folder ``name`` from a template."""
+def run(options: argparse.Namespace) -> int:
+    print(init(options.name, template=options.template, model=options.model))
+    return 0
+
+
+def init(name: str, *, template: str = "single", model: str | None = None) -> str:
+    """Write the folder ``name`` from a template; return the next commands, for the terminal."""
     _check_name(name)
     if model is not None and not is_hub_name(model):  # a run asks the hub
         check_model_path(model, key="--model")
@@ -61,7 +53,14 @@ def init(name: str, *, template: str = "single", model: str | None = None) -> Pr
             Path(name, file).write_text(text, "utf-8")
     except OSError as error:
         raise StorageError(f"{name} cannot be written: {error}: run init in a writable folder") from error
-    return Project(name, template, model)
+    command = "sft" if template == "sft" else "train"
+    of_model = f" for the model {model}" if model else f"; set model_path in {name}/config.yaml"
+    return (
+        f"{name}/ is made from the template {template}{of_model}\n"
+        f"test it:   python -m unittest {name}.test_agent\n"
+        f"check it:  areal-lite doctor {name}/config.yaml\n"
+        f"train it:  areal-lite {command} {name}/config.yaml"
+    )
 
 
 def _check_name(name: str) -> None:

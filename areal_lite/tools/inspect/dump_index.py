@@ -151,16 +151,13 @@ class DumpIndex:
     # -- reading
 
     def file_path(self, connection: sqlite3.Connection, file: int) -> str | None:
-        """Return the path of a file below ``root``."""
         found = connection.execute("SELECT path FROM files WHERE id = ?", (file,)).fetchone()
         return None if found is None else str(found[0])
 
     def full_path(self, path: str) -> Path:
-        """Return where the dump ``path`` is on disk."""
         return self.root / path if self.root.is_dir() else self.root
 
     def read_line(self, path: str, offset: int, length: int) -> bytes:
-        """Return one line of a dump."""
         with self.full_path(path).open("rb") as file:
             file.seek(offset)
             return file.read(length)

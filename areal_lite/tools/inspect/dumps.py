@@ -82,7 +82,6 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         return dumps
 
     def close(self) -> None:
-        """Close the indexes."""
         for run in self._runs.values():
             run.index.close()
 

@@ -104,42 +104,38 @@ def _check_process(process: Any) -> None:
 
 
 def _list(record: Mapping[str, Any], name: str) -> list[Any]:
-    value = record.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise ShapeError(f"{name} is {_type(value)}, not a list")
-    return value
+    value: list[Any] | None = _value(record, name, list, "a list")
+    return [] if value is None else value
 
 
 def _text(record: Mapping[str, Any], name: str) -> str | None:
-    value = record.get(name)
-    if value is None or isinstance(value, str):
-        return value
-    raise ShapeError(f"{name} is {_type(value)}, not text")
+    text: str | None = _value(record, name, str, "text")
+    return text
 
 
 def _number(record: Mapping[str, Any], name: str) -> float | None:
-    value = record.get(name)
-    if value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63):
+    if type(value := record.get(name)) is float:
         return value
-    raise ShapeError(f"{name} is {_type(value)}, not a number of 64 bits")
+    return _integer(record, name, "a number")
 
 
-def _integer(record: Mapping[str, Any], name: str) -> int | None:
+def _integer(record: Mapping[str, Any], name: str, what: str = "an integer") -> int | None:
     value = record.get(name)
     if value is None or (type(value) is int and -(2**63) <= value < 2**63):
         return value
-    raise ShapeError(f"{name} is {_type(value)}, not an integer of 64 bits")
+    raise ShapeError(f"{name} is {_type(value)}, not {what} of 64 bits")
 
 
 def _id(record: Mapping[str, Any], name: str) -> int | str | None:
+    value: int | str | None = _value(record, name, int | str, "an integer or text")
+    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
+
+
+def _value(record: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
     value = record.get(name)
-    if value is None or isinstance(value, str):
+    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
         return value
-    if type(value) is not int:
-        raise ShapeError(f"{name} is {_type(value)}, not an integer or text")
-    return value if -(2**63) <= value < 2**63 else str(value)
+    raise ShapeError(f"{name} is {_type(value)}, not {what}")
 
 
 def _json(values: Mapping[str, None]) -> str | None:

@@ -6,6 +6,7 @@ Text comes from a model, so only its printable characters reach the terminal.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
 def printable(text: str) -> str:
     """Return ``text`` with every control character written out, as in ``\\x1b``."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def print_note(text: str) -> None:
+    print(f"note: {printable(text)}", file=sys.stderr)
 
 
 def json_line(record: Mapping[str, Any]) -> str:

@@ -258,7 +258,6 @@ def text_hash(text: str) -> int:
 
 
 def needs_text(expr: Expr) -> bool:
-    """Return True if ``expr`` must read the dumps."""
     if isinstance(expr, Term):
         return expr.key.kind is Kind.TEXT
     return any(map(needs_text, (expr.part,) if isinstance(expr, Not) else expr.parts))

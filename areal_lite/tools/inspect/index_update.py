@@ -38,7 +38,6 @@ _NEW = (None, -1, 0, 0, 0, 0, 0)
 """State of a file that the index does not know: id, size, mtime, inode, indexed, lines, guard."""
 
 Problem = tuple[int, int, str, str]
-"""Line, offset, kind and message."""
 
 
 class IndexUpdate:
@@ -59,7 +58,6 @@ class IndexUpdate:
         self._is_file = not root.is_dir()
         self._uncommitted = 0
         self.lines = 0
-        """Lines that this update has read."""
 
     def run(self, recheck_from: int, budget_s: float) -> int:
         """Index new dumps, then look for ``budget_s`` seconds at known files with an id of at most ``recheck_from``."""

@@ -5,6 +5,7 @@ Panels without data are left out. Metric names are those of docs/metrics.md.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ class Panel:
 
     title: str
     unit: str
-    """Label of the y-axis."""
     curves: Mapping[str, str]
     """Metric name -> legend label."""
 
@@ -53,6 +53,17 @@ _TOTALS = ("timing/step_s", "train/seconds_step")
 _LINES = ("-", "--")
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a folder with a metrics.jsonl")
+    add("--out", type=Path, metavar="FILE.png", help="image file (default for a single run: RUN_DIR/metrics.png)")
+
+
+def run(options: argparse.Namespace) -> int:
+    print(plot_metrics(*options.run_dirs, out=options.out))
+    return 0
+
+
 def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
     """Save :func:`metrics_figure` to ``out`` and return its path."""
     if out is None:
@@ -63,7 +74,6 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
 
 
 def plot_means(variants: Mapping[str, Sequence[Path]], *, out: str | Path, level: float = 0.95) -> Path:
-    """Save :func:`means_figure` to ``out`` and return its path; raises ConfigError as :func:`plot_metrics`."""
     return _save(means_figure(variants, level=level), out)
 
 
@@ -176,12 +186,12 @@ def _phases(records: Records) -> tuple[list[int], dict[str, list[float]]] | None
     names = {name: None for record in records for name in record if name.startswith(PHASES)}
     timed = [record for record in records if not names.keys().isdisjoint(record)]
     seconds = {
-        _phase(name): column
+        phase(name): column
         for name in names
         if name not in _TOTALS and any(column := [record.get(name) or 0.0 for record in timed])
     }
     return ([record["step"] for record in timed], seconds) if seconds else None
 
 
-def _phase(name: str) -> str:
+def phase(name: str) -> str:
     return name.removeprefix(PHASES[0]).removeprefix(PHASES[1]).removesuffix("_s").replace("_", " ")

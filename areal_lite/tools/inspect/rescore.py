@@ -6,12 +6,12 @@ only if it is certainly the episode's: dumps do not hold rows, so they are found
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import inspect
 import itertools
 import math
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -30,8 +30,9 @@ from areal_lite.config.run_config import RunConfig
 from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import json_line, printable
+from areal_lite.tools.inspect.episode_text import json_line, print_note, printable
 from areal_lite.tools.inspect.last_answer import CONFIG, Answer, last_answer, run_config, run_tokenizer
+from areal_lite.tools.inspect.terminal import add_selection
 
 Record = Mapping[str, Any]
 ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")
@@ -39,7 +40,6 @@ ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")
 MAX_VALUES = 10
 """Most distinct rewards of a confusion table."""
 _AT_ONCE = 256
-"""Rewards that are computed at the same time."""
 
 
 @dataclass(slots=True)
@@ -51,8 +51,22 @@ class Rescored:
     errors: Counter[str] = field(default_factory=Counter)
     """Calls of the reward function that failed, by cause."""
     skipped: int = 0
-    """Lines without an answer."""
     notes: list[str] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Scores dumped episodes with another reward function; changes nothing. See docs/verify.md."
+    add_selection(parser)
+    add = parser.add_argument
+    add("--reward", required=True, metavar="PKG.FN", help="fn(prompt, completion, prompt_ids, completion_ids, **row)")
+    add("--dataset", type=Path, metavar="CONFIG", help="config with the dataset rows (default: RUN/config.yaml)")
+    add("--json", action="store_true", help="one JSON object per episode")
+
+
+def run(options: argparse.Namespace) -> int:
+    filter = " ".join(options.filter)
+    rescore(options.path, options.reward, filter=filter, dataset=options.dataset, json=options.json)
+    return 0
 
 
 def rescore(path: Path, reward: str, *, filter: str = "", dataset: Path | None = None, json: bool = False) -> Rescored:
@@ -63,7 +77,7 @@ def rescore(path: Path, reward: str, *, filter: str = "", dataset: Path | None =
             _keep(result, record, new, json=json)
         result.notes += dumps.notes()
     for note in result.notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
+        print_note(note)
     if result.errors and not result.pairs:
         raise EpisodeError(f"{reward} failed for every episode: {_causes(result)}")
     if not json:

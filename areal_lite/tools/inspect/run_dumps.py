@@ -30,7 +30,6 @@ _GROUP = {
     **{"episodes": "count(DISTINCT e.member)", "reward": "avg(e.reward)", "reward_min": "min(e.reward)"},
     **{"reward_max": "max(e.reward)", "finished": "max(e.finished)"},
 }
-"""SQL of the figures of a group."""
 _FILE_ID = "(SELECT id FROM files WHERE path = ?)"
 _COLUMNS = ("id", *COLUMNS, "file", "line", "offset", "length")
 _SELECT = ", ".join(f'e."{name}"' for name in _COLUMNS)
@@ -99,7 +98,6 @@ class RunDumps:
                 yield from self._fetch(connection, "WHERE e.id = ?", list(id))
 
     def find(self, id: str) -> Row:
-        """Return the row with an id."""
         path, _, line = id.rpartition(":")
         if not (path and is_utf8(path) and line.isdecimal() and len(line) < 16):
             raise ConfigError(f"{id!r} is not an episode's id: ids are FILE:LINE, such as rollout/4/134.jsonl:1")
@@ -111,7 +109,6 @@ class RunDumps:
         return rows[0]
 
     def episode(self, row: Row) -> list[Row]:
-        """Return the rows of all sequences of the episode of ``row``."""
         with self.index.connection() as connection:
             tail = f"WHERE e.file = {_FILE_ID} AND e.member IS ? ORDER BY e.line"
             return list(self._fetch(connection, tail, [row["file"], row["member"]]))
@@ -144,7 +141,6 @@ class RunDumps:
         return found
 
     def problems(self, limit: int) -> list[dict[str, Any]]:
-        """Return the lines and files that could not be read."""
         keys = ("run", "file", "line", "offset", "kind", "message")
         with self.index.connection() as connection:
             rows = connection.execute(

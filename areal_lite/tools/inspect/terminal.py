@@ -5,13 +5,14 @@ Text comes from a model, so only its printable characters reach the terminal, an
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +21,77 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lite.errors import ConfigError
+from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import episode_text, json_line, printable
+from areal_lite.tools.inspect.episode_text import episode_text, json_line, print_note, printable
 from areal_lite.tools.inspect.run_dumps import Row
-from areal_lite.tools.inspect.token_table import (
-    Difference,
-    Token,
-    decoder,
-    first_text_difference,
-    first_token_difference,
-    tokens,
-)
+from areal_lite.tools.inspect.token_table import Token, decoder, first_text_difference, first_token_difference, tokens
 from areal_lite.tools.inspect.training_facts import with_facts
 
 _WIDTH = 200
-"""Columns of output that is not a terminal."""
 _STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _EPISODE_COLUMNS = ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause")
 _CONTEXT = 60
-"""Characters before and after a difference of texts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command's options."""
-
-    filter: str = ""
-    by: str | None = None
-    sort: str = "version"
-    limit: int | None = None
-    offset: int = 0
-    sample: int | None = None
-    seed: int = 0
-    json: bool = False
-    diff: tuple[str, str] | None = None
-    tokens: str | None = None
-
-    @property
-    def level(self) -> str | None:
-        """The level that the options ask for; None if the dumps decide."""
-        if self.by is not None:
-            return self.by
-        lists = self.filter.strip() or self.sort != "version" or self.sample is not None or self.json or self.offset
-        return "episodes" if lists or self.limit is not None else None
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Shows runs, versions, groups, episodes or turns of dumps. docs/trajectories.md has the filter keys."
+    )
+    add_selection(parser)
+    add = parser.add_argument
+    add("--by", choices=("runs", "versions", "groups", "episodes", "turns", "problems"), help="what to list")
+    add("--sort", default="version", metavar="KEY", help="a filter key, with - before it for descending")
+    add("--limit", type=positive_integer, metavar="N", help="at most N (default: 50, of turns 10; with --json all)")
+    add("--offset", type=int, default=0, metavar="N", help="leave out the first N")
+    add("--sample", type=positive_integer, metavar="N", help="N random episodes")
+    add("--seed", type=int, default=0, metavar="S", help="seed of --sample")
+    add("--json", action="store_true", help="one JSON object per line: of an episode its dumped line with run and id")
+    add("--diff", nargs=2, metavar="ID", help="where two episodes begin to differ; an ID is FILE:LINE, as listed")
+    add("--tokens", metavar="ID", help="each token of an episode: id, text, whether it trains, log-prob, version")
 
 
-def inspect(path: Path, options: Options, *, console: Console | None = None) -> int:
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the folder or file of dumps, and the filter that selects episodes of it."""
+    parser.add_argument(
+        "path", type=Path, metavar="RUN", help="a run's folder, a folder of runs, a folder of dumps, or a dump"
+    )
+    parser.add_argument(
+        "filter",
+        nargs="*",
+        metavar="FILTER",
+        help="such as 'reward<0.5 status=failed text~\"not sure\"' (quote < and >)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    inspect(options)
+    return 0
+
+
+def inspect(options: argparse.Namespace, *, console: Console | None = None) -> int:
     """Print what ``options`` ask for, and return the number of lines, rows or tokens."""
-    console = console or _console()
-    with Dumps.open(path, on_progress=_Progress()) as dumps:
-        shown = _print(dumps, _level(dumps, path, options), options, console)
-        _print_notes(dumps, shown)
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    options.filter = " ".join(options.filter)
+    with Dumps.open(options.path, on_progress=_Progress()) as dumps:
+        shown = _print(dumps, _level(dumps, options), options, console)
+        for note in dumps.notes():
+            print_note(note)
+    if not shown:
+        print_note("nothing matches")
     return shown
 
 
-def _level(dumps: Dumps, path: Path, options: Options) -> str:
-    if options.level is not None:
-        return options.level
-    return "runs" if len(dumps.runs) > 1 else "turns" if path.is_file() else "versions"
+def _level(dumps: Dumps, options: argparse.Namespace) -> str:
+    lists = options.filter.strip() or options.sort != "version" or options.sample is not None or options.json
+    if options.by is not None:
+        return str(options.by)
+    if lists or options.offset or options.limit is not None:
+        return "episodes"
+    return "runs" if len(dumps.runs) > 1 else "turns" if options.path.is_file() else "versions"
 
 
-def _print(dumps: Dumps, level: str, options: Options, console: Console) -> int:
+def _print(dumps: Dumps, level: str, options: argparse.Namespace, console: Console) -> int:
     if options.tokens is not None:
         return _print_tokens(dumps, options.tokens, options, console)
     if options.diff is not None:
@@ -110,7 +121,7 @@ def _print(dumps: Dumps, level: str, options: Options, console: Console) -> int:
     return count
 
 
-def _rows(dumps: Dumps, options: Options, default_limit: int | None) -> Iterator[Row]:
+def _rows(dumps: Dumps, options: argparse.Namespace, default_limit: int | None) -> Iterator[Row]:
     limit = default_limit if options.limit is None else options.limit
     if options.sample is not None:
         return iter(dumps.sample(options.sample, options.seed, options.filter))
@@ -120,7 +131,7 @@ def _rows(dumps: Dumps, options: Options, default_limit: int | None) -> Iterator
 # -- JSON
 
 
-def _objects(dumps: Dumps, level: str, options: Options) -> Iterator[Mapping[str, Any]]:
+def _objects(dumps: Dumps, level: str, options: argparse.Namespace) -> Iterator[Mapping[str, Any]]:
     limit = sys.maxsize if options.limit is None else options.limit
     if level in ("episodes", "turns"):
         yield from dumps.records(_rows(dumps, options, None))
@@ -143,7 +154,7 @@ def _print_json(objects: Iterable[Mapping[str, Any]]) -> int:
 # -- tables
 
 
-def _table(dumps: Dumps, level: str, options: Options) -> tuple[Table, int]:
+def _table(dumps: Dumps, level: str, options: argparse.Namespace) -> tuple[Table, int]:
     limit = 50 if options.limit is None else options.limit
     rows: Iterable[Mapping[str, Any]]
     if level == "episodes":
@@ -196,7 +207,7 @@ def _range(versions: Sequence[Mapping[str, Any]]) -> str:
     return f"{min(known)}..{max(known)}" if known else "-"
 
 
-def _print_versions(dumps: Dumps, options: Options, console: Console) -> int:
+def _print_versions(dumps: Dumps, options: argparse.Namespace, console: Console) -> int:
     shown = 0
     for run in dumps.summary(options.filter):
         console.print(Text(printable(f"{run['run']}: {run['lines']} lines in {run['groups']} groups"), "bold"))
@@ -228,12 +239,12 @@ def _record(dumps: Dumps, id: str) -> dict[str, Any]:
     raise error
 
 
-def _print_tokens(dumps: Dumps, id: str, options: Options, console: Console) -> int:
+def _print_tokens(dumps: Dumps, id: str, options: argparse.Namespace, console: Console) -> int:
     record = _record(dumps, id)
     root = dumps.runs[record["run"]]
     decode = decoder(root)
     if decode is None:
-        _note("no text of tokens: the run's tokenizer is not on this machine")
+        print_note("no text of tokens: the run's tokenizer is not on this machine")
     rows = list(tokens(with_facts(root, record), decode))
     if options.json:
         return _print_json(map(_flat, rows))
@@ -256,28 +267,24 @@ def _flat(token: Token) -> dict[str, Any]:
     return {**values, **facts}
 
 
-def _difference(where: Difference) -> dict[str, Any]:
-    first, second = (None if token is None else _flat(token) for token in (where.first, where.second))
-    return {"index": where.index, "first": first, "second": second}
-
-
-def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, console: Console) -> int:
+def _print_difference(dumps: Dumps, pair: tuple[str, str], options: argparse.Namespace, console: Console) -> int:
     first, second = (_record(dumps, id) for id in pair)
     where, text = first_token_difference(first, second), first_text_difference(first, second)
     if options.json:
+        sides = {} if where is None else dict(zip(("first", "second"), where[1:], strict=True))
+        different = {name: token and _flat(token) for name, token in sides.items()}
         print(
             json_line(
                 {
                     **{"first": first["id"], "second": second["id"]},
                     **{"rewards": [first.get("reward"), second.get("reward")]},
-                    **{"token": None if where is None else _difference(where)},
-                    **{"text": None if text is None else text[0]},
+                    **{"token": where and {"index": where[0], **different}, "text": text and text[0]},
                 }
             )
         )
         return 1
     if first.get("group_id") != second.get("group_id"):
-        _note("the episodes are of different groups")
+        print_note("the episodes are of different groups")
     facts = ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("", first["id"], second["id"]):
@@ -288,8 +295,8 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, con
     if where is None:
         console.print("the token ids are equal")
     else:
-        console.print(Text(f"token {where.index} is the first that differs:", "bold"))
-        for record, token in ((first, where.first), (second, where.second)):
+        console.print(Text(f"token {where[0]} is the first that differs:", "bold"))
+        for record, token in ((first, where[1]), (second, where[2])):
             said = "ended"
             if token is not None:
                 said = f"id {token.id}, turn {token.turn}, {token.role}, log-prob {token.logprob}"
@@ -306,20 +313,6 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, con
     return 1
 
 
-# -- notes
-
-
-def _print_notes(dumps: Dumps, shown: int) -> None:
-    for note in dumps.notes():
-        _note(note)
-    if not shown:
-        _note("nothing matches")
-
-
-def _note(text: str) -> None:
-    print(f"note: {printable(text)}", file=sys.stderr)
-
-
 class _Progress:
     """Says once that an index is made, if that takes longer than a second, and then how far it is."""
 
@@ -329,8 +322,4 @@ class _Progress:
     def __call__(self, lines: int) -> None:
         if time.monotonic() > self._next:
             self._next = time.monotonic() + 5.0
-            _note(f"indexing the dumps: {lines} lines so far; the next time they open at once")
-
-
-def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+            print_note(f"indexing the dumps: {lines} lines so far; the next time they open at once")

@@ -23,9 +23,7 @@ class Token:
     """One token of a record; None where the dump does not say."""
 
     index: int
-    """Index in the sequence."""
     turn: int
-    """Index of its turn in ``turns``."""
     role: str | None
     id: int | None
     text: str | None
@@ -34,7 +32,6 @@ class Token:
     logprob: float | None
     version: int | None
     facts: dict[str, float | None] = field(default_factory=dict)
-    """Training facts by name, if the record has them."""
 
 
 def tokens(record: Record, decode: Callable[[int], str] | None = None) -> Iterator[Token]:
@@ -56,21 +53,15 @@ def decoder(root: Path) -> Callable[[int], str] | None:
     return None if tokenizer is None else lambda id: str(tokenizer.decode([id], skip_special_tokens=False))
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first difference of two sequences; a side is None if its sequence has ended."""
+def first_token_difference(first: Record, second: Record) -> tuple[int, Token | None, Token | None] | None:
+    """Return the first index with different token ids, and both tokens; None if all ids are equal.
 
-    index: int
-    first: Token | None
-    second: Token | None
-
-
-def first_token_difference(first: Record, second: Record) -> Difference | None:
-    """Return the first index with different token ids; None if all ids are equal."""
+    A token is None if its sequence has ended.
+    """
     pairs = zip_longest(tokens(first), tokens(second))
     for index, (a, b) in enumerate(pairs):
         if a is None or b is None or a.id != b.id:
-            return Difference(index, a, b)
+            return index, a, b
     return None
 
 
@@ -87,5 +78,4 @@ def first_text_difference(first: Record, second: Record) -> tuple[int, str, str]
 
 
 def whole_text(record: Record) -> str:
-    """Return the texts of all turns, joined."""
     return "".join(turn.get("text") or "" for turn in record["turns"])

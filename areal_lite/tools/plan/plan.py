@@ -58,7 +58,6 @@ class Plan:
     unknown: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures."""
         return dataclasses.asdict(self)
 
 
@@ -111,7 +110,6 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
     total_s += max(0, checkpoints - measured.checkpoints) * checkpoint_s
 
     def growth(name: str) -> float:
-        """Return how much a total grows in the steps that are left."""
         return left * _per_step(measured, [totals[name] for totals in measured.totals])
 
     parts = {
@@ -192,7 +190,6 @@ def _staleness(config: Trainable, measured: Measurements) -> dict[str, float]:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return the prediction for the terminal."""
     seconds, probed = plan.seconds, plan.probed_steps
     table = Table("", "predicted", title=f"{plan.steps} steps, from {probed} steps in {plan.probe_s:.0f} s")
     for name in ("total", "start and end", "steps", "evaluations", "checkpoints"):

@@ -49,7 +49,6 @@ class Measurements:
     max_steps: int | None = None
     """The run ends after this many steps, or when it has enough steady steps and seconds. None: at its own end."""
     total_steps: int = 0
-    """Steps that the config asks for."""
     wall_s: float = 0.0
     """From before the servers start until after they stopped."""
     step_s: list[float] = field(default_factory=list)
@@ -71,11 +70,9 @@ class Measurements:
     disk: dict[str, float] = field(default_factory=dict)
     """Bytes at the end, by folder of the run."""
     tokens: float = 0.0
-    """Sampled tokens in all."""
 
     @property
     def is_enough(self) -> bool:
-        """True when the run may end."""
         steady = self.step_s[self.warm_up_steps :]
         if self.max_steps is None:
             return False
@@ -107,7 +104,6 @@ class _Probe(TrainingRun[Any]):
         return summary
 
     def record_step(self, metrics: dict[str, float], *, began: float) -> None:
-        """Record a step; end the run if that is enough."""
         super().record_step(metrics, began=began)
         measured, folder = self.measured, self.files.run_dir
         measured.step_s.append(time.monotonic() - began)

@@ -20,7 +20,6 @@ from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.errors import ConfigError
 
 _SHOWN = 24
-"""Tokens of a difference that its text shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +29,10 @@ class DumpedCall:
     path: tuple[int, ...]
     """Its turn and all before it, as ``turn_idx``."""
     starts: tuple[int, ...]
-    """First token of each of them."""
     prompt: tuple[int, ...]
     turn: Mapping[str, Any]
 
     def answer(self) -> ModelResponse:
-        """Return the dumped answer."""
         turn = self.turn
         return ModelResponse(
             input_tokens=list(self.prompt),
@@ -58,7 +55,6 @@ class Fork:
     kept: list[DumpedCall]
     """Calls before the turn, in the order they began."""
     first: DumpedCall
-    """The first call that is sampled anew."""
     later: list[DumpedCall]
     """Calls after it."""
     num_fixed: int
@@ -219,6 +215,5 @@ class _SayingRenderer(ChatRenderer):
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

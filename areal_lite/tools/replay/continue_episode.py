@@ -38,7 +38,6 @@ from areal_lite.trainer.checkpoint.checkpoint import checkpoints
 
 Record = Mapping[str, Any]
 _BESIDE = 3
-"""Most branches that are shown beside the original."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,6 @@ class ReplayRun(TrainingRun[Evaluation]):
     reward_model: ValueScorer | None
 
     def fit(self) -> None:
-        """Train up to ``total_steps``; save when due."""
         while self.step < self.total_steps:
             began = time.monotonic()
             batch = broadcast_batch(self.batch() if Ranks.current().rank == 0 else None)
@@ -130,7 +129,6 @@ class ReplayRun(TrainingRun[Evaluation]):
             stop_together()
 
     def batch(self) -> Batch:
-        """Return the batch of the next step with its rewards."""
         groups = self.batches.groups(self.step + 1)
         apply_reward_model(self.reward_model, groups, self.config)
         return groups

@@ -6,6 +6,7 @@ is not made again; a stopped one resumes from its checkpoint, so the same comman
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import re
@@ -14,13 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Column, Table
 
 from areal_lite.config.loader import dump_config, load_config
-from areal_lite.config.run_config import ExperimentConfig
+from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.files.whole_files import write_whole
+from areal_lite.runs.commands.supervised import train_supervised
+from areal_lite.runs.commands.train import train
+from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.inspect.episode_text import read_records
+from areal_lite.tools.inspect.plot import plot_means
 from areal_lite.tools.sweep.seed_statistics import Interval, Verdict, compare_pairs, mean_interval
 
 FINISHED = "finished.yaml"
@@ -37,11 +43,9 @@ class Variant:
 
     name: str
     configs: list[ExperimentConfig]
-    """One per seed."""
 
     @property
     def run_dirs(self) -> list[Path]:
-        """The folders of its runs."""
         return [config.run_dir for config in self.configs]
 
 
@@ -51,12 +55,59 @@ class Result:
 
     variant: Variant
     scores: list[float]
-    """The metric of each seed."""
     interval: Interval
     verdict: Verdict | None
     """Against the first variant, which has none."""
     difference: Interval | None
     """This variant minus the first, paired by seed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains each variant with each seed, one run after the other, and shows means with intervals. Variants are "
+        "configs, or values of key=v1,v2; each is compared with the first, seed by seed. The same command continues a "
+        "sweep. See docs/plan.md."
+    )
+    add = parser.add_argument
+    add("words", metavar="CONFIG.yaml | key=v1,v2", nargs="+", help="one or more configs, and values for all of them")
+    add("--seeds", type=positive_integer, required=True, metavar="N", help="runs of each variant")
+    add("--metric", metavar="NAME", help="what is compared (default: eval/reward, else train/reward_mean, else a loss)")
+    add("--level", type=_fraction, default=0.95, metavar="P", help="level of the intervals (default: 0.95)")
+    add("--out", type=Path, metavar="FILE.png", help="image file (default: sweep.png in the experiment's folder)")
+    parser.set_defaults(root=RunConfig)
+
+
+def run(options: argparse.Namespace) -> int:
+    overrides = [word for word in options.words if "=" in word]
+    paths = [word for word in options.words if "=" not in word]
+    variants = variants_of(paths, overrides, seeds=options.seeds)
+    run_sweep(variants, _make_run)
+    metric, results = results_of(variants, metric=options.metric, level=options.level)
+    Console().print(sweep_table(metric, results, level=options.level))
+    for line in verdict_lines(results):
+        print(line)
+    folder = variants[0].run_dirs[0].parent
+    try:
+        runs = {variant.name: variant.run_dirs for variant in variants}
+        print(f"curves: {plot_means(runs, out=options.out or folder / 'sweep.png', level=options.level)}")
+    except ConfigError as error:
+        print(f"no curves: {error}")
+    print(f"next: areal-lite view {folder}")
+    return 0
+
+
+def _make_run(config: Any, title: str) -> None:
+    print(title, flush=True)
+    if isinstance(config, RunConfig):
+        train(config)
+    else:
+        train_supervised(config)
+
+
+def _fraction(text: str) -> float:
+    if not 0 < (number := float(text)) < 1:
+        raise ValueError
+    return number
 
 
 def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -> list[Variant]:
@@ -98,14 +149,14 @@ def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -
     return variants
 
 
-def run_sweep(variants: Sequence[Variant], train: Callable[[ExperimentConfig, str], object]) -> None:
+def run_sweep(variants: Sequence[Variant], make_run: Callable[[ExperimentConfig, str], object]) -> None:
     """Make the runs that are not finished, seed by seed."""
     runs = [config for of_seed in zip(*(v.configs for v in variants), strict=True) for config in of_seed]
     todo = [config for config in runs if not _is_finished(config)]
     done = len(runs) - len(todo)
     for number, config in enumerate(todo, done + 1):
         try:
-            train(config, f"run {number} of {len(runs)}: {config.run_dir}")
+            make_run(config, f"run {number} of {len(runs)}: {config.run_dir}")
         except ArealLiteError as error:
             error.add_note(f"{number - 1} of {len(runs)} runs of the sweep are finished; the same command continues it")
             raise
@@ -183,7 +234,6 @@ def _folder_name(text: str) -> str:
 
 
 def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Table:
-    """Return the results for the terminal."""
     columns = [Column(name, overflow="fold") for name in ("variant", "mean and interval", "each seed")]
     table = Table(*columns, title=f"{metric}, {level:.0%} interval")
     for result in results:
@@ -193,7 +243,6 @@ def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Tabl
 
 
 def verdict_lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a line for each comparison with the first variant."""
     first, *others = results
     for other in others:
         yield (

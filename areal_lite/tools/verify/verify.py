@@ -7,6 +7,7 @@ is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mo
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from areal_lite.tools.verify.verify_tokens import TOKEN_CHECKS, token_findings
 from areal_lite.tools.verify.verify_weights import WEIGHT_CHECKS
 
 SHOWN = 20
-"""Most findings of one check that are printed."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,19 @@ class Report:
     findings: list[tuple[str, str]] = field(default_factory=list)
     """Name of the check, and what it found."""
     unproved: list[str] = field(default_factory=list)
-    """Claims that the folder cannot prove."""
     lines: int = 0
     groups: int = 0
     steps: int = 0
     checks: int = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--reward", metavar="PKG.FN", help="the run's reward function: score its episodes again")
+
+
+def run(options: argparse.Namespace) -> int:
+    return verify(options.path, reward=options.reward)
 
 
 def verify(path: Path, *, reward: str | None = None) -> int:

@@ -32,7 +32,6 @@ class DumpedGroup:
     """Emptied once the group is checked."""
     scope: str | None
     version: int | None
-    """Version of the folder."""
     task: int | str
     id: str
     """The first line's id, which names the group in findings."""
@@ -44,7 +43,6 @@ class DumpedGroup:
     lines: list[int | None]
     """The ``sample_idx`` of accepted lines: sequences that train, or would."""
     trained: int
-    """Trained tokens of accepted lines."""
     rewards: list[float]
     """Mean reward over its lines, per accepted episode."""
     calls: list[str]
@@ -52,7 +50,6 @@ class DumpedGroup:
 
     @property
     def file(self) -> str:
-        """Path of its dump below the run's folder."""
         return self.id.rpartition(":")[0]
 
     @classmethod
@@ -96,9 +93,7 @@ class Run:
     root: Path
     config: ExperimentConfig | None
     metrics: list[Record]
-    """The records of metrics.jsonl."""
     broken_metrics: list[str]
-    """Lines of it that are not records."""
     groups: list[DumpedGroup] = field(default_factory=list)
     unproved: list[str] = field(default_factory=list)
     """Claims that the folder cannot prove, one line each."""
@@ -123,7 +118,6 @@ class Run:
 
     @property
     def steps(self) -> list[Record]:
-        """The records of training steps."""
         return [record for record in self.metrics if "train/loss" in record]
 
     @property
@@ -133,7 +127,6 @@ class Run:
 
     @property
     def trained(self) -> list[DumpedGroup]:
-        """Accepted training groups."""
         return [group for group in self.groups if group.scope == TRAINING and group.accepted]
 
     @property
@@ -165,8 +158,6 @@ class Run:
         return done and saved and all(group.finished >= self.first_moment for group in self.groups)
 
     def dumped(self, dumps: Dumps) -> Iterator[DumpedGroup]:
-        """Yield the dumped groups, by version and task id."""
-
         def key(record: Record) -> tuple[Any, ...]:
             return tuple(record.get(name) for name in ("version", "task_id", "scope", "group_id"))
 
@@ -188,7 +179,6 @@ def differs(one: float | None, other: float | None, *, relative: float = 1e-4) -
 
 
 def some(values: Iterable[Any], most: int = 8) -> str:
-    """Return the first values as text."""
     listed = [str(value) for value in values]
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 

@@ -23,7 +23,6 @@ from areal_lite.tools.verify.verify_run import DumpedGroup, Record, Run, differs
 from areal_lite.tools.verify.verify_steps import comparable, fill_advantages, step_metrics
 
 Finding = tuple[str, str]
-"""Name of the check, and what it found."""
 Key = tuple[str, int | None]
 """Task id and ``sample_idx`` of a line."""
 TOKEN_MISMATCH = 1.0

@@ -16,20 +16,17 @@ from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS
-from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel
+from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, phase
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import decoder
 from areal_lite.tools.inspect.training_facts import with_facts
 
 Json = dict[str, Any]
 MAX_ROWS = 500
-"""Rows of one page."""
 MAX_GROUP = 64
 """Members of a group that come with their text."""
 MAX_TEXT = 20_000
-"""Characters of each of these texts."""
 MAX_TIMELINE = 500
-"""Episodes of one timeline."""
 MAX_COMPARED = 20_000
 """Rows of each run that a comparison reads."""
 MAX_POINTS = 2000
@@ -168,7 +165,7 @@ class Answers:
                 if (points := [(r["step"], r[name]) for r in records if _is_number(r.get(name))])
             }
         timing = {
-            name: "training" if name == "train/seconds_step" else _phase_label(name)
+            name: "training" if name == "train/seconds_step" else phase(name)
             for name in sorted({name for each in curves.values() for name in each if name.startswith(PHASES)})
         }
         panels.insert(len(_PANELS), {"title": "Seconds of a step", "unit": "seconds", "curves": timing})
@@ -291,10 +288,6 @@ class Answers:
             if run not in self._decoders:
                 self._decoders[run] = decoder(root)
             return self._decoders[run]
-
-
-def _phase_label(name: str) -> str:
-    return name.removeprefix(PHASES[0]).removeprefix(PHASES[1]).removesuffix("_s").replace("_", " ")
 
 
 def listed_row(row: Row) -> Json:

@@ -14,7 +14,7 @@ import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import orjson
@@ -50,16 +50,9 @@ _JSON = orjson.OPT_NON_STR_KEYS
 Query = Mapping[str, str]
 
 
-class Request(NamedTuple):
-    """How one address of the API is answered."""
-
-    answer: Callable[[Answers, Query], Any]
-    hint: str
-
-
-REQUESTS: dict[str, Request] = {
-    "state": Request(lambda a, q: a.state(), _NAMES_HINT),
-    "episodes": Request(
+REQUESTS: dict[str, tuple[Callable[[Answers, Query], Any], str]] = {
+    "state": (lambda a, q: a.state(), _NAMES_HINT),
+    "episodes": (
         lambda a, q: a.episodes(
             q.get("filter", ""),
             q.get("sort", ""),
@@ -69,21 +62,18 @@ REQUESTS: dict[str, Request] = {
         ),
         _FILTER_HINT,
     ),
-    "summary": Request(lambda a, q: a.summary(q.get("filter", "")), _FILTER_HINT),
-    "episode": Request(lambda a, q: a.episode(_named(q, "run"), _named(q, "id")), _NAMES_HINT),
-    "texts": Request(lambda a, q: a.texts(_named(q, "run"), _named(q, "id")), _NAMES_HINT),
-    "group": Request(lambda a, q: a.group(_named(q, "run"), _named(q, "group")), _NAMES_HINT),
-    "metrics": Request(lambda a, q: a.metrics([n for n in q.get("extra", "").split(",") if n]), _NAMES_HINT),
-    "timeline": Request(lambda a, q: a.timeline(q.get("filter", "")), _FILTER_HINT),
-    "compare": Request(
-        lambda a, q: a.compare(_named(q, "first"), _named(q, "second"), q.get("filter", "")), _FILTER_HINT
-    ),
+    "summary": (lambda a, q: a.summary(q.get("filter", "")), _FILTER_HINT),
+    "episode": (lambda a, q: a.episode(_named(q, "run"), _named(q, "id")), _NAMES_HINT),
+    "texts": (lambda a, q: a.texts(_named(q, "run"), _named(q, "id")), _NAMES_HINT),
+    "group": (lambda a, q: a.group(_named(q, "run"), _named(q, "group")), _NAMES_HINT),
+    "metrics": (lambda a, q: a.metrics([n for n in q.get("extra", "").split(",") if n]), _NAMES_HINT),
+    "timeline": (lambda a, q: a.timeline(q.get("filter", "")), _FILTER_HINT),
+    "compare": (lambda a, q: a.compare(_named(q, "first"), _named(q, "second"), q.get("filter", "")), _FILTER_HINT),
 }
-"""The API by name; see docs/view.md."""
+"""The answer to each address of the API, and a hint for errors; see docs/view.md."""
 
 
 def static_files() -> dict[str, bytes]:
-    """Return the files of the page by name."""
     folder = resources.files("areal_lite.tools.view") / "static"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in _TYPES}
 
@@ -157,13 +147,13 @@ class _Page:
         )
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        asked = REQUESTS.get(request.match_info["name"])
-        if asked is None:
+        if request.match_info["name"] not in REQUESTS:
             raise web.HTTPNotFound
+        answer, hint = REQUESTS[request.match_info["name"]]
         try:
-            found = await asyncio.to_thread(lambda: to_json(asked.answer(self._answers, request.query)))
+            found = await asyncio.to_thread(lambda: to_json(answer(self._answers, request.query)))
         except ArealLiteError as error:
-            return _error(400 if isinstance(error, ConfigError) else 500, str(error), asked.hint)
+            return _error(400 if isinstance(error, ConfigError) else 500, str(error), hint)
         return web.Response(body=found, content_type="application/json", charset="utf-8", headers=HEADERS)
 
     async def changes(self, request: web.Request) -> web.StreamResponse:

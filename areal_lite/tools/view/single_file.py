@@ -21,7 +21,6 @@ from areal_lite.tools.view.page_data import Answers, listed_row
 from areal_lite.tools.view.page_server import static_files, to_json
 
 MAX_LINES = 2000
-"""Sequences in one file."""
 MAX_RUNS = 4
 """Runs that are compared with each other."""
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)

@@ -555,7 +555,7 @@ def test_calls_through_the_listener_belong_to_the_episode() -> None:
 def test_a_text_stream_gives_the_text_before_the_first_stop_and_never_takes_back(text: str, sizes: list[int]) -> None:
     vocabulary = tokenizer()
     ids = vocabulary.encode(text, add_special_tokens=False)
-    stream = TextStream(vocabulary.decode, ends=["stop", "\n ", "<tool"])
+    stream = TextStream(vocabulary.decode, stops=["stop", "\n "], openings=["<tool"])
     at = turn = 0
     while at < len(ids):
         size = sizes[turn % len(sizes)] or 1

@@ -159,7 +159,7 @@ def test_no_text_fails_and_what_is_streamed_is_the_plain_answer(spec: Any, prefi
     for tools in ([ADD], None):
         parsed = parser.parse(plain, tools, prefill=prefill)
         regions = parser.regions(tools, prefill)
-        stream = TextStream(lambda ids: "".join(map(chr, ids)), ends=stops, regions=regions)
+        stream = TextStream(lambda ids: "".join(map(chr, ids)), stops=stops, regions=regions)
         at = 0
         while at < len(text):
             end = at + data.draw(st.integers(1, 9))

@@ -18,11 +18,12 @@ from rich.console import Console
 from areal_lite.agents.session.agent_names import AgentNames
 from areal_lite.agents.session.chat_request import parse_chat_request
 from areal_lite.api.trajectory import Trajectory, TurnRole
+from areal_lite.cli.commands import parse
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.rollout import workflow_context
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.tools.inspect.terminal import Options, inspect
+from areal_lite.tools.inspect.terminal import inspect
 from tests.agents.scripted_engine import tokenizer
 from tests.stub_server import StubServer, StubThread
 
@@ -138,7 +139,7 @@ def test_sub_agents_of_every_api_are_named_in_trajectory_dump_and_inspect(
     turns = [turn for line in path.read_text().splitlines() for turn in json.loads(line)["turns"]]
     assert Counter(turn["agent"] for turn in turns if turn["role"] == "assistant") == names
     console = Console(file=io.StringIO(), width=200)
-    inspect(path, Options(by="turns", limit=9), console=console)
+    inspect(parse(["inspect", str(path), "--by", "turns", "--limit", "9"]), console=console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("assistant painter (3 tokens") == text.count("assistant main (3 tokens") == 2
 

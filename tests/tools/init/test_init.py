@@ -79,12 +79,12 @@ def test_a_project_passes_its_test_and_trains(template: str, tiny_model: Path, s
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_project_is_short_and_its_readme_has_its_commands(template: str) -> None:
-    project = init("short", template=template)
+    next_steps = init("short", template=template)
     files = {path.name: path.read_text() for path in Path("short").iterdir()}
     assert len(files.get("agent.py", "").splitlines()) <= 20
     assert len(files["config.yaml"].splitlines()) <= 15
     assert not any("my_agent" in text for text in files.values())
-    for line in project.next_steps.splitlines()[1:]:
+    for line in next_steps.splitlines()[1:]:
         assert " ".join(line.split()[2:]) in " ".join(files["README.md"].split())
 
 

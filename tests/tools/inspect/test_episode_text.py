@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from areal_lite.cli.commands import parse
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.episode_text import printable
-from areal_lite.tools.inspect.terminal import Options, inspect
+from areal_lite.tools.inspect.terminal import inspect
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ LINE = {
 
 def shown(path, *, limit=10, color=False):
     console = Console(file=io.StringIO(), highlight=False, force_terminal=color, width=80)
-    count = inspect(path, Options(by="turns", limit=limit), console=console)
+    count = inspect(parse(["inspect", str(path), "--by", "turns", "--limit", str(limit)]), console=console)
     return count, console.file.getvalue()
 
 

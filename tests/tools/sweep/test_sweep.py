@@ -151,7 +151,7 @@ def test_the_command_trains_compares_and_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer()
-    monkeypatch.setattr("areal_lite.tools.sweep.command._make_run", trainer)
+    monkeypatch.setattr("areal_lite.tools.sweep.sweep._make_run", trainer)
     assert main(["sweep", "a.yaml", "--seeds", "2", "b.yaml", "trainer.total_steps=20"]) == 0
     out = capsys.readouterr().out
     assert trainer.made == ["trial-a-seed5", "trial-b-seed5", "trial-a-seed6", "trial-b-seed6"]
