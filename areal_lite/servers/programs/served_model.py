@@ -16,7 +16,8 @@ class ServedModel:
     seed: int = 0
     """Seed for requests without one."""
     deterministic: bool = False
-    """The bits of an answer depend on its request and the weights only; the embedded server can do it."""
+    """The bits of an answer depend on its request and the weights only: the embedded server runs requests one by one.
+    In float32 on a CPU the bits equal the trainer's."""
     weight_version: str = "0"
     """Name of the first weights."""
     adapters: AdapterShape | None = None
