@@ -92,11 +92,11 @@ def decode_profiles(model: str, *, in_flight: int, repeats: int) -> tuple[dict[s
         load_model(Path(model), dtype="bfloat16", device="cpu"), slots=in_flight, context_length=2 * length
     )
     slots, lean = list(range(in_flight)), runner._lean
-    runner.forward(slots, [list(range(3, 3 + length))] * in_flight, [0] * in_flight, all_positions=False)
+    runner.forward(slots, [list(range(3, 3 + length))] * in_flight, [0] * in_flight)
     profiles, seconds = {}, []
 
     def step() -> None:
-        runner.forward(slots, [[5]] * in_flight, [length] * in_flight, all_positions=False)
+        runner.forward(slots, [[5]] * in_flight, [length] * in_flight)
 
     for name, chosen in (("the model's own", None), ("ours", lean)):
         runner._lean = chosen

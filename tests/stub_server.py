@@ -138,8 +138,9 @@ class StubServer:
         await self._resumed.wait()
         length = min(self.answer_len, body["sampling_params"]["max_new_tokens"])
         version = 0 if self.version == "default" else int(self.version)
-        is_cut = self.answer_len > length
-        finish: dict[str, Any] = {"type": "length", "length": length} if is_cut else {"type": "stop", "matched": 2}
+        finish: dict[str, Any] = {"type": "stop", "matched": 2}
+        if fault == "length":
+            finish = {"type": "length", "length": length}
         if fault == "abort":
             length, finish = 0, {"type": "abort", "message": "Aborted"}
         elif fault == "cut" or await self._generating(body):

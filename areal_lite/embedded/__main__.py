@@ -10,9 +10,10 @@ from typing import Any
 
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
-from areal_lite.embedded.startup import Extend, ServedModel, serve, write_ready_line
+from areal_lite.embedded.startup import Extend, serve, write_ready_line
 from areal_lite.errors import ArealLiteError
 from areal_lite.servers.programs.embedded_settings import server_config
+from areal_lite.servers.programs.server_program import ServedModel
 
 
 def _child_parser() -> argparse.ArgumentParser:

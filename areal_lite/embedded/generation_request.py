@@ -31,16 +31,16 @@ class GenerationRequest:
     """One prompt, one output."""
 
     rid: str
-    """Unique among live requests; for ``n > 1`` the caller's rid plus ``_0``, ``_1``, ..."""
+    """Unique among live requests."""
     prompt: list[int]
     params: SamplingParams
     seed: int
     """64 bits. Seed and position decide every random choice of this output."""
     return_logprob: bool = False
-    logprob_start: int | None = None
-    """First prompt position to score; None scores none."""
     top_logprobs_num: int = 0
     stream: bool = False
+    incremental: bool = False
+    """Events of a stream hold new tokens only."""
     num_continued: int = 0
     """Prompt ids at the end that an earlier request sampled and this one continues."""
 
@@ -52,8 +52,6 @@ class GenerationRequest:
     output_logprobs: list[float] = field(default_factory=list)
     """One per output id: log_softmax(logits / temperature), before any filter."""
     output_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
-    input_logprobs: list[float | None] = field(default_factory=list)
-    input_top_logprobs: list[list[tuple[float, int]] | None] = field(default_factory=list)
     version_spans: list[list[Any]] = field(default_factory=list)
     """``[version, start, end]`` ranges of the output ids, in order and without gaps."""
     cached_tokens: int = 0
@@ -83,11 +81,6 @@ class GenerationRequest:
         """Maximum length of prompt and output."""
         return len(self.prompt) + self.params.max_new_tokens
 
-    @property
-    def needs_scores(self) -> bool:
-        """True until the prompt is scored."""
-        return self.logprob_start is not None and not self.input_logprobs
-
     def append(self, token: int, logprob: float, version: str) -> None:
         """Record one sampled token and the version of the weights that computed it."""
         if not self.version_spans or self.version_spans[-1][0] != version:
@@ -96,13 +89,12 @@ class GenerationRequest:
         self.output_logprobs.append(logprob)
         self.output_ids.append(token)
 
-    def reply(self, decode: Decode, *, current_version: str, token_texts: bool) -> dict[str, Any]:
+    def reply(self, decode: Decode, *, current_version: str) -> dict[str, Any]:
         """Return the reply in the format of SGLang's ``/generate``, with the tokens so far.
 
         Args:
             decode: ``(ids, skip_special_tokens)`` to text.
             current_version: Weight version to report if no token was sampled.
-            token_texts: Add the text of each token to its log-prob.
         """
         # Read first because it is written last: once it is set, nothing else changes.
         finished = self.finish_reason
@@ -115,20 +107,9 @@ class GenerationRequest:
             "num_retractions": self.num_retractions,
         }
         if self.return_logprob:
-
-            def entry(logprob: float | None, token: int) -> list[Any]:
-                return [logprob, token, decode([token], False) if token_texts else None]
-
-            def entries(top: list[tuple[float, int]] | None) -> list[list[Any]] | None:
-                return None if top is None else [entry(*one) for one in top]
-
-            scored = self.prompt[self.logprob_start :] if self.input_logprobs else []
-            meta["input_token_logprobs"] = list(map(entry, self.input_logprobs, scored))
-            meta["output_token_logprobs"] = list(map(entry, self.output_logprobs[:count], self.output_ids))
-            meta["output_token_logprobs_length"] = count
+            meta |= {"input_token_logprobs": [], **self._logprobs(0, count), "output_token_logprobs_length": count}
             if self.top_logprobs_num:
-                meta["input_top_logprobs"] = [entries(top) for top in self.input_top_logprobs]
-                meta["output_top_logprobs"] = [entries(top) for top in self.output_top_logprobs[:count]]
+                meta["input_top_logprobs"] = []
         meta |= {"reasoning_tokens": 0, "completion_tokens": count, "cached_tokens": self.cached_tokens}
         if finished is not None:
             meta["weight_versions"] = [
@@ -161,13 +142,16 @@ class GenerationRequest:
         }
         ids = self.output_ids[start:count]
         if self.return_logprob:
-            entries = zip(self.output_logprobs[start:count], ids, strict=True)
-            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in entries]
-            if self.top_logprobs_num:
-                meta["output_top_logprobs"] = [
-                    [(logprob, token, None) for logprob, token in top] for top in self.output_top_logprobs[start:count]
-                ]
+            meta |= self._logprobs(start, count)
         return {"output_ids": ids, "meta_info": meta}
+
+    def _logprobs(self, start: int, end: int) -> dict[str, Any]:
+        pairs = zip(self.output_logprobs[start:end], self.output_ids[start:end], strict=True)
+        entries: dict[str, Any] = {"output_token_logprobs": [(logprob, token, None) for logprob, token in pairs]}
+        if self.top_logprobs_num:
+            tops = self.output_top_logprobs[start:end]
+            entries["output_top_logprobs"] = [[(logprob, token, None) for logprob, token in top] for top in tops]
+        return entries
 
     def _text(self, decode: Decode, count: int, finished: FinishReason | None) -> str:
         """Return the text of the first ``count`` ids, without the stop text and without incomplete characters."""

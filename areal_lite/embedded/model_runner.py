@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -75,31 +74,30 @@ class ModelRunner:
         return (last.repeat(1, max(1, self._min_width), 1), *inputs[1:])
 
     @torch.inference_mode()
-    def forward(self, slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool) -> Tensor:
+    def forward(self, slots: list[int], tokens: list[list[int]], past: list[int]) -> Tensor:
         """Run ``tokens`` after the first ``past`` columns of each of the ``slots``, and store their KV.
 
         Args:
             slots: ``[n]``, all different.
             tokens: ``[n][<= q]`` ids, at least one per slot; if it ``pads``, a short list costs as much as the longest.
             past: ``[n]`` number of columns per slot that precede these tokens.
-            all_positions: Return logits of every position instead of each slot's last.
 
         Returns:
-            ``[n, vocab]`` logits of each slot's last token, or ``[n, q, vocab]``.
+            ``[n, vocab]`` logits of each slot's last token.
         """
         decoder = self._decoder
         if decoder is not None and not decoder.pads:
-            return self._forward_rows(decoder, slots, tokens, past, all_positions=all_positions)
+            return self._forward_rows(decoder, slots, tokens, past)
         lengths = [len(ids) for ids in tokens]
         width = max(*lengths, self._min_width)
         plan = self.cache.plan
         plan.set(slots, past, width)
         padded = [ids + [0] * (width - len(ids)) for ids in tokens]
         input_ids = torch.tensor(padded, device=self.device)
-        last = None if all_positions else torch.tensor(lengths, device=self.device) - 1
+        last = torch.tensor(lengths, device=self.device) - 1
         positions = plan.columns.clamp(max=self.context_length - 1)
         if decoder is not None:
-            rows = None if last is None else torch.arange(len(slots), device=self.device) * width + last
+            rows = torch.arange(len(slots), device=self.device) * width + last
             return decoder.forward(input_ids, positions, self.cache.masks(self.model.dtype), rows)
         self._last = last if width > 1 else None
         output = self.model(
@@ -109,23 +107,17 @@ class ModelRunner:
             past_key_values=self.cache,
             use_cache=True,
         )
-        logits: Tensor = output.logits
-        return logits[:, : max(lengths)] if all_positions else logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
-    def _forward_rows(
-        self, decoder: LeanDecoder, slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool
-    ) -> Tensor:
+    def _forward_rows(self, decoder: LeanDecoder, slots: list[int], tokens: list[list[int]], past: list[int]) -> Tensor:
         """Run a pass with each token in a row of its own."""
         lengths = torch.tensor([len(ids) for ids in tokens])
         columns = [first + i for first, ids in zip(past, tokens, strict=True) for i in range(len(ids))]
         plan = self.cache.plan
         plan.set(torch.tensor(slots).repeat_interleave(lengths).tolist(), columns, 1)
         rows = torch.tensor([token for ids in tokens for token in ids])[:, None]
-        logits = decoder.forward(rows, plan.columns, {}, None if all_positions else lengths.cumsum(0) - 1)
-        if not all_positions:
-            return logits
-        parts = torch.split(logits[:, 0], lengths.tolist())
-        return pad_sequence(list(parts), batch_first=True)
+        return decoder.forward(rows, plan.columns, {}, lengths.cumsum(0) - 1)
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:
@@ -168,9 +160,9 @@ class ModelRunner:
         self._last = None
         output = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
         plain = output.logits[0, -1].float()
-        self.forward([1, 0], [ids[: length - 4], ids[:1]], [0, 0], all_positions=False)
-        self.forward([1, 0], [ids[length - 4 : length - 1], ids[1:2]], [length - 4, 1], all_positions=False)
-        slotted = self.forward([0, 1], [ids[2:3], ids[-1:]], [2, length - 1], all_positions=False)[1].float()
+        self.forward([1, 0], [ids[: length - 4], ids[:1]], [0, 0])
+        self.forward([1, 0], [ids[length - 4 : length - 1], ids[1:2]], [length - 4, 1])
+        slotted = self.forward([0, 1], [ids[2:3], ids[-1:]], [2, length - 1])[1].float()
         return float((plain.softmax(-1) - slotted.softmax(-1)).abs().sum()) / 2
 
     def weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -220,8 +212,3 @@ def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
         )
     model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype)
     return model.to(device).eval().requires_grad_(False)
-
-
-def longest_context(config: Any) -> int:
-    """Return the number of positions of the model."""
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2048)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -51,13 +51,13 @@ class ModelThread:
             self._wake.notify()
         self._thread.join(timeout_s)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; their ``changed`` events signal progress."""
-        self._enqueue(lambda: self.scheduler.waiting.extend(requests))
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; its ``changed`` event signals progress."""
+        self._enqueue(lambda: self.scheduler.waiting.append(request))
 
-    def discard(self, requests: Sequence[GenerationRequest]) -> None:
-        """Abort requests whose client is gone."""
-        self._enqueue(lambda: self.scheduler.abort(requests))
+    def discard(self, request: GenerationRequest) -> None:
+        """Abort a request whose client is gone."""
+        self._enqueue(lambda: self.scheduler.abort([request]))
 
     async def command(self, function: Callable[[], T]) -> T:
         """Run ``function`` in the model thread between two steps and return its result."""

@@ -70,11 +70,11 @@ def _sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froz
         chosen_requests = [requests[i] for i in filtered]
         tokens[filtered] = _pick_filtered(_take(allowed, filtered).exp(), uniforms[filtered], chosen_requests)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    top = top_logprobs(logprobs, [request.top_logprobs_num for request in requests])
+    top = _top_logprobs(logprobs, [request.top_logprobs_num for request in requests])
     return Sampled(tokens.tolist(), chosen.tolist(), top)
 
 
-def top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[float, int]]]:
+def _top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[float, int]]]:
     """Return the ``counts[i]`` most probable ``(log-prob, id)`` of each ``logprobs[i]``, best first."""
     tops: list[list[tuple[float, int]]] = [[] for _ in counts]
     for i, count in enumerate(counts):
@@ -82,19 +82,6 @@ def top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[flo
             values, ids = logprobs[i].topk(min(count, logprobs.shape[1]))
             tops[i] = list(zip(values.tolist(), ids.tolist(), strict=True))
     return tops
-
-
-def score_prompt(request: GenerationRequest, logits: Tensor) -> None:
-    """Set the prompt's log-probs from ``logits [tokens, vocab]``, not divided by the temperature."""
-    assert request.logprob_start is not None
-    request.input_logprobs, request.input_top_logprobs = [None], [None]
-    end = len(request.prompt) - 1
-    for start in range(request.logprob_start, end, 256):  # limits the fp32 copy
-        stop = min(start + 256, end)
-        logprobs = logits[start:stop].float().log_softmax(dim=-1)
-        following = torch.tensor(request.prompt[start + 1 : stop + 1], device=logits.device)
-        request.input_logprobs += logprobs.gather(1, following[:, None])[:, 0].tolist()
-        request.input_top_logprobs += top_logprobs(logprobs, [request.top_logprobs_num] * (stop - start))
 
 
 def _take(values: Tensor, numbers: list[int]) -> Tensor:

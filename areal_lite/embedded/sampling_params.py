@@ -20,7 +20,7 @@ class SamplingParams:
     """How to sample one request; the defaults are SGLang's."""
 
     max_new_tokens: int = 128
-    """Most tokens to sample. 0 only scores the prompt."""
+    """Most tokens to sample."""
     min_new_tokens: int = 0
     """Before this many tokens, EOS and stop ids cannot be sampled and stop strings are ignored. Like top-p this filters
     the choice only: reported log-probs are those of the unfiltered distribution."""
@@ -52,8 +52,6 @@ class SamplingParams:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     """Keep the stop token or stop text in the returned text."""
-    n: int = 1
-    """Outputs for this prompt."""
     sampling_seed: int | None = None
     """With a seed, prompt, weights and seed decide the sampled tokens whatever else is in the batch (to float
     tolerance). None: the server draws a seed."""
@@ -77,7 +75,7 @@ Check = Callable[[str, Any], Any]
 """Takes a parameter's name and value, returns the value to use, or raises ``BadRequest``."""
 
 
-def parse_sampling_params(given: Any, *, vocab_size: int) -> SamplingParams:
+def parse_sampling_params(given: Any, vocab_size: int) -> SamplingParams:
     """Check the ``sampling_params`` object of a request.
 
     Args:
@@ -198,9 +196,8 @@ def _stop_ids(value: Any, vocab_size: int) -> frozenset[int]:
 
 
 _CHECKS: tuple[tuple[str, Check], ...] = (
-    ("max_new_tokens", _integer(0, 2**31)),
+    ("max_new_tokens", _integer(1, 2**31)),
     ("min_new_tokens", _integer(0, 2**31)),
-    ("n", _integer(1, 1024)),
     ("sampling_seed", _integer(-(2**63), 2**64 - 1)),
     ("ignore_eos", _flag),
     ("skip_special_tokens", _flag),
@@ -220,6 +217,7 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
 )
 """Run in this order; the first failure is the answer."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
     "spaces_between_special_tokens": (None, True),
     **dict.fromkeys(("stop_regex", "structural_tag", "custom_params"), (None, "", [], {})),
 }

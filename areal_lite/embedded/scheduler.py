@@ -24,7 +24,7 @@ import torch
 
 from areal_lite.embedded.generation_request import Decode, FinishReason, GenerationRequest, aborted
 from areal_lite.embedded.model_runner import ModelRunner
-from areal_lite.embedded.sampling import sample, score_prompt
+from areal_lite.embedded.sampling import sample
 
 logger = logging.getLogger(__name__)
 
@@ -166,12 +166,11 @@ class Scheduler:
     def step(self) -> None:
         """Compute the prompts that fit into one step, and sample a token for each request that is computed.
 
-        Running requests take part, except where passes need padding or a prompt's own log-probs are wanted.
+        Running requests take part, except where passes need padding.
         """
         requests = list(self.running)
         prefills = self._choose_prefills()
-        scored = next((one.requests[0] for one in prefills if one.requests[0].needs_scores), None)
-        if prefills and (self.runner.pads or scored is not None):
+        if prefills and self.runner.pads:
             requests = []
         tokens = [[request.output_ids[-1]] for request in requests]
         past = [len(request.prompt) + len(request.output_ids) - 1 for request in requests]
@@ -180,11 +179,7 @@ class Scheduler:
             [*range(len(requests)), *leaders],
             tokens + [prefill.tokens[prefill.past :] for prefill in prefills],
             past + [prefill.past for prefill in prefills],
-            all_positions=scored is not None,
         )
-        if scored is not None:
-            score_prompt(scored, logits[0])
-            logits = logits[:, -1]
         sizes = [len(prefill.requests) for prefill in prefills]
         if any(size > 1 for size in sizes):
             sources = [leader for leader, size in zip(leaders, sizes, strict=True) for _ in range(size - 1)]
@@ -208,8 +203,7 @@ class Scheduler:
             if reserved + request.reserved_tokens > self.limits.max_total_tokens and (self.running or chosen):
                 break
             tokens = request.tokens
-            twin = None if request.needs_scores else by_tokens.get(tuple(tokens))
-            if twin is not None:
+            if (twin := by_tokens.get(tuple(tokens))) is not None:
                 twin.requests.append(request)
             else:
                 prefill = self._plan_prefill(request, tokens)
@@ -220,8 +214,7 @@ class Scheduler:
                     skipped.append(self.waiting.popleft())
                     continue
                 chosen.append(prefill)
-                if not request.needs_scores:
-                    by_tokens[tuple(tokens)] = prefill
+                by_tokens[tuple(tokens)] = prefill
             self.waiting.popleft()
             reserved += request.reserved_tokens
             room -= 1
@@ -230,8 +223,6 @@ class Scheduler:
 
     def _plan_prefill(self, request: GenerationRequest, tokens: list[int]) -> _Prefill:
         """Find the slot with the longest prefix of these tokens."""
-        if request.needs_scores:
-            return _Prefill([request], tokens, None, 0)
         ids = np.asarray(tokens, dtype=np.int64)
         donor, past = None, 0
         running = [(i, one.prompt_array) for i, one in enumerate(self.running) if one not in self._stale_kv]
@@ -245,8 +236,6 @@ class Scheduler:
         """Decide whether a prefill joins this step: ``yes``, ``later`` (others in the queue may still) or ``full``."""
         if not chosen:
             return "yes"
-        if prefill.requests[0].needs_scores or chosen[0].requests[0].needs_scores:
-            return "full"
         if self.runner.pads and (prefill.donor is None) != (chosen[0].donor is None):
             return "later"
         lengths = [len(one.tokens) - one.past for one in [*chosen, prefill]]
@@ -283,9 +272,6 @@ class Scheduler:
         """Sample one token for each of these running requests and remove those that are done."""
         sampled = sample(logits, requests, self._eos_ids)
         for i, request in enumerate(requests):
-            if request.params.max_new_tokens == 0:
-                self._finish(request, {"type": "length", "length": 0})
-                continue
             if request.top_logprobs_num:
                 request.output_top_logprobs.append(sampled.top[i])
             request.append(sampled.tokens[i], sampled.logprobs[i], self.weight_version)

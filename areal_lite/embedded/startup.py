@@ -10,7 +10,6 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,6 +20,7 @@ from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.servers.programs.embedded_settings import check_model_path, check_port, check_text_model, cpu_threads
+from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
@@ -30,18 +30,6 @@ AddRoutes: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
 """Adds routes to the server's application; they generate with ``events``."""
 Extend: TypeAlias = "Callable[[Path, GenerationRoutes, web.Application], None]"
 """The same, given the folder of the model first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
-    """The model of a server, and how it answers."""
-
-    model_path: str
-    seed: int = 0
-    weight_version: str = "0"
-    deterministic: bool = False
-    """Run requests one by one, so that an answer's bits do not depend on other requests. In float32 on a CPU they equal
-    the trainer's."""
 
 
 def resolve_model_path(model_path: str) -> Path:
@@ -100,27 +88,24 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     from transformers import AutoTokenizer
 
     from areal_lite.embedded.grammar import GrammarCompiler
-    from areal_lite.embedded.model_runner import ModelRunner, load_model, longest_context
+    from areal_lite.embedded.model_runner import ModelRunner, load_model
     from areal_lite.embedded.model_thread import ModelThread
     from areal_lite.embedded.routes.control_routes import ControlRoutes
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
     from areal_lite.embedded.routes.http_server import ModelServer
     from areal_lite.embedded.routes.weight_routes import WeightRoutes
     from areal_lite.embedded.scheduler import BatchLimits, Scheduler
-    from areal_lite.models.policy_model import resolve_dtype
+    from areal_lite.models.policy_model import resolve_device, resolve_dtype
 
-    device = config.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch finds no GPU: use 'auto', or install torch for CUDA.")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    on = resolve_device(config.device, key="device")
+    device = on.type
     torch.set_num_threads(cpu_threads(config))
     if served.deterministic and device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    model = load_model(directory, dtype=resolve_dtype(config.dtype, torch.device(device)), device=device)
+    model = load_model(directory, dtype=resolve_dtype(config.dtype, on), device=device)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    longest = longest_context(model.config)
+    longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
     context_length = config.context_length or longest
     if context_length > longest:
         raise ConfigError(f"context_length is {context_length}: {directory} attends to {longest} at most.")
@@ -152,7 +137,6 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     generation = GenerationRoutes(
         thread,
         weights,
-        encode=lambda text: list(tokenizer(text, truncation=False)["input_ids"]),
         decode=decode,
         grammars=GrammarCompiler(tokenizer, vocab_size=runner.vocab_size, eos_ids=eos_ids),
         seed=served.seed,

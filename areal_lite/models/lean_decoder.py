@@ -73,17 +73,17 @@ class LeanDecoder:
         """True if the slots of a pass need equally many tokens; if not, each token is a row of its own."""
         return self._operations.pads
 
-    def forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], last: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], last: Tensor) -> Tensor:
         """Run a pass that the cache's plan describes, and store its KV.
 
         Args:
             ids: ``[n, q]`` token ids.
             positions: ``[n, q]`` their positions.
             masks: ``[n, 1, q, kv]`` added to the scores of each kind of layers; those missing are causal.
-            last: ``[m]`` the only tokens that need logits, numbered through all rows; None for all.
+            last: ``[m]`` the tokens that need logits, numbered through all rows.
 
         Returns:
-            ``[m, vocab]`` logits with ``last``, else ``[n, q, vocab]``.
+            ``[m, vocab]`` logits.
         """
         operations, groups = self._operations, self._layers[0].attention.num_key_value_groups
         hidden = self._body.embed_tokens(ids)
@@ -98,9 +98,7 @@ class LeanDecoder:
             hidden, normed = operations.add_norm(hidden, read, layer.mlp_norm)
             added = layer.down(operations.gated(layer.gate_up(normed), layer.activation))
             hidden, normed = operations.add_norm(hidden, added, next_norm)
-        if last is not None:
-            normed = normed.flatten(0, 1)[last]
-        logits: Tensor = self._head(normed)
+        logits: Tensor = self._head(normed.flatten(0, 1)[last])
         return logits
 
 

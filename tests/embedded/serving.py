@@ -14,9 +14,10 @@ import torch
 
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.embedded.scheduler import Scheduler
-from areal_lite.embedded.startup import ServedModel, build, listening
+from areal_lite.embedded.startup import build, listening
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.programs.embedded_settings import server_config
+from areal_lite.servers.programs.served_model import ServedModel
 
 
 class Client:
@@ -36,10 +37,10 @@ class Client:
             is_json = response.content_type == "application/json"
             return response.status, json.loads(text) if is_json else text
 
-    async def generate(self, prompt: list[int] | str, *, rid: str | None = None, **params: Any) -> Any:
+    async def generate(self, prompt: list[int], *, rid: str | None = None, **params: Any) -> Any:
         """Return the reply to one prompt, with log-probs; greedy by default."""
         body = {
-            "text" if isinstance(prompt, str) else "input_ids": prompt,
+            "input_ids": prompt,
             "return_logprob": True,
             "rid": rid,
         }

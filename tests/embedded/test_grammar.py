@@ -89,8 +89,9 @@ def test_other_requests_in_the_batch_are_not_constrained(tiny: Path) -> None:
         async with serving(tiny) as client:
             params = {"temperature": 1.0, "max_new_tokens": 30, "ignore_eos": True, "sampling_seed": 7}
             alone = await client.generate(PROMPT, **params)
-            plain, copies = await asyncio.gather(
-                client.generate(PROMPT, **params), client.generate(PROMPT, regex="[0-9]+", n=3, **params)
+            plain, *copies = await asyncio.gather(
+                client.generate(PROMPT, **params),
+                *(client.generate(PROMPT, regex="[0-9]+", **params | {"sampling_seed": seed}) for seed in range(3)),
             )
             assert plain["output_ids"] == alone["output_ids"]
             assert all(copy["text"].isdigit() for copy in copies)

@@ -15,7 +15,7 @@ from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.model_runner import ModelRunner, load_model
 from areal_lite.embedded.sampling_params import SamplingParams
 from areal_lite.embedded.scheduler import BatchLimits, Scheduler
-from tests.embedded.serving import load, logprobs_of, worst
+from tests.embedded.serving import load, logprobs_of
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 FLOAT32, PADS, COMPILED = ("float32", False), ("bfloat16", False), ("bfloat16", True)
@@ -30,10 +30,10 @@ def scheduler_of(tiny: Path, kind: tuple[str, bool], **settings: Any) -> tuple[S
     passes: list[list[int]] = []
     forward = runner.forward
 
-    def recorded(slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool) -> torch.Tensor:
+    def recorded(slots: list[int], tokens: list[list[int]], past: list[int]) -> torch.Tensor:
         assert len(slots) == len(set(slots)) == len(tokens) == len(past)
         passes.append([len(ids) for ids in tokens])
-        return forward(slots, tokens, past, all_positions=all_positions)
+        return forward(slots, tokens, past)
 
     runner.forward = recorded  # type: ignore[method-assign]
     sizes = {"max_running_requests": 8, "max_total_tokens": 900, "max_prefill_tokens": 64}
@@ -82,21 +82,6 @@ def test_prompts_with_and_without_a_copied_prefix_share_a_pass_without_padding(
     scheduler.step()
     scheduler.step()
     assert passes == ([[20], [1, 2, 2], [1, 1, 1]] if kind is COMPILED else [[20], [2], [2]])
-
-
-@needs_compiler
-@torch.inference_mode()
-def test_a_prompt_with_scores_is_a_pass_of_its_own(tiny: Path) -> None:
-    scheduler, passes = scheduler_of(tiny, COMPILED)
-    scored = request([5, 9, 30, 7, 8], logprob_start=0)
-    scheduler.waiting += [request([5, 6, 7]), scored, request([4])]
-    for _ in range(4):
-        scheduler.step()
-    assert passes == [[3], [5], [1, 1, 1], [1, 1, 1]]
-    assert (
-        worst([one for one in scored.input_logprobs if one is not None], logprobs_of(load(tiny), [5], [9, 30, 7, 8]))
-        < 0.02
-    )
 
 
 @needs_compiler

@@ -22,14 +22,25 @@ IDS = np.random.default_rng(0).integers(3, 259, 80).tolist()
 
 
 def read(runner: ModelRunner, slot: int, ids: list[int], past: int, *, lengths: list[int]) -> torch.Tensor:
-    """Return log-probs of ``ids[past:]``, read in pieces of these lengths, then one by one."""
+    """Return log-probs after ``ids[:past]``, read in pieces of these lengths, then one by one; only each last token's.
+
+    The places between have NaN.
+    """
     parts = []
     while past < len(ids):
         end = past + (lengths.pop(0) if lengths else 1)
-        logits = runner.forward([3, slot], [IDS[past:end], ids[past:end]], [past, past], all_positions=True)
-        parts.append(logits[1].float().log_softmax(-1))
+        logits = runner.forward([3, slot], [IDS[past:end], ids[past:end]], [past, past])
+        parts.append(torch.full((end - past - 1, logits.shape[1]), torch.nan))
+        parts.append(logits[1:].float().log_softmax(-1))
         past = end
     return torch.cat(parts)
+
+
+def farthest(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the largest difference of the places that were read."""
+    difference = (got - expected).abs()
+    assert (~difference.isnan()).sum() > 10
+    return difference.nan_to_num(0.0).max()
 
 
 @torch.inference_mode()
@@ -41,12 +52,12 @@ def test_the_server_reads_over_the_border_and_forks_from_any_place(family: str, 
     assert (runner._decoder is not None) == (family in LEAN)
     runner.check_against_plain_forward()
     got = read(runner, 1, IDS, 0, lengths=[window + 2, 5])
-    assert (got - reference(model, IDS)).abs().max() < 2e-5
+    assert farthest(got, reference(model, IDS)) < 2e-5
     for shared in (5, window - 1, window, window + 3, 70):  # a prefix of what the slot holds, copied
         fork = IDS[:shared] + IDS[::-1][: 78 - shared]
         runner.cache.copy_columns([1], [2], shared)
         got = read(runner, 2, fork, shared, lengths=[3])
-        assert (got - reference(model, fork)[shared:]).abs().max() < 2e-5, shared
+        assert farthest(got, reference(model, fork)[shared:]) < 2e-5, shared
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,7 +72,7 @@ def test_an_adapted_model_reads_with_its_own_forward(family: str) -> None:
     model = windowed(family, 8)
     runner = ModelRunner(model, slots=4, context_length=100)
     runner._lean = None
-    assert (read(runner, 1, IDS, 0, lengths=[6, 9]) - reference(model, IDS)).abs().max() < 2e-5
+    assert farthest(read(runner, 1, IDS, 0, lengths=[6, 9]), reference(model, IDS)) < 2e-5
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
@@ -74,7 +85,7 @@ def test_compiled_operations_are_as_near_to_float32_as_those_of_torch(family: st
         assert runner._lean is not None
         assert (type(runner._lean._operations) is CompiledOperations) == compiled
         got = read(runner, 1, IDS, 0, lengths=[12, 5])
-        errors[compiled] = (got - expected).square().mean().sqrt()
+        errors[compiled] = (got - expected).square().nanmean().sqrt()
     assert errors[True] < 1.2 * errors[False]
     other = (reference(windowed(family, 9, dtype=torch.bfloat16), IDS) - expected).square().mean().sqrt()
     assert errors[True] < 0.3 * other
@@ -87,8 +98,8 @@ def test_trainer_and_server_have_the_same_bits(family: str) -> None:
     runner = ModelRunner(windowed(family, 24), slots=4, context_length=100, exact=True)
     runner.check_against_plain_forward()
     packed, _ = packed_together([sequence(IDS, range(5, 80))], share=False, min_width=scorer.min_width)
-    logits = [runner.forward([0], [IDS[:5]], [0], all_positions=False)]
-    logits += [runner.forward([0], [[IDS[i]]], [i], all_positions=False) for i in range(5, 79)]
+    logits = [runner.forward([0], [IDS[:5]], [0])]
+    logits += [runner.forward([0], [[IDS[i]]], [i]) for i in range(5, 79)]
     expected = torch.cat(logits).log_softmax(-1).gather(1, torch.tensor(IDS[5:])[:, None])[:, 0]
     assert torch.equal(scorer(packed).logprobs.detach(), expected)
     assert (expected - reference(windowed(family, 24), IDS)[range(4, 79), IDS[5:]]).abs().max() < 2e-5

@@ -40,7 +40,7 @@ def run(runner: ModelRunner, slots: list[int], *, steps: int = 6) -> torch.Tenso
     for lengths in (PAST, [3, 1, 2], *[[1] * 3] * steps):
         ends = [start + length for start, length in zip(past, lengths, strict=True)]
         tokens = [TOKENS[i][past[i] : ends[i]] for i in range(3)]
-        logits.append(runner.forward(slots, tokens, past, all_positions=False))
+        logits.append(runner.forward(slots, tokens, past))
         past = ends
     return torch.stack(logits)
 
@@ -64,21 +64,6 @@ def test_every_family_is_tested() -> None:
     assert {type(tiny(family, torch.float32)).__name__ for family in MODELS} == {
         f"{name}ForCausalLM" for name in FAMILIES
     }
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", MODELS)
-def test_logits_of_every_token(family: str, dtype: torch.dtype) -> None:
-    runner, tokens = (
-        ModelRunner(tiny(family, dtype), slots=5, context_length=32, compiled=False),
-        [TOKENS[0], TOKENS[1][:7]],
-    )
-    actual = runner.forward([4, 1], tokens, [0, 0], all_positions=True)
-    runner._lean = None
-    expected = runner.forward([0, 3], tokens, [0, 0], all_positions=True)
-    for row, ids in enumerate(tokens):
-        atol = 1e-5 if dtype == torch.float32 else 0.0
-        torch.testing.assert_close(actual[row, : len(ids)], expected[row, : len(ids)], atol=atol, rtol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

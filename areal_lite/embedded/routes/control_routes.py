@@ -8,11 +8,9 @@ from typing import Any
 from aiohttp import web
 
 from areal_lite import __version__
-from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.http_bodies import fields_of, reply_json
 from areal_lite.embedded.routes.weight_routes import WeightRoutes
-from areal_lite.embedded.sampling_params import SamplingParams
 from areal_lite.servers.dialects.sglang_errors import wrong_type
 
 _FLUSHED = (
@@ -39,20 +37,12 @@ class ControlRoutes:
         router.add_post("/pause_generation", self._pause)
         router.add_post("/continue_generation", self._continue)
         router.add_post("/flush_cache", self._flush_cache)
-        for path, handler in (
-            ("/flush_cache", self._flush_cache),
-            ("/model_info", self._model_info),
-            ("/get_model_info", self._model_info),
-            ("/server_info", self._server_info),
-            ("/get_server_info", self._server_info),
-            ("/v1/loads", self._loads),
-            ("/v1/models", self._models),
-            ("/health", self._health),
-            ("/ready", self._health),
-            ("/ping", self._health),
-            ("/health_generate", self._health_generate),
-        ):
-            router.add_route("GET", path, handler)
+        router.add_get("/flush_cache", self._flush_cache)
+        router.add_get("/model_info", self._info)
+        router.add_get("/server_info", self._info)
+        router.add_get("/v1/loads", self._loads)
+        router.add_get("/v1/models", self._models)
+        router.add_get("/health", self._health)
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = (await fields_of(request)).get("mode", "abort")
@@ -73,22 +63,10 @@ class ControlRoutes:
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self._model.alive else 503)
 
-    async def _health_generate(self, request: web.Request) -> web.Response:
-        if not self._scheduler.paused and self._model.alive:
-            one = GenerationRequest(rid="health", prompt=[0], params=SamplingParams(max_new_tokens=1), seed=0)
-            self._model.submit([one])
-            await one.changed.wait()
-        return await self._health(request)
-
-    async def _model_info(self, _request: web.Request) -> web.Response:
-        return reply_json(self._info())
-
-    def _info(self) -> dict[str, Any]:
-        return {
+    async def _info(self, _request: web.Request) -> web.Response:
+        info = {
+            "version": __version__,
             "model_path": self._weights.model_path,
-            "served_model_name": self._weights.model_path,
-            "tokenizer_path": self._weights.model_path,
-            "is_generation": True,
             "weight_version": self._scheduler.weight_version,
             "is_paused": self._scheduler.paused,
             **self._description,
@@ -97,28 +75,24 @@ class ControlRoutes:
             "max_running_requests": self._scheduler.limits.max_running_requests,
             "max_total_num_tokens": self._scheduler.limits.max_total_tokens,
         }
-
-    async def _server_info(self, _request: web.Request) -> web.Response:
-        states = [self._load_numbers()]
-        return reply_json({**self._info(), "version": __version__, "internal_states": states})
+        return reply_json(info)
 
     async def _loads(self, _request: web.Request) -> web.Response:
-        load = {"timestamp": time.time(), "dp_rank": 0, **self._load_numbers()}
-        return reply_json({"timestamp": time.time(), "version": __version__, "num_accelerators": 1, "loads": [load]})
-
-    def _load_numbers(self) -> dict[str, Any]:
         scheduler = self._scheduler
         used = sum(len(one.prompt) + len(one.output_ids) for one in tuple(scheduler.running))
-        return {
+        load = {
+            "timestamp": time.time(),
+            "dp_rank": 0,
             "num_running_reqs": len(scheduler.running),
             "num_waiting_reqs": len(scheduler.waiting),
             "num_used_tokens": used,
-            "max_total_num_tokens": self._scheduler.limits.max_total_tokens,
+            "max_total_num_tokens": scheduler.limits.max_total_tokens,
             "max_running_requests": scheduler.limits.max_running_requests,
-            "token_usage": used / self._scheduler.limits.max_total_tokens,
+            "token_usage": used / scheduler.limits.max_total_tokens,
             "generated_tokens": scheduler.generated_tokens,
             "paused": scheduler.paused,
         }
+        return reply_json({"timestamp": time.time(), "version": __version__, "num_accelerators": 1, "loads": [load]})
 
     async def _models(self, _request: web.Request) -> web.Response:
         path, length = self._weights.model_path, self._scheduler.runner.context_length

@@ -1,4 +1,4 @@
-"""SGLang's ``/generate``, ``/abort_request`` and ``/tokenize``.
+"""SGLang's ``/generate`` and ``/abort_request``.
 
 Guarantees: an invalid request gets a 4xx and never reaches the model; when a client disconnects, its requests are
 aborted.
@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from areal_lite.embedded.generate_body import GenerateCall, Limits, parse_generate
+from areal_lite.embedded.generate_body import Limits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.http_bodies import fields_of, json_of, reply_json
 from areal_lite.embedded.routes.weight_routes import WeightRoutes
-from areal_lite.servers.dialects.sglang_errors import BadRequest, invalid_value, wrong_type
+from areal_lite.servers.dialects.sglang_errors import BadRequest, invalid_value
 
 T = TypeVar("T")
 
@@ -35,7 +35,6 @@ class GenerationRoutes:
         model: ModelThread,
         weights: WeightRoutes,
         *,
-        encode: Callable[[str], list[int]],
         decode: Decode,
         grammars: GrammarCompiler,
         seed: int,
@@ -43,7 +42,6 @@ class GenerationRoutes:
         """Prepare the routes.
 
         Args:
-            encode: Text to token ids.
             decode: ``(ids, skip_special_tokens)`` to text.
             weights: Knows the adapter that requests may name.
             grammars: Compiles the constraints of requests.
@@ -52,45 +50,38 @@ class GenerationRoutes:
         self._model = model
         self._scheduler = model.scheduler
         self._weights = weights
-        self._encode = encode
         self._decode = decode
         self._grammars = grammars
         runner = model.scheduler.runner
         self.limits = Limits(context_length=runner.context_length, vocab_size=runner.vocab_size)
         self._draw = random.Random(seed)
-        self._live: dict[str, list[GenerationRequest]] = {}
+        self._live: dict[str, GenerationRequest] = {}
         # One thread: a tokenizer is not thread-safe, and a long text must not block the event loop.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the routes."""
         router.add_post("/generate", self._generate)
-        router.add_put("/generate", self._generate)
         router.add_post("/abort_request", self._abort_request)
-        router.add_post("/tokenize", self._tokenize)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await json_of(request)
         try:
-            call = await self._accept(body)
+            one = await self._accept(body)
         except BadRequest as error:
             message = error.body["error"]["message"] if isinstance(error.body.get("error"), dict) else None
             if message is not None and isinstance(body, dict) and body.get("stream") is True:
                 return await _stream_error(request, message)
             raise
-        with self._running(call):
-            if call.stream:
-                return await self._stream(request, call)
-            replies = []
-            for one in call.requests:
-                while one.finish_reason is None:
-                    await one.changed.wait()
-                    one.changed.clear()
-                replies.append(await self._reply(one, call))
-            for one in call.requests:
-                if one.finish_reason is not None and one.finish_reason.get("status_code"):
-                    raise invalid_value(one.finish_reason["message"], status=one.finish_reason["status_code"])
-            return reply_json(replies if call.as_list else replies[0])
+        with self._running(one):
+            if one.stream:
+                return await self._stream(request, one)
+            while one.finish_reason is None:
+                await one.changed.wait()
+                one.changed.clear()
+            if one.finish_reason.get("status_code"):
+                raise invalid_value(one.finish_reason["message"], status=one.finish_reason["status_code"])
+            return reply_json(await self._reply(one))
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a streamed ``/generate`` call, for programs in this process.
@@ -100,85 +91,62 @@ class GenerationRoutes:
         Raises:
             BadRequest: If the body is invalid.
         """
-        call = await self._accept(body)
-        with self._running(call):
-            async for event in self._events(call):
+        one = await self._accept(body)
+        with self._running(one):
+            async for event in self._events(one):
                 yield event
 
-    async def _accept(self, body: Any) -> GenerateCall:
-        """Return the checked call of a body, registered to be aborted; :meth:`_running` must follow without waiting."""
-        call = await self._in_tokenizer_thread(
-            lambda: parse_generate(
-                body,
-                encode=self._encode,
-                grammar=self._grammars.grammar,
-                limits=self.limits,
-                draw=self._draw,
-            )
+    async def _accept(self, body: Any) -> GenerationRequest:
+        """Return the request of a body, registered to be aborted; :meth:`_running` must follow without waiting."""
+        one = await self._in_tokenizer_thread(
+            lambda: parse_generate(body, grammar=self._grammars.grammar, limits=self.limits, draw=self._draw)
         )
         self._weights.check_adapter(body)
-        self._register(call)
-        return call
+        if self._live.setdefault(one.rid, one) is not one:
+            raise invalid_value(f"Duplicate request ID detected: {one.rid}")
+        return one
 
     @contextmanager
-    def _running(self, call: GenerateCall) -> Iterator[None]:
-        """Submit the requests of a call; at the end, abort those that have not ended."""
+    def _running(self, one: GenerationRequest) -> Iterator[None]:
+        """Submit a request; at the end, abort it unless it has ended."""
         try:
-            self._model.submit(call.requests)
+            self._model.submit(one)
             yield
         finally:
-            for owner in set(call.owners):
-                self._live.pop(owner, None)
-            if unfinished := [one for one in call.requests if one.finish_reason is None]:
-                self._model.discard(unfinished)
+            self._live.pop(one.rid, None)
+            if one.finish_reason is None:
+                self._model.discard(one)
 
-    def _register(self, call: GenerateCall) -> None:
-        for owner in set(call.owners):
-            if owner in self._live:
-                raise invalid_value(f"Duplicate request ID detected: {owner}")
-        for owner, one in zip(call.owners, call.requests, strict=True):
-            self._live.setdefault(owner, []).append(one)
-
-    async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, one: GenerationRequest) -> web.StreamResponse:
         response = await _open_stream(request)
-        async for event in self._events(call):
+        async for event in self._events(one):
             await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _events(self, call: GenerateCall) -> AsyncIterator[dict[str, Any]]:
-        one, ended, sent = call.requests[0], False, 0
+    async def _events(self, one: GenerationRequest) -> AsyncIterator[dict[str, Any]]:
+        ended, sent = False, 0
         while not ended:
             await one.changed.wait()
             one.changed.clear()
-            event = one.new_part(sent) if call.incremental else await self._reply(one, call)
+            event = one.new_part(sent) if one.incremental else await self._reply(one)
             ended = event["meta_info"]["finish_reason"] is not None
             sent = event["meta_info"]["completion_tokens"]
             yield event
 
-    async def _reply(self, one: GenerationRequest, call: GenerateCall) -> dict[str, Any]:
-        version, token_texts = self._scheduler.weight_version, call.return_text_in_logprobs
-        reply = await self._in_tokenizer_thread(
-            lambda: one.reply(self._decode, current_version=version, token_texts=token_texts)
-        )
-        return reply | {"prompt_token_ids": one.prompt} if call.return_prompt_token_ids else reply
+    async def _reply(self, one: GenerationRequest) -> dict[str, Any]:
+        version = self._scheduler.weight_version
+        return await self._in_tokenizer_thread(lambda: one.reply(self._decode, current_version=version))
 
     async def _in_tokenizer_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        prompt = (await fields_of(request)).get("prompt")
-        if not isinstance(prompt, str):
-            raise wrong_type(f"prompt must be a string, got {prompt!r}.")
-        ids = await self._in_tokenizer_thread(lambda: self._encode(prompt))
-        return reply_json({"tokens": ids, "count": len(ids), "max_model_len": self.limits.context_length})
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         fields = await fields_of(request)
         if fields.get("abort_all") is True:
             await self._model.command(self._scheduler.abort_all)
-        elif requests := self._live.get(str(fields.get("rid"))):
-            await self._model.command(lambda: self._scheduler.abort(requests))
+        elif one := self._live.get(str(fields.get("rid"))):
+            await self._model.command(lambda: self._scheduler.abort([one]))
         return web.Response()
 
 

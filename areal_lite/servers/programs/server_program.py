@@ -59,7 +59,8 @@ class ServedModel:
     model_path: str
     seed: int = 0
     deterministic: bool = False
-    """The bits of an answer depend on its request and the weights only; the embedded server can do it."""
+    """The bits of an answer depend on its request and the weights only: the embedded server runs requests one by one.
+    In float32 on a CPU the bits equal the trainer's."""
     weight_version: str = "0"
     adapters: AdapterShape | None = None
     """Shape of the adapters that SGLang and vLLM must be able to load; the embedded server loads any."""

@@ -24,7 +24,7 @@ def decoded_logprobs(runner: ModelRunner, ids: list[int], prompt: int) -> list[f
     logprobs = []
     for past in range(prompt - 1, len(ids) - 1):
         start = past if past >= prompt else 0
-        logits = runner.forward([0], [ids[start : past + 1]], [start], all_positions=False)
+        logits = runner.forward([0], [ids[start : past + 1]], [start])
         logprobs.append(torch.log_softmax(logits / torch.tensor([[0.7]]), -1)[0, ids[past + 1]].item())
     return logprobs
 

@@ -17,9 +17,10 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from areal_lite.embedded.startup import ServedModel, build, listening
+from areal_lite.embedded.startup import build, listening
 from areal_lite.runs.serving.openai_server import add_routes
 from areal_lite.servers.programs.embedded_settings import server_config
+from areal_lite.servers.programs.served_model import ServedModel
 from tests.embedded.serving import Client, load, logprobs_of, worst
 from tests.fixtures.tiny_model import build_tiny_model
 

@@ -312,7 +312,7 @@ def test_an_answer_that_fills_the_window_is_said_once(
     sampling: dict[str, int],
     said: str | None,
 ) -> None:
-    stub = start_stub(answer_len=500)
+    stub = start_stub(answer_len=500, fault=lambda _: "length")
     stub.server.told = {"context_length": context}
     engine = start_engine(stub)
     for _ in range(2):

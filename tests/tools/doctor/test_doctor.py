@@ -364,7 +364,7 @@ def test_running_servers_keep_their_weights(config: Path, server: str) -> None:
     import urllib.request
 
     def served() -> Any:
-        with urllib.request.urlopen(f"{server}/get_model_info") as reply:
+        with urllib.request.urlopen(f"{server}/model_info") as reply:
             return json.load(reply)
 
     before = served()
