@@ -192,7 +192,8 @@ def test_the_varlen_kernel_accepts_its_arguments() -> None:
     segments = Segments(*torch.zeros(2, 4, dtype=torch.int32), torch.zeros(12, dtype=torch.int64), 5, 7)
     query, key = torch.empty(9, 8, 64, dtype=torch.bfloat16), torch.empty(12, 2, 64, dtype=torch.bfloat16)
     arguments = [tensor.to("meta") for tensor in (query, key, key)]
-    assert _by_kernel(*arguments, segments, 0.125).shape == query.shape
+    for window in (None, 4):
+        assert _by_kernel(*arguments, segments, 0.125, window).shape == query.shape
 
 
 @pytest.mark.parametrize("window", [None, 4])
