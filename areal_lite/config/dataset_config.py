@@ -22,7 +22,7 @@ class ClassConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RowsConfig:
-    """Source and order of the dataset rows."""
+    """Source and order of the dataset rows, and where their prompts are."""
 
     path: str | list[str]
     """Files (parquet, json, jsonl, csv, arrow; compressed, globs, SPLIT@PATH, or a list of them), a hub dataset,
@@ -35,14 +35,21 @@ class RowsConfig:
     """Shuffle each epoch, seeded by (seed, epoch); false keeps the order of the rows."""
     cache_dir: str | None = None
     """Cache folder for remote files. Null is ~/.cache/areal_lite."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of messages."""
+    tools_key: str = "tools"
+    """Column of tool schemas for the chat template; may be missing."""
+    tools_in_system_prompt: bool = False
+    """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
+    render tools."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra chat template variables, or chat_template to replace the template."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DatasetConfig(RowsConfig):
     """Dataset rows, and how their prompts are tokenized for a workflow that takes them, and for their length."""
 
-    prompt_key: str = "prompt"
-    """Column of the prompt: text, or a list of messages."""
     label_key: str | None = None
     """Column of the label."""
     metadata_key: str | None = None
@@ -51,13 +58,8 @@ class DatasetConfig(RowsConfig):
     """Column of the images that replace <image> in a message, for training loops of your own: runs train on text."""
     video_key: str = "videos"
     """Column of the videos that replace <video> in a message, for training loops of your own."""
-    tools_key: str = "tools"
-    """Column of tool schemas for the chat template."""
     tool_key: str | None = None
     """Another name of tools_key: set one of the two."""
-    tools_in_system_prompt: bool = False
-    """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
-    render tools."""
     max_prompt_length: Positive | None = None
     """Maximum tokens of a prompt. Null: no limit."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -68,8 +70,6 @@ class DatasetConfig(RowsConfig):
     """Processes that measure prompts."""
     apply_chat_template: bool = True
     """Write prompts with the chat template. false: a prompt is text, and used as it is."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra chat template variables, or chat_template to replace the template."""
     return_raw_chat: bool = False
     """Add raw_prompt, the messages, to each row."""
     return_full_prompt: bool = False

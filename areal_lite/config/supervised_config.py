@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -23,15 +23,6 @@ class ConversationsConfig(RowsConfig):
 
     max_length: Annotated[int, Field(ge=2)]
     """Maximum sequence length in tokens. Beyond it, conversations are cut and pairs skipped."""
-    prompt_key: str = "prompt"
-    """Column of the prompt: text, or a list of messages."""
-    tools_key: str = "tools"
-    """Column of tool schemas for the chat template; may be missing."""
-    tools_in_system_prompt: bool = False
-    """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
-    render tools."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra chat template variables, or chat_template to replace the template."""
     num_workers: Count = 0
     """Processes that check the rows at the start and tokenize them ahead of training; 0 uses a thread."""
 
