@@ -89,4 +89,4 @@ def _figures(groups: Sequence[Group], group_size: int) -> dict[str, float]:
     rewards, places, sources = zip(*judged, strict=True)
     if group_size == 1 and set(sources) == {"held_out"}:
         return {}
-    return validation_metrics(rewards, prompt_ids=places, data_sources=sources)
+    return validation_metrics({"reward": rewards}, prompt_ids=places, data_sources=sources)

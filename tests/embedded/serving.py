@@ -17,7 +17,7 @@ from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.embedded.startup import build, listening
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.programs.embedded_settings import server_config
-from areal_lite.servers.programs.served_model import ServedModel
+from areal_lite.servers.programs.server_program import ServedModel
 
 
 class Client:

@@ -111,12 +111,13 @@ def test_an_update_while_paused_keeps_earlier_tokens_and_versions(tiny: Path, ot
             fresh = asyncio.create_task(client.generate(PROMPT, rid="fresh", **LONG))
             while (await client.call("/v1/loads"))[1]["loads"][0]["num_waiting_reqs"] < 1 + (mode == "retract"):
                 pass
-            assert await client.call("/health") == (200, "")
+            assert [await client.call(path) for path in ("/health", "/health_generate")] == [(200, "")] * 2
             frozen = client.scheduler.generated_tokens
             update = {"model_path": str(other), "weight_version": "1"}
             status, answer = await client.call("/update_weights_from_disk", update)
             assert (status, answer["success"]) == (200, True)
             info = (await client.call("/model_info"))[1]
+            assert (await client.call("/get_model_info"))[1].keys() == info.keys()
             assert (info["weight_version"], info["model_path"]) == ("1", str(other))
             assert client.scheduler.generated_tokens == frozen
             await client.call("/continue_generation", {})

@@ -38,11 +38,17 @@ class ControlRoutes:
         router.add_post("/continue_generation", self._continue)
         router.add_post("/flush_cache", self._flush_cache)
         router.add_get("/flush_cache", self._flush_cache)
-        router.add_get("/model_info", self._info)
-        router.add_get("/server_info", self._info)
+        for path in (
+            "/model_info",
+            "/server_info",
+            "/get_model_info",
+            "/get_server_info",
+        ):
+            router.add_get(path, self._info)
         router.add_get("/v1/loads", self._loads)
         router.add_get("/v1/models", self._models)
         router.add_get("/health", self._health)
+        router.add_get("/health_generate", self._health)
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = (await fields_of(request)).get("mode", "abort")

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from areal_lite.embedded.startup import build, listening
 from areal_lite.runs.serving.openai_server import add_routes
 from areal_lite.servers.programs.embedded_settings import server_config
-from areal_lite.servers.programs.served_model import ServedModel
+from areal_lite.servers.programs.server_program import ServedModel
 from tests.embedded.serving import Client, load, logprobs_of, worst
 from tests.fixtures.tiny_model import build_tiny_model
 

@@ -20,7 +20,7 @@ from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.__main__ import _child_parser, main, split_arguments
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
-from areal_lite.servers.programs.served_model import ServedModel
+from areal_lite.servers.programs.server_program import ServedModel
 
 FAST = {"dtype": "float32", "device": "cpu", "num_threads": 1}
 
