@@ -9,7 +9,7 @@ import functools
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -20,6 +20,8 @@ Message = Mapping[str, Any]
 
 PROBE = "probe-of-the-end-mark"
 
+EndOfTurn = Literal["end_mark", "next_role"]
+
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
@@ -28,6 +30,7 @@ class ChatTemplate:
     tokenizer: Any
     tools: list[Any] | None
     variables: dict[str, Any]
+    end_of_turn: EndOfTurn = "end_mark"
     _written: dict[tuple[int, bool], str] = field(default_factory=dict)
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
@@ -52,8 +55,11 @@ class ChatTemplate:
 
     def written(self, messages: Sequence[Message], count: int, mark: EndMark | None) -> str:
         """Return the text of the first ``count`` messages; an answer at the end has its end mark."""
-        if mark is None or not mark.only_continued or messages[count - 1]["role"] != "assistant":
+        last = messages[count - 1]
+        if mark is None or not mark.only_continued or last["role"] != "assistant":
             return self.write_first(messages, count)
+        if mark.after_calls is not None:  # the next message is prompted alike, whatever the answer
+            return self.write_first(messages, count) + (mark.after_calls if last.get("tool_calls") else mark.text)
         try:
             text = self.write([*messages[:count], {"role": "user", "content": content_like("x", messages)}])
         except ConfigError:
@@ -83,10 +89,32 @@ class ChatTemplate:
             return EndMark("", last[last.find(mark) :])
         if mark is None:
             mark = next(iter(_special_tokens(self.tokenizer, continued)), None)
-            return None if mark is None or mark in self.write([user], prompt=True) else EndMark(mark, "", True)
+            if mark is None or mark not in self.write([user], prompt=True):
+                return None if mark is None else EndMark(mark, "", True)
+            return self._next_role(question, continued) if self.end_of_turn == "next_role" else None
         if (eos := self.tokenizer.eos_token) and eos in same:
             mark = same[same.find(mark) : same.find(eos) + len(eos)] or mark
         return EndMark(mark, last.partition(mark)[2])
+
+    def _next_role(self, question: Sequence[Message], continued: str) -> EndMark:
+        """Return what begins the message after an answer, ``continued``, and after one with calls, as an end mark."""
+
+        def header(text: str) -> str:
+            token = next(iter(_special_tokens(self.tokenizer, text)), "")
+            return text[: text.find(token) + len(token)]
+
+        after_calls = text = header(continued)
+        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": PROBE, "content": content_like("x", question)}
+        try:
+            called = self.write([*question, call])
+            after_calls = header(self.write([*question, call, result]).removeprefix(called))
+        except ConfigError:
+            pass  # the template writes no calls
+        return EndMark(text, "", True, after_calls)
+
+
+_CALL = {"id": "probe0001", "type": "function", "function": {"name": PROBE, "arguments": {}}}
 
 
 class EndMark(NamedTuple):
@@ -98,6 +126,8 @@ class EndMark(NamedTuple):
     """Text after the mark in a conversation that ends with an answer."""
     only_continued: bool = False
     """True if it is written only once another message follows."""
+    after_calls: str | None = None
+    """Under the rule next_role: the end after tool calls."""
 
 
 def content_like(text: str, messages: Sequence[Message]) -> Any:
@@ -114,15 +144,20 @@ def end_mark_after(template: ChatTemplate, messages: Sequence[Message]) -> EndMa
     variables = orjson.dumps(template.variables, option=orjson.OPT_NON_STR_KEYS, default=str)
     in_parts = not isinstance(content_like("", messages), str)
     try:
-        return _plain_end_mark(template.tokenizer, repr(template.tokenizer.chat_template), variables, in_parts)
+        return _plain_end_mark(
+            template.tokenizer, repr(template.tokenizer.chat_template), variables, in_parts, template.end_of_turn
+        )
     except ConfigError:
         return template.end_mark(messages[:answer])
 
 
 @functools.lru_cache(maxsize=64)
-def _plain_end_mark(tokenizer: Any, chat_template: str, variables: bytes, in_parts: bool) -> EndMark | None:
+def _plain_end_mark(
+    tokenizer: Any, chat_template: str, variables: bytes, in_parts: bool, end_of_turn: EndOfTurn
+) -> EndMark | None:
     content: Any = [{"type": "text", "text": "x"}] if in_parts else "x"
-    return ChatTemplate(tokenizer, None, orjson.loads(variables)).end_mark([{"role": "user", "content": content}])
+    template = ChatTemplate(tokenizer, None, orjson.loads(variables), end_of_turn)
+    return template.end_mark([{"role": "user", "content": content}])
 
 
 def turn_end(tokenizer: Any, written: str, mark: EndMark | None) -> tuple[int, bool]:
@@ -132,6 +167,8 @@ def turn_end(tokenizer: Any, written: str, mark: EndMark | None) -> tuple[int, b
     """
     if mark is None:
         return len(written), False
+    if mark.after_calls is not None:
+        return len(written), written.endswith((mark.text, mark.after_calls))
     written = written.removesuffix(mark.rest)
     last = mark.text
     if not last:

@@ -23,6 +23,7 @@ from areal_lite.data.chat.chat_template import (
     PROBE,
     ChatTemplate,
     EndMark,
+    EndOfTurn,
     Message,
     content_like,
     end_mark_after,
@@ -46,6 +47,7 @@ class Shortfall(StrEnum):
 
     NO_END_MARK = (
         "the chat template writes no end mark after an answer, so the model does not learn to stop: "
+        "set end_of_turn: next_role if it stops at the token that begins the next message (as GLM does), or "
         f"{_OTHER_TEMPLATE} writes {{{{ eos_token }}}} after each answer"
     )
     NO_THOUGHT = (
@@ -61,6 +63,16 @@ class Shortfall(StrEnum):
         "prompts differ from training: set a template variable such as enable_thinking: false in "
         f"apply_chat_template_kwargs, or {_OTHER_TEMPLATE} writes it"
     )
+
+
+class Rendering(NamedTuple):
+    """How conversations become text; arguments of :func:`tokenize_messages`."""
+
+    apply_chat_template: bool = True
+    template_kwargs: Mapping[str, Any] = {}
+    tools_in_system_prompt: bool = False
+    end_of_turn: EndOfTurn = "end_mark"
+    """What ends an answer if the template writes no end mark: nothing, or the special token of the next message."""
 
 
 class ChatText(NamedTuple):
@@ -123,46 +135,34 @@ def tokenize_messages(
             text of an answer, or renders an answer's beginning differently from its prompt (except for a thought that
             the prompt opens), or the tokenizer has no offsets.
     """
-    texts = render_conversation(
-        tokenizer,
-        messages,
-        tools,
-        apply_chat_template=apply_chat_template,
-        template_kwargs=template_kwargs,
-        tools_in_system_prompt=tools_in_system_prompt,
-    )
-    return [tokens_of(tokenizer, text) for text in texts]
+    rendering = Rendering(apply_chat_template, template_kwargs or {}, tools_in_system_prompt)
+    return [tokens_of(tokenizer, text) for text in render_conversation(tokenizer, messages, tools, rendering)]
 
 
 def render_conversation(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
-    *,
-    apply_chat_template: bool = True,
-    template_kwargs: Mapping[str, Any] | None = None,
-    tools_in_system_prompt: bool = False,
+    rendering: Rendering = Rendering(),  # noqa: B008 -- it cannot change
 ) -> list[ChatText]:
-    """Return the sequences that train each assistant message of a conversation once, in order.
-
-    Arguments, sequences and errors are those of :func:`areal_lite.data.chat.chat_tokens.tokenize_messages`.
-    """
+    """Return the texts of :func:`tokenize_messages`, with its errors."""
     _check_messages(messages)
-    if not apply_chat_template:
+    if not rendering.apply_chat_template:
         return [_joined(messages)]
     if not tokenizer.is_fast:
         raise ConfigError(
             f"{type(tokenizer).__name__} is a slow tokenizer, which has no character offsets: use the model's fast "
             "tokenizer (a folder with tokenizer.json), or apply_chat_template=False"
         )
-    if tools_in_system_prompt:
+    if rendering.tools_in_system_prompt:
         messages, tools = in_hermes_form(messages, tools), None
-    variables = dict(template_kwargs or {})
+    variables = dict(rendering.template_kwargs)
     check_tools_are_rendered(tokenizer, tools, variables)
     errors = []
     for form in _forms(messages):
         try:
-            return _sequences(form, ChatTemplate(tokenizer, list(tools) if tools else None, variables))
+            template = ChatTemplate(tokenizer, list(tools) if tools else None, variables, rendering.end_of_turn)
+            return _sequences(form, template)
         except ConfigError as error:
             errors.append(error)
     raise errors[0]

@@ -88,11 +88,5 @@ class PreferenceDataset(BaseDataset):
         return [*prompt, *answer]
 
     def _last_answer(self, messages: Sequence[Message], tools: Any) -> ChatText:
-        text = render_conversation(
-            self.tokenizer,
-            messages,
-            tools,
-            template_kwargs=self.config.apply_chat_template_kwargs,
-            tools_in_system_prompt=self.config.tools_in_system_prompt,
-        )[-1]
+        text = render_conversation(self.tokenizer, messages, tools, self.rendering())[-1]
         return text._replace(spans=text.spans[-1:])

@@ -35,15 +35,8 @@ class SFTDataset(BaseDataset):
     config: SFTDatasetConfig
 
     def texts(self, row: Row) -> list[Texts]:
-        sequences = render_conversation(
-            self.tokenizer,
-            self._messages(row),
-            from_json(row, self.config.tools_key),
-            apply_chat_template=self.config.apply_chat_template,
-            template_kwargs=self.config.apply_chat_template_kwargs,
-            tools_in_system_prompt=self.config.tools_in_system_prompt,
-        )
-        return [(sequence,) for sequence in sequences]
+        tools, rendering = from_json(row, self.config.tools_key), self.rendering(self.config.apply_chat_template)
+        return [(one,) for one in render_conversation(self.tokenizer, self._messages(row), tools, rendering)]
 
     def skip_reason(self, texts: Texts) -> str | None:
         (text,) = texts

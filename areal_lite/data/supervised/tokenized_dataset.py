@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from areal_lite.config.supervised_config import ConversationsConfig
-from areal_lite.data.chat.chat_tokens import ChatText, Shortfall
+from areal_lite.data.chat.chat_tokens import ChatText, Rendering, Shortfall
 from areal_lite.data.chat.prompt_encoder import without_nulls
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import place_of_row
@@ -110,6 +110,11 @@ class BaseDataset(Dataset[Item], ABC):
             logger.warning("some of %d rows were skipped: %s", len(rows), reasons)
         for shortfall, number in self._index.shortfalls.items():
             logger.warning("row %d, and perhaps others: %s", number, Shortfall[shortfall])
+
+    def rendering(self, apply_chat_template: bool = True) -> Rendering:
+        config = self.config
+        kwargs, in_system = config.apply_chat_template_kwargs, config.tools_in_system_prompt
+        return Rendering(apply_chat_template, kwargs, in_system, config.end_of_turn)
 
     def __len__(self) -> int:
         return len(self._index.rows)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tokenize_messages
+from areal_lite.data.chat.chat_tokens import Rendering, Shortfall, render_conversation, tokenize_messages
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import CHATML, FAMILIES, family_tokenizer, train_tokenizer
 
@@ -522,7 +522,7 @@ def test_without_the_template_contents_are_joined_unchanged():
     pieces = [tokenizer.encode(text, add_special_tokens=False) for text in (" so\n", "\nhello", "x")]
     assert ids == sum(pieces, [])
     assert mask == [False] * len(pieces[0]) + [True] * len(pieces[1]) + [False] * len(pieces[2])
-    [joined] = render_conversation(tokenizer, messages, apply_chat_template=False)
+    [joined] = render_conversation(tokenizer, messages, None, Rendering(apply_chat_template=False))
     assert joined.spans == ((4, 4), (4, 10), (10, 10))
     assert joined.joints == (0, 4, 4, 10, 10)
     with pytest.raises(ConfigError, match=r"messages\[0\] has content that is not text"):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tokens_of
+from areal_lite.data.chat.chat_tokens import Rendering, Shortfall, render_conversation, tokens_of
 from areal_lite.errors import ConfigError
 from tests.data.template_cases import CONVERSATIONS
 from tests.fixtures.real_templates import NAMES, real_tokenizer
@@ -102,6 +102,28 @@ def test_a_real_template_trains_the_answers_with_their_end_marks_and_nothing_els
 )
 def test_the_end_marks_of_known_templates(name: str, mark: str) -> None:
     assert end_mark(name) == mark
+
+
+@pytest.mark.parametrize("case", CONVERSATIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_next_role_trains_the_token_of_the_next_message_where_there_is_no_end_mark(name: str, case: str) -> None:
+    """GLM stops at the next message's header: a user's after an answer, an observation's after calls."""
+    (messages, tools), tokenizer = CONVERSATIONS[case], real_tokenizer(name)
+    by_mark = outcome(name, case)
+    if by_mark.refused:
+        return
+    rendered = render_conversation(tokenizer, messages, tools, Rendering(end_of_turn="next_role"))
+    spans = [sequence.text[start:end] for sequence in rendered for start, end in sequence.spans]
+    if not name.startswith("GLM-") and name != "trl-glm4moe":
+        assert spans == [one.text[s:e] for one in render_conversation(tokenizer, messages, tools) for s, e in one.spans]
+        assert rendered[0].shortfalls == by_mark.shortfalls
+        return
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for message, span, plain in zip(answers, spans, by_mark.answers, strict=True):
+        assert span.removesuffix("<|observation|>" if message.get("tool_calls") else "<|user|>") == plain
+        assert span != plain
+    assert Shortfall.NO_END_MARK not in rendered[0].shortfalls
+    assert len(rendered) == by_mark.sequences
 
 
 def special_tokens(name: str) -> tuple[str, ...]:
