@@ -30,7 +30,7 @@ from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
 from areal_lite.embedded.model_runner import ModelRunner, load_model
-from areal_lite.models.kernels import decoder_kernels, layer_kernels, score_kernels
+from areal_lite.models.kernels import fused_decoder_kernels, lean_decoder_kernels, score_kernels
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import decode_limit, limits
@@ -102,8 +102,8 @@ def decode_profiles(model: str, *, in_flight: int, repeats: int) -> tuple[dict[s
         runner._lean = chosen
         step()
         seconds.append(statistics.median(timeit.repeat(step, number=1, repeat=2 * repeats)))
-        if chosen is not None and isinstance(chosen._operations, layer_kernels.CompiledOperations):
-            record_calls(chosen._operations._library, layer_kernels._ARGUMENTS)
+        if chosen is not None and isinstance(chosen._operations, lean_decoder_kernels.CompiledOperations):
+            record_calls(chosen._operations._library, lean_decoder_kernels._ARGUMENTS)
         profiles[name] = profiled(step, repeats)
     return profiles, seconds
 
@@ -121,9 +121,9 @@ def training_profiles(model: str, *, threads: int, repeats: int) -> dict[str, Pr
     sequences = make_batch(0, trainer.model.config.vocab_size)
     length = max(len(sequence.input_ids) for sequence in sequences)
     batch = DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=0))
-    operations = decoder_kernels.decoder_operations(torch.bfloat16)
-    if isinstance(operations, decoder_kernels.CompiledOperations):
-        record_calls(operations._library, decoder_kernels._ARGUMENTS)
+    operations = fused_decoder_kernels.fused_decoder_operations(torch.bfloat16)
+    if isinstance(operations, fused_decoder_kernels.CompiledOperations):
+        record_calls(operations._library, fused_decoder_kernels._ARGUMENTS)
         record_calls(score_kernels._library(), score_kernels._ARGUMENTS)
     profiles, fused = {}, trainer._policy._fused
     for name, chosen in (("the model's own", ()), ("ours", fused)):

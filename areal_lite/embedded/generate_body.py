@@ -24,7 +24,7 @@ _UNSUPPORTED = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class GenerationLimits:
     """Sizes of the served model."""
 
     context_length: int
@@ -32,7 +32,7 @@ class Limits:
 
 
 def parse_generate(
-    body: Any, *, grammar: Callable[[SamplingParams], Grammar | None], limits: Limits, draw: random.Random
+    body: Any, *, grammar: Callable[[SamplingParams], Grammar | None], limits: GenerationLimits, draw: random.Random
 ) -> GenerationRequest:
     """Check a ``/generate`` body and return its request.
 
@@ -77,7 +77,7 @@ def parse_generate(
     )
 
 
-def _prompt(prompt: Any, limits: Limits) -> list[int]:
+def _prompt(prompt: Any, limits: GenerationLimits) -> list[int]:
     if prompt is None:
         raise invalid_value("input_ids should be provided.")
     if not isinstance(prompt, list):
@@ -96,7 +96,7 @@ def _prompt(prompt: Any, limits: Limits) -> list[int]:
     return prompt
 
 
-def _check_length(length: int, max_new_tokens: int, limits: Limits) -> None:
+def _check_length(length: int, max_new_tokens: int, limits: GenerationLimits) -> None:
     context, total = limits.context_length, length + max_new_tokens
     if total > context:
         raise invalid_value(

@@ -20,8 +20,8 @@ from areal_lite.errors import ConfigError
 from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
-from areal_lite.models.kernels.layer_kernels import layer_operations
-from areal_lite.models.kernels.layer_operations import LayerOperations
+from areal_lite.models.kernels.lean_decoder_kernels import lean_decoder_operations
+from areal_lite.models.kernels.lean_decoder_operations import LayerOperations
 from areal_lite.models.lean_decoder import LeanDecoder
 from areal_lite.models.slot_cache import SlotCache
 
@@ -47,7 +47,7 @@ class ModelRunner:
         self.cache = SlotCache(model.config, slots=slots, capacity=capacity, device=self.device)
         self._lean: LeanDecoder | None = None
         if family_of(model) is not None:
-            operations = layer_operations(model) if compiled else LayerOperations(model)
+            operations = lean_decoder_operations(model) if compiled else LayerOperations(model)
             self._lean = LeanDecoder(model, self.cache, operations)
         self._last: Tensor | None = None
         self._adapted: list[RemovableHandle] = []

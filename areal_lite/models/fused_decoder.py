@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from areal_lite.models.attention_windows import window_of
 from areal_lite.models.decoder_family import DecoderLayer, fits_kernels, query_key_norms
-from areal_lite.models.kernels.decoder_kernels import decoder_operations
-from areal_lite.models.kernels.decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels.fused_decoder_kernels import fused_decoder_operations
+from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
 
 
 class FusedDecoder:
@@ -62,7 +62,7 @@ class FusedDecoder:
         hidden = self._decoder.embed_tokens(input_ids.flatten()[used])
         cos, sin = self._decoder.rotary_emb(hidden, position_ids.flatten()[used][None])
         tokens = Tokens(cos[0], sin[0], lengths, seen, self._layers[0].heads)
-        added, operations = torch.zeros_like(hidden, dtype=self._dtype), decoder_operations(self._dtype)
+        added, operations = torch.zeros_like(hidden, dtype=self._dtype), fused_decoder_operations(self._dtype)
         for layer in self._layers:
             hidden, normed = _add_norm(hidden, added, layer.input_norm, operations)
             read = layer.attend(layer.qkv(normed), tokens, operations)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areal_lite.models.decoder_family import DecoderLayer
-from areal_lite.models.kernels.layer_operations import LayerOperations, Turn
+from areal_lite.models.kernels.lean_decoder_operations import LayerOperations, Turn
 from areal_lite.models.slot_cache import SlotCache, SlotLayer
 
 

@@ -12,17 +12,17 @@ from areal_lite.api.trajectory import Group, TaskId
 from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.dotted_path import load_object
 from areal_lite.errors import ConfigError
-from areal_lite.rollout.both_forms import Operation, both_forms
+from areal_lite.rollout.blocking_and_async import Operation, blocking_and_async
+from areal_lite.rollout.engine_lifecycle import EngineLifecycle
 from areal_lite.rollout.episodes.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.rollout.episodes.submission import EpisodeRecipe
 from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow, pickled_workflow
-from areal_lite.rollout.running_engine import RunningEngine
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightFolder
 
 __all__ = ["GroupedRolloutWorkflow", "RemoteInfEngine"]
 
 
-class RemoteInfEngine(RunningEngine):
+class RemoteInfEngine(EngineLifecycle):
     """Runs episodes against inference servers. A context manager, or ``initialize`` and ``destroy``.
 
     Every blocking method has an async form for callers inside an event loop: ``asubmit``, ``await_results``,
@@ -133,10 +133,10 @@ class RemoteInfEngine(RunningEngine):
         """Stop drawing from ``source``, cancel its groups that are in no batch yet, and give them back to it."""
         return Operation(self._executor.batches.close_source(source))
 
-    wait, await_results = both_forms(_wait, "await_results")
-    rollout_batch, arollout_batch = both_forms(_rollout_batch)
-    prepare_batch, aprepare_batch = both_forms(_prepare_batch)
-    close_source, aclose_source = both_forms(_close_source)
+    wait, await_results = blocking_and_async(_wait, "await_results")
+    rollout_batch, arollout_batch = blocking_and_async(_rollout_batch)
+    prepare_batch, aprepare_batch = blocking_and_async(_prepare_batch)
+    close_source, aclose_source = blocking_and_async(_close_source)
 
     def _pause(self) -> Operation[None]:
         """Start no episode and send no request until :meth:`resume`."""
@@ -190,9 +190,9 @@ class RemoteInfEngine(RunningEngine):
         """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
         return Operation(self._client.probe(input_ids, num_tokens))
 
-    probe, aprobe = both_forms(_probe)
-    pause, apause = both_forms(_pause)
-    resume, aresume = both_forms(_resume)
-    set_version, aset_version = both_forms(_set_version)
-    update_weights, aupdate_weights = both_forms(_update_weights)
-    update_weights_from_disk, aupdate_weights_from_disk = both_forms(_update_weights_from_disk)
+    probe, aprobe = blocking_and_async(_probe)
+    pause, apause = blocking_and_async(_pause)
+    resume, aresume = blocking_and_async(_resume)
+    set_version, aset_version = blocking_and_async(_set_version)
+    update_weights, aupdate_weights = blocking_and_async(_update_weights)
+    update_weights_from_disk, aupdate_weights_from_disk = blocking_and_async(_update_weights_from_disk)

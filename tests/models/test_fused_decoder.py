@@ -17,8 +17,8 @@ from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.models import fused_decoder
 from areal_lite.models.decoder_family import Heads
 from areal_lite.models.fused_decoder import FusedDecoder
-from areal_lite.models.kernels import decoder_operations
-from areal_lite.models.kernels.decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels import fused_decoder_operations
+from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
 from areal_lite.models.policy_model import prepare
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.learner import Learner
@@ -88,8 +88,8 @@ LAYOUTS = {
 def test_in_float32_states_and_gradients_are_those_of_the_model(
     name: str, layout: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_operations, "_PRODUCTS", 0 if kernel else 1000)
-    monkeypatch.setattr(decoder_operations, "_SCORES", 4 * 12**2)  # one bin at once, or two
+    monkeypatch.setattr(fused_decoder_operations, "_PRODUCTS", 0 if kernel else 1000)
+    monkeypatch.setattr(fused_decoder_operations, "_SCORES", 4 * 12**2)  # one bin at once, or two
     model = packed_model(FAMILIES[name])
     assert model._fused
     packed, _ = packed_together(LAYOUTS[layout])
@@ -104,7 +104,7 @@ def test_under_autocast_it_is_as_close_to_float32_as_the_model(
     name: str, with_compiler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_compiler:
-        monkeypatch.setattr(fused_decoder, "decoder_operations", lambda dtype: DecoderOperations())
+        monkeypatch.setattr(fused_decoder, "fused_decoder_operations", lambda dtype: DecoderOperations())
     model = packed_model(FAMILIES[name])
     packed, _ = packed_together(LAYOUTS["shared prompts"])
     exact = by_model(model, packed)
@@ -127,7 +127,7 @@ def heads(queries: int) -> Heads:
 
 
 def test_pieces_hold_each_bin_once_and_as_many_scores_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_operations, "_SCORES", 2 * 4 * 12**2)
+    monkeypatch.setattr(fused_decoder_operations, "_SCORES", 2 * 4 * 12**2)
     angles = torch.zeros(50, 8)
     tokens = Tokens(angles, angles, [12, 11, 9, 9, 9], None, heads(4))
     assert [(piece.bins, piece.length) for piece in tokens.pieces] == [(2, 12), (3, 9)]
@@ -142,7 +142,7 @@ def test_pieces_hold_each_bin_once_and_as_many_scores_as_fit(monkeypatch: pytest
 def test_a_piece_is_one_bin_or_fits_and_the_next_bin_would_not(lengths: list[int], most: int) -> None:
     angles = torch.zeros(sum(lengths), 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_operations, "_SCORES", most)
+        patch.setattr(fused_decoder_operations, "_SCORES", most)
         pieces = Tokens(angles, angles, lengths, None, heads(2)).pieces
     first = 0
     for piece in pieces:
@@ -156,12 +156,12 @@ def test_a_piece_is_one_bin_or_fits_and_the_next_bin_would_not(lengths: list[int
 
 
 def test_bins_of_the_longest_length_for_products_take_them() -> None:
-    longest = decoder_operations._PRODUCTS
-    for length, way in ((longest, decoder_operations._Products), (longest + 1, decoder_operations._Kernel)):
+    longest = fused_decoder_operations._PRODUCTS
+    for length, way in ((longest, fused_decoder_operations._Products), (longest + 1, fused_decoder_operations._Kernel)):
         angles = torch.zeros(length, 8)
         (piece,) = Tokens(angles, angles, [length], None, heads(2)).pieces
-        assert decoder_operations._way(piece) is way
-        assert (piece.mask is None) is (way is decoder_operations._Kernel), (
+        assert fused_decoder_operations._way(piece) is way
+        assert (piece.mask is None) is (way is fused_decoder_operations._Kernel), (
             "a mask of a long bin takes quadratic memory"
         )
 

@@ -19,7 +19,7 @@ from areal_lite.agents.doors.api import Api
 from areal_lite.agents.doors.completions import ChatCompletions, Completions
 from areal_lite.agents.doors.messages import Messages
 from areal_lite.agents.doors.responses import Responses, stored_response
-from areal_lite.agents.session.chat_answer import Answer
+from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.agents.session.text_stream import Piece
@@ -148,7 +148,7 @@ def error_reply(path: str, error: RequestError) -> Reply:
 async def _stream(call: Api) -> Reply:
     """Return a streamed reply; an error before the first text is a plain one."""
     pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
-    task: asyncio.Task[list[Answer]] = asyncio.create_task(
+    task: asyncio.Task[list[ChatAnswer]] = asyncio.create_task(
         call.session.answer(call.request, call.id, on_text=lambda index, piece: pieces.put_nowait((index, piece)))
     )
     call.session.own(task)
@@ -182,7 +182,7 @@ async def _stream(call: Api) -> Reply:
     return Reply(200, STREAM_HEADERS, EventBody(events(), task))
 
 
-def _result(task: asyncio.Task[list[Answer]]) -> list[Answer]:
+def _result(task: asyncio.Task[list[ChatAnswer]]) -> list[ChatAnswer]:
     if task.cancelled():
         raise RequestError("the episode has ended", status=410, code="session_ended")
     return task.result()

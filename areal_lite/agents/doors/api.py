@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from areal_lite.agents.session.chat_answer import Answer
+from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError, json_object, short
@@ -31,7 +31,7 @@ class Api(ABC):
         """Return the checked request."""
 
     @abstractmethod
-    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         """Return the JSON object of the whole answers."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class Api(ABC):
         """Return the events of a piece of text or reasoning of choice ``index``."""
 
     @abstractmethod
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ChatAnswer]) -> bytes:
         """Return the events that complete the answers, tool calls and usage included."""
 
     @staticmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_lite.agents.doors.api import Api, event
 from areal_lite.agents.session.answer_grammar import answer_grammar
-from areal_lite.agents.session.chat_answer import Answer
+from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_request import MAX_TOP_LOGPROBS, ChatRequest, parse_chat_request, request_options
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import is_token_id, whole, wrong
@@ -29,28 +29,28 @@ class _Choices(Api):
         created = int(time.time())
         self._head = {"id": self.id, "object": self.chunk_kind, "created": created, "model": self.request.model}
 
-    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         choices = [self._choice(index, answer, self._whole(answer)) for index, answer in enumerate(answers)]
         return {**self._head, "object": self.kind, "choices": choices, "usage": _usage(answers)}
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ChatAnswer]) -> bytes:
         parts = [self._event(index, self.nothing, answer) for index, answer in enumerate(answers)]
         if self.request.stream_usage:
             parts.append(event({**self._head, "choices": [], "usage": _usage(answers)}))
         return b"".join(parts) + b"data: [DONE]\n\n"
 
-    def _event(self, index: int, text: dict[str, Any], answer: Answer | None = None) -> bytes:
+    def _event(self, index: int, text: dict[str, Any], answer: ChatAnswer | None = None) -> bytes:
         return event({**self._head, "choices": [self._choice(index, answer, text)]})
 
-    def _choice(self, index: int, answer: Answer | None, text: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, index: int, answer: ChatAnswer | None, text: dict[str, Any]) -> dict[str, Any]:
         """Return a choice, or a piece of it without the answer."""
         logprobs = self._logprobs(answer) if answer and self.request.logprobs else None
         return {"index": index, **text, "finish_reason": answer and answer.finish_reason, "logprobs": logprobs}
 
-    def _whole(self, answer: Answer) -> dict[str, Any]:
+    def _whole(self, answer: ChatAnswer) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+    def _logprobs(self, answer: ChatAnswer) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ class ChatCompletions(_Choices):
     def parse(self, body: dict[str, Any]) -> ChatRequest:
         return parse_chat_request(body, self.session.history.find)
 
-    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         completion = super().reply(answers)
         for answer in answers:
             if (interaction := self.session.interactions.get(answer.id)) is not None:
@@ -77,17 +77,17 @@ class ChatCompletions(_Choices):
     def text(self, index: int, piece: Piece) -> bytes:
         return self._event(index, {"delta": {"reasoning_content" if piece.is_reasoning else "content": piece.text}})
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ChatAnswer]) -> bytes:
         events = []
         for index, answer in enumerate(answers):
             if calls := [{"index": k, **call} for k, call in enumerate(answer.message.get("tool_calls") or ())]:
                 events.append(self._event(index, {"delta": {"tool_calls": calls}}))
         return b"".join(events) + super().end(answers)
 
-    def _whole(self, answer: Answer) -> dict[str, Any]:
+    def _whole(self, answer: ChatAnswer) -> dict[str, Any]:
         return {"message": answer.message}
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+    def _logprobs(self, answer: ChatAnswer) -> dict[str, Any]:
         def token(text: str, logprob: float) -> dict[str, Any]:
             return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
@@ -127,10 +127,10 @@ class Completions(_Choices):
     def text(self, index: int, piece: Piece) -> bytes:
         return self._event(index, {"text": piece.text})
 
-    def _whole(self, answer: Answer) -> dict[str, Any]:
+    def _whole(self, answer: ChatAnswer) -> dict[str, Any]:
         return {"text": str(answer.message["content"])}
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+    def _logprobs(self, answer: ChatAnswer) -> dict[str, Any]:
         tokens = _tokens(answer, self.session)
         texts = [text for text, _, _ in tokens]
         return {
@@ -141,13 +141,13 @@ class Completions(_Choices):
         }
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+def _usage(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
     prompt = answers[0].response.input_len
     sampled = sum(answer.response.output_len for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _tokens(answer: Answer, session: ChatSession) -> list[tuple[str, float, list[tuple[str, float]]]]:
+def _tokens(answer: ChatAnswer, session: ChatSession) -> list[tuple[str, float, list[tuple[str, float]]]]:
     """Return text and log-prob of each sampled token, and those of the likeliest tokens there if asked for."""
     response = answer.response
     tops = response.output_top_logprobs or [[] for _ in response.output_tokens]

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
-from areal_lite.agents.session.chat_answer import Answer
+from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
 from areal_lite.agents.session.text_stream import Piece
@@ -49,7 +49,7 @@ class Messages(Api):
             head = self._close() + self._open({**block, "signature": ""} if piece.is_reasoning else block)
         return head + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ChatAnswer]) -> bytes:
         (answer,) = answers
         parts = [self._close()]
         for block in _blocks(answer.message):
@@ -100,7 +100,7 @@ class Messages(Api):
             chat["response_format"] = output_format
         return parse_chat_request(chat, self.session.history.find)
 
-    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         (answer,) = answers
         return {**self._head(), "content": _blocks(answer.message), **_stop(answer), "usage": _usage(answer)}
 
@@ -112,11 +112,11 @@ def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, kind)
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: ChatAnswer) -> dict[str, int]:
     return {"input_tokens": answer.response.input_len, "output_tokens": answer.response.output_len}
 
 
-def _stop(answer: Answer) -> dict[str, Any]:
+def _stop(answer: ChatAnswer) -> dict[str, Any]:
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
     if answer.stopped_by is not None and reason == "end_turn":
         reason = "stop_sequence"

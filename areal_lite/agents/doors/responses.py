@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.parsers.call_json import dump_json
-from areal_lite.agents.session.chat_answer import Answer
+from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
@@ -63,7 +63,7 @@ class Responses(Api):
         delta = self._event(f"response.{part['type']}.delta", **self._part(), delta=piece.text, logprobs=[])
         return head + delta
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ChatAnswer]) -> bytes:
         (answer,) = answers
         parts = [self._close()]
         items = _items(answer)
@@ -137,12 +137,12 @@ class Responses(Api):
             messages = messages[1:]
         return [*messages, *interaction.output_message_list]
 
-    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         (answer,) = answers
         response = self.session.responses[self.id] = self._response(answer, _items(answer))
         return response
 
-    def _response(self, answer: Answer | None, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, answer: ChatAnswer | None, output: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the response object; without an answer it is in progress."""
         usage = None
         status = "in_progress"
@@ -228,7 +228,7 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": [part]}
 
 
-def _items(answer: Answer) -> list[dict[str, Any]]:
+def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
     message = answer.message
     items: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):

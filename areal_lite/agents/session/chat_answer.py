@@ -19,7 +19,7 @@ _PREFILL_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChatAnswer:
     """One answer of the model, before it takes an API's form."""
 
     id: str
@@ -58,12 +58,12 @@ class AnswerReader:
             self._stream = self._new_stream()
         return self._stream.feed([token for token in ids if token not in self._renderer.stop_ids])
 
-    def finish(self, answer: Answer) -> list[Piece]:
+    def finish(self, answer: ChatAnswer) -> list[Piece]:
         """Return the text of the answer that was not sent."""
         message, stream = answer.message, self._stream or self._new_stream()
         return stream.finish(message["content"] or "", message.get("reasoning_content") or "")
 
-    def read(self, response: ModelResponse, answer_id: str) -> Answer:
+    def read(self, response: ModelResponse, answer_id: str) -> ChatAnswer:
         text = self._decode(response.output_tokens, ended=True)
         stopped_by = min((stop for stop in self._stops if stop in text), key=text.index, default=None)
         if stopped_by is not None:
@@ -73,7 +73,7 @@ class AnswerReader:
             bare_json = bool(self._request.grammar)
             parsed = self._parser.parse(text, self._tools, prefill=self._prefill, bare_json=bare_json)
         finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
-        return Answer(
+        return ChatAnswer(
             id=answer_id,
             message=parsed.message(),
             finish_reason="tool_calls" if parsed.tool_calls else finish_reason,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal_lite.agents.session.agent_names import AgentNames
-from areal_lite.agents.session.chat_answer import Answer, AnswerReader
+from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer
 from areal_lite.agents.session.chat_history import ChatHistory
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import ChatRequest
@@ -72,7 +72,7 @@ class ChatSession:
         """The engine's error in the latest call; None if that succeeded."""
         self.refusal: RequestError | None = None
 
-    async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[Answer]:
+    async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[ChatAnswer]:
         """Return ``request.n`` answers to one prompt."""
         with self._inside_episode():
             try:
@@ -124,7 +124,7 @@ class ChatSession:
     async def count_tokens(self, request: ChatRequest) -> int:
         return (await self._find_prompt(request))[0].length
 
-    def own(self, task: asyncio.Task[list[Answer]]) -> None:
+    def own(self, task: asyncio.Task[list[ChatAnswer]]) -> None:
         """Cancel ``task`` when the session closes."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -135,7 +135,7 @@ class ChatSession:
         for task in self._tasks:
             task.cancel()
 
-    async def _answer(self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None) -> Answer:
+    async def _answer(self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None) -> ChatAnswer:
         agent = self._names.name(request)  # before other calls may run: the first one is the main agent's
         prefix, parent, is_fork = await self._find_prompt(request)
         prompt = prefix.tolist()
@@ -183,7 +183,7 @@ class ChatSession:
             code = "context_length_exceeded" if too_long else None
             raise RequestError(str(error)[:500], param="messages", code=code) from error
 
-    def _record(self, request: ChatRequest, answer: Answer, parent: InteractionWithTokenLogpReward | None) -> None:
+    def _record(self, request: ChatRequest, answer: ChatAnswer, parent: InteractionWithTokenLogpReward | None) -> None:
         interaction = InteractionWithTokenLogpReward(
             model_response=answer.response,
             parent=parent,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from areal_lite.embedded.generate_body import Limits, parse_generate
+from areal_lite.embedded.generate_body import GenerationLimits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.model_thread import ModelThread
@@ -53,7 +53,7 @@ class GenerationRoutes:
         self._decode = decode
         self._grammars = grammars
         runner = model.scheduler.runner
-        self.limits = Limits(context_length=runner.context_length, vocab_size=runner.vocab_size)
+        self.limits = GenerationLimits(context_length=runner.context_length, vocab_size=runner.vocab_size)
         self._draw = random.Random(seed)
         self._live: dict[str, GenerationRequest] = {}
         # One thread: a tokenizer is not thread-safe, and a long text must not block the event loop.

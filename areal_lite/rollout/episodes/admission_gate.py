@@ -1,7 +1,7 @@
 """When the next episode may start: a pure state machine over concurrency, staleness and pause.
 
 It counts groups and owns no task; ask again after every change. Counting alone does not bound staleness (a slow
-episode can be overtaken); it is back-pressure. The guarantee is in :mod:`areal_lite.rollout.episodes.staleness`.
+episode can be overtaken); it is back-pressure. The guarantee is in :mod:`areal_lite.rollout.episodes.batch_cut`.
 """
 
 from __future__ import annotations

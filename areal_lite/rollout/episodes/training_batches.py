@@ -34,11 +34,11 @@ from areal_lite.data.source.row_streams import IterableRows
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
+from areal_lite.rollout.episodes.batch_cut import STALE, cut_batch
 from areal_lite.rollout.episodes.ended_groups import EndedGroups
 from areal_lite.rollout.episodes.group_runner import GroupRunner
 from areal_lite.rollout.episodes.partial_rollout import record_answers
 from areal_lite.rollout.episodes.row_feed import RowFeed
-from areal_lite.rollout.episodes.staleness import STALE, cut_batch
 from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
 
 

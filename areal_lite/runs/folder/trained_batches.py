@@ -18,7 +18,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import append_line
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
-from areal_lite.rollout.episodes.staleness import cut_batch
+from areal_lite.rollout.episodes.batch_cut import cut_batch
 
 BATCHES = "batches.jsonl"
 

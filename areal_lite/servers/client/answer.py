@@ -15,7 +15,7 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
-from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, Limits, TopLogprobs
+from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, ServerLimits, TopLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +144,12 @@ class FullWindow:
         )
 
 
-def window_of(gconfig: GenerationHyperparameters, limits: Limits) -> int:
+def window_of(gconfig: GenerationHyperparameters, limits: ServerLimits) -> int:
     """Return how many tokens prompt and answer may have together."""
     return min(gconfig.max_tokens, limits.context_length or gconfig.max_tokens)
 
 
-def token_budget(req: ModelRequest, num_accepted: int, limits: Limits) -> int:
+def token_budget(req: ModelRequest, num_accepted: int, limits: ServerLimits) -> int:
     """Return the maximum tokens of the answer; the first ``num_accepted`` ids, which a server took, pass unchecked."""
     ids, gconfig = req.input_ids, req.gconfig
     if gconfig.n_samples != 1:

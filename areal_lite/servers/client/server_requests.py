@@ -28,8 +28,8 @@ from areal_lite.servers.dialects.dialect import (
     ControlCall,
     ErrorReply,
     GenerationCall,
-    Limits,
     ServerInfo,
+    ServerLimits,
     reported,
 )
 from areal_lite.servers.dialects.token_stream import TokenStream
@@ -80,7 +80,7 @@ class ServerRequests:
         self._session: aiohttp.ClientSession | None = None
         self._silences: Deadlines[_Request] = Deadlines(config.faults.request_timeout_s, self._on_silence)
         self._warned_no_version = False
-        self.limits = Limits(vocab_size=reported(read_config(config.tokenizer_path), "vocab_size", int))
+        self.limits = ServerLimits(vocab_size=reported(read_config(config.tokenizer_path), "vocab_size", int))
         """Those of the tokenizer's folder, narrowed by what servers report."""
         self.version = 0
         """Policy version of tokens whose version a server does not report."""

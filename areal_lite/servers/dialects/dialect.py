@@ -72,7 +72,7 @@ class GenerationCall:
 
 
 @dataclass(slots=True)
-class Limits:
+class ServerLimits:
     """Limits on requests and replies, from what servers report; they change while answers run. None: unknown."""
 
     context_length: int | None = None

@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 import orjson
 
 from areal_lite.servers.dialects import Dialect
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, GenerationCall, Limits, StreamEvent, TopLogprobs
+from areal_lite.servers.dialects.dialect import (
+    BadResponse,
+    Chunk,
+    GenerationCall,
+    ServerLimits,
+    StreamEvent,
+    TopLogprobs,
+)
 
 Receiver = Callable[[Sequence[int], Sequence[float]], None]
 
@@ -24,7 +31,7 @@ class TokenStream:
     """Reads server-sent events and passes on their tokens."""
 
     def __init__(
-        self, dialect: Dialect, call: GenerationCall, receive: Receiver, *, version: int, limits: Limits
+        self, dialect: Dialect, call: GenerationCall, receive: Receiver, *, version: int, limits: ServerLimits
     ) -> None:
         self._dialect = dialect
         self._call = call

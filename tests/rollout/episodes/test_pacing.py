@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
+from areal_lite.rollout.episodes.batch_cut import cut_batch, must_wait
 from areal_lite.rollout.episodes.ended_groups import RolloutStatistics, trained_shares
 from areal_lite.rollout.episodes.lookahead import Lookahead
 from areal_lite.rollout.episodes.row_feed import RowFeed
-from areal_lite.rollout.episodes.staleness import cut_batch, must_wait
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.episodes.test_partial_rollout import hold, let_go, rows_of, source_of
 from tests.rollout.scripted import OneTurn, TwoTurns

@@ -16,7 +16,7 @@ from areal_lite.utils import stats_tracker
 from areal_lite.api import EpisodeStatus, InferenceEngine, RolloutWorkflow
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, EpisodeError, ServerError, StarvationError, StorageError
-from areal_lite.rollout import running_engine, workflow_context
+from areal_lite.rollout import engine_lifecycle, workflow_context
 from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.rollout.episodes.test_partial_rollout import hold, let_go, source_of
@@ -516,7 +516,7 @@ def test_an_engine_that_could_not_start_leaves_no_thread_and_may_start_again(
         raise ServerError("no server answers")
 
     with monkeypatch.context() as patched:
-        patched.setattr(running_engine, "servers_behind", unreachable)
+        patched.setattr(engine_lifecycle, "servers_behind", unreachable)
         with pytest.raises(ServerError, match="no server answers"):
             engine.initialize()
     assert not any(thread.name.startswith("areal-lite") for thread in {*threading.enumerate()} - before)

@@ -27,7 +27,7 @@ from areal_lite.servers.client import engine_client, request_sender
 from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.dialects import Dialect, dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, Limits
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, ServerLimits
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
@@ -317,7 +317,7 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
 
 
 def new_stream(dialect: Dialect, receiver: Receiver) -> TokenStream:
-    return TokenStream(dialect, generation_call(), receiver, version=0, limits=Limits())
+    return TokenStream(dialect, generation_call(), receiver, version=0, limits=ServerLimits())
 
 
 def feed_recording(dialect: Dialect, name: str) -> tuple[TokenStream, Receiver]:

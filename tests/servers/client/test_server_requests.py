@@ -16,7 +16,7 @@ from aiohttp import web
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import RefusedError, ServerRequests, SilentServerError
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, Limits, ServerInfo
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, ServerInfo, ServerLimits
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
@@ -83,12 +83,12 @@ def streaming(requests: ServerRequests) -> TokenStream:
 @on_a_loop
 async def test_limits_are_the_smallest_that_a_server_or_the_tokenizer_reports() -> None:
     async with opened() as (_, requests, _):
-        assert requests.limits == Limits()
+        assert requests.limits == ServerLimits()
         for told, limits in (
-            (ServerInfo(context_length=9, model="m"), Limits(context_length=9)),
-            (ServerInfo(vocab_size=8), Limits(9, 8)),
-            (ServerInfo(7, 9), Limits(7, 8)),
-            (ServerInfo(), Limits(7, 8)),
+            (ServerInfo(context_length=9, model="m"), ServerLimits(context_length=9)),
+            (ServerInfo(vocab_size=8), ServerLimits(9, 8)),
+            (ServerInfo(7, 9), ServerLimits(7, 8)),
+            (ServerInfo(), ServerLimits(7, 8)),
         ):
             requests.limits.narrow(told)
             assert requests.limits == limits

@@ -13,7 +13,7 @@ import pytest
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.dialects import Dialect
-from areal_lite.servers.dialects.dialect import BadResponse, ControlCall, ErrorReply, Limits, ServerInfo
+from areal_lite.servers.dialects.dialect import BadResponse, ControlCall, ErrorReply, ServerInfo, ServerLimits
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import ReceiverError, TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
@@ -341,7 +341,7 @@ def event_of(*tokens: int, received: int = 0, finish: str | None = None, **meta:
 
 def stream_of(received: list[int], **options: Any) -> TokenStream:
     bounds = {name: options.pop(name) for name in options.keys() & {"vocab_size", "newest_version"}}
-    call, limits = generation_call(**options), Limits(**bounds)
+    call, limits = generation_call(**options), ServerLimits(**bounds)
     return TokenStream(SGLang(), call, lambda ids, _: received.extend(ids), version=2, limits=limits)
 
 
@@ -400,7 +400,7 @@ def test_a_stream_without_top_log_probs_asks_for_none_and_its_receiver_may_fail(
     stream.feed(event_of(5, output_top_logprobs=TOP[:1]))
     assert stream.chunk().top_logprobs == [[(5, -0.5), (7, -1.0)]] and stream.chunk().logprobs == [-0.5]
     stream_of([], vocab_size=1).feed(event_of(finish="abort"))
-    stream = TokenStream(SGLang(), generation_call(), fail, version=0, limits=Limits())
+    stream = TokenStream(SGLang(), generation_call(), fail, version=0, limits=ServerLimits())
     with pytest.raises(ReceiverError) as raised:
         stream.feed(event_of(5))
     assert str(raised.value.__cause__) == "mine"

@@ -18,7 +18,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.client.server_requests import RefusedError
 from areal_lite.servers.dialects import Dialect, dialect_of
-from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, Limits, ServerInfo
+from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, ServerInfo, ServerLimits
 from areal_lite.servers.pool import reconciler as module
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.request_gate import RequestGate, failures_of
@@ -44,7 +44,7 @@ class Requests:
         self.hangs = ""
         """The server whose loads never end."""
         self.given_up: list[str] = []
-        self.limits = Limits()
+        self.limits = ServerLimits()
 
     async def info(self, server: Server) -> ServerInfo:
         self.asked["info"] += 1

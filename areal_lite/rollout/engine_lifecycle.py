@@ -1,6 +1,6 @@
 """The parts of an inference engine, started and stopped together: loop, client, executor, workers, dumper, watchdog.
 
-Guarantees that :meth:`RunningEngine.destroy` ends every episode, whatever has failed, in an order that loses nothing:
+Guarantees that :meth:`EngineLifecycle.destroy` ends every episode, whatever has failed, in an order that loses nothing:
 
 1. Calls may no longer fail with the run's error (``end_failing``), or the steps below would, too.
 2. The executor ends all groups, and passes each on to the dumper.
@@ -9,7 +9,7 @@ Guarantees that :meth:`RunningEngine.destroy` ends every episode, whatever has f
 5. The dumper closes last, off the loop: it writes what step 2 gave it, and raises if it cannot.
 
 An error that ends the run (too many servers gone, a broken worker, a full disk) comes up in some thread or task with
-nobody to raise to. :meth:`RunningEngine.fail` passes it to all calls that wait, and to every later one.
+nobody to raise to. :meth:`EngineLifecycle.fail` passes it to all calls that wait, and to every later one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from areal_lite.servers.pool.sglang_router import servers_behind
 logger = logging.getLogger(__name__)
 
 
-class RunningEngine(InferenceEngine):
+class EngineLifecycle(InferenceEngine):
     """Starts and stops the parts; :class:`~areal_lite.rollout.remote_inf_engine.RemoteInfEngine` has the calls."""
 
     def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:

@@ -10,11 +10,11 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
-from areal_lite.rollout.running_engine import RunningEngine
+from areal_lite.rollout.engine_lifecycle import EngineLifecycle
 
 P = ParamSpec("P")
 T = TypeVar("T")
-E = TypeVar("E", bound=RunningEngine)
+E = TypeVar("E", bound=EngineLifecycle)
 
 
 class Operation(NamedTuple, Generic[T]):
@@ -22,7 +22,7 @@ class Operation(NamedTuple, Generic[T]):
     unclaimed: Callable[[T], object] | None = None  # gets the result if its caller was cancelled before it arrived
 
 
-def both_forms(
+def blocking_and_async(
     operation: Callable[Concatenate[E, P], Operation[T]], async_name: str = ""
 ) -> tuple[Callable[Concatenate[E, P], T], Callable[Concatenate[E, P], Coroutine[Any, Any, T]]]:
     """Return the blocking and the async method of an operation, with its signature and documentation."""

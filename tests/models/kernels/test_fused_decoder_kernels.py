@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.models.decoder_family import Heads
-from areal_lite.models.kernels import decoder_kernels
-from areal_lite.models.kernels.decoder_kernels import CompiledOperations, decoder_operations
-from areal_lite.models.kernels.decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels import fused_decoder_kernels
+from areal_lite.models.kernels.fused_decoder_kernels import CompiledOperations, fused_decoder_operations
+from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
 
 HALF_STEP = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
@@ -39,7 +39,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def compiled() -> CompiledOperations:
-    operations = decoder_operations(torch.bfloat16)
+    operations = fused_decoder_operations(torch.bfloat16)
     assert isinstance(operations, CompiledOperations)
     return operations
 
@@ -158,7 +158,7 @@ def test_attention_of_longer_bins(trees: bool) -> None:
 def test_bins_that_are_too_long_or_too_few_are_torchs(
     lengths: list[int], threads: None, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_kernels, "_LONGEST", 40)
+    monkeypatch.setattr(fused_decoder_kernels, "_LONGEST", 40)
     torch.manual_seed(0)
     tokens = tokens_of(lengths, Heads(2, 2, 8, 0.25), trees=False)
     states, grad = half(sum(lengths), 48), half(sum(lengths), 16)
@@ -177,11 +177,11 @@ def test_rows_in_another_order_are_refused() -> None:
 
 
 def test_other_dtypes_use_torch() -> None:
-    assert type(decoder_operations(torch.float32)) is DecoderOperations
+    assert type(fused_decoder_operations(torch.float32)) is DecoderOperations
 
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level(logging.INFO):
-        assert type(decoder_operations.__wrapped__(torch.bfloat16)) is DecoderOperations
+        assert type(fused_decoder_operations.__wrapped__(torch.bfloat16)) is DecoderOperations
     assert caplog.messages[-1].startswith("no C++ compiler: training steps take a quarter longer. Install g++")

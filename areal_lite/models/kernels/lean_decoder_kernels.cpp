@@ -1,4 +1,4 @@
-// Arithmetic of a layer between its matrix products, in bfloat16: layer_kernels.py compiles this for one model.
+// Arithmetic of a layer between its matrix products, in bfloat16: lean_decoder_kernels.py compiles this for one model.
 // WIDTH is that of a head, GROUPS the queries that share a key. Sums are float32; rounds where the model's own forward does.
 
 #include "bfloat16.h"

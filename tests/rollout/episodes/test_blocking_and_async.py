@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from areal_lite.rollout.both_forms import Operation
+from areal_lite.rollout.blocking_and_async import Operation
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.scripted import OneTurn
 from tests.stub_server import StubThread
@@ -30,7 +30,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("blocking", "asynchronous"), FORMS.items())
-def test_both_forms_have_one_signature_and_documentation(blocking: str, asynchronous: str) -> None:
+def test_blocking_and_async_have_one_signature_and_documentation(blocking: str, asynchronous: str) -> None:
     sync, async_ = getattr(RemoteInfEngine, blocking), getattr(RemoteInfEngine, asynchronous)
     assert (sync.__name__, async_.__name__) == (blocking, asynchronous)
     assert inspect.iscoroutinefunction(async_) and not inspect.iscoroutinefunction(sync)
@@ -50,7 +50,7 @@ def test_every_operation_has_two_forms_and_the_class_names_the_async_one() -> No
     assert all(f"``{name}``" in (RemoteInfEngine.__doc__ or "") for name in FORMS.values())
 
 
-def test_both_forms_give_the_same(
+def test_blocking_and_async_give_the_same(
     start_stub: Callable[..., StubThread], start_engine: Callable[..., RemoteInfEngine]
 ) -> None:
     engine = start_engine(start_stub())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
-from areal_lite.models.kernels.decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
 
 _LONGEST = 8192
 """Longest bin whose attention is computed here; torch's kernel reads keys in blocks and is faster above."""
@@ -30,7 +30,7 @@ _ARGUMENTS = {
 
 
 @cache
-def decoder_operations(dtype: torch.dtype) -> DecoderOperations:
+def fused_decoder_operations(dtype: torch.dtype) -> DecoderOperations:
     """Return the compiled operations if they fit the dtype and can be compiled, else torch's."""
     library = None
     if dtype == torch.bfloat16:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areal_lite.models.decoder_family import fits_kernels, query_key_norms
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
-from areal_lite.models.kernels.layer_operations import LayerOperations, Turn
+from areal_lite.models.kernels.lean_decoder_operations import LayerOperations, Turn
 from areal_lite.models.slot_cache import SlotLayer
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -27,7 +27,7 @@ _ARGUMENTS = {
 }
 
 
-def layer_operations(model: Any) -> LayerOperations:
+def lean_decoder_operations(model: Any) -> LayerOperations:
     """Return the compiled operations if they fit the model and can be compiled, else torch's."""
     if model.dtype != torch.bfloat16 or model.device.type != "cpu" or not fits_kernels(model):
         return LayerOperations(model)

@@ -1,4 +1,4 @@
-// Arithmetic of a training pass beside its matrix products: decoder_kernels.py compiles this. Rows are bfloat16 (Half),
+// Arithmetic of a training pass beside its matrix products: fused_decoder_kernels.py compiles this. Rows are bfloat16 (Half),
 // or float32 where sums are kept; arithmetic is float32.
 //
 // -ffast-math excludes infinities and NaN, and lets the compiler reorder sums and divide through approximate

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from areal_lite.embedded.model_runner import ModelRunner
-from areal_lite.models.kernels.layer_kernels import CompiledOperations, layer_operations
-from areal_lite.models.kernels.layer_operations import LayerOperations, Turn
+from areal_lite.models.kernels.lean_decoder_kernels import CompiledOperations, lean_decoder_operations
+from areal_lite.models.kernels.lean_decoder_operations import LayerOperations, Turn
 from areal_lite.models.slot_cache import SlotCache, SlotLayer
 from tests.models.test_lean_decoder import MODELS, run, tiny
 
@@ -29,7 +29,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ 
 def both(family: str = "llama") -> tuple[Any, LayerOperations, LayerOperations]:
     """Return a model's first layer, and operations: torch's and compiled."""
     model = tiny(family, torch.bfloat16)
-    compiled = layer_operations(model)
+    compiled = lean_decoder_operations(model)
     assert isinstance(compiled, CompiledOperations)
     return model.model.layers[0], LayerOperations(model), compiled
 
@@ -119,7 +119,7 @@ def test_arithmetic_and_threads_of_the_process_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize(("family", "dtype"), [("gemma", torch.bfloat16), ("llama", torch.float32)])
 def test_other_models_use_torch(family: str, dtype: torch.dtype) -> None:
-    assert type(layer_operations(tiny(family, dtype))) is LayerOperations
+    assert type(lean_decoder_operations(tiny(family, dtype))) is LayerOperations
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_other_models_use_torch(family: str, dtype: torch.dtype) -> None:
         ),
         (
             "false",
-            "WARNING decoding takes up to twice as long: /.*/false cannot compile layer_kernels.cpp: Command ",
+            "WARNING decoding takes up to twice as long: /.*/false cannot compile lean_decoder_kernels.cpp: Command ",
         ),
     ],
 )
@@ -140,5 +140,5 @@ def test_without_a_compiler_torch_computes(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     with caplog.at_level(logging.INFO):
-        assert type(layer_operations(tiny("llama", torch.bfloat16))) is LayerOperations
+        assert type(lean_decoder_operations(tiny("llama", torch.bfloat16))) is LayerOperations
     assert re.match(said.replace("+", r"\+"), f"{caplog.records[-1].levelname} {caplog.messages[-1]}")
