@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from areal_lite.agents.doors import completions
 from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.session import chat_request
 from areal_lite.agents.session.chat_renderer import ChatRenderer
@@ -33,9 +34,19 @@ def test_other_tasks_run_while_a_prompt_of_two_megabytes_is_tokenized() -> None:
     assert asyncio.run(play()) > 50  # 3 if the tokenizer holds the GIL
 
 
-def test_a_turn_checks_only_its_new_messages_also_among_other_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = 0
-    parse = chat_request.parse_message
+@pytest.mark.parametrize("begins_alike", [True, False])
+def test_a_turn_parses_only_its_new_messages_also_among_other_conversations(
+    monkeypatch: pytest.MonkeyPatch, begins_alike: bool
+) -> None:
+    parsed = json_bytes = 0
+    parse, load = chat_request.parse_message, completions.json_object
+
+    def count_bytes(body: bytes) -> Any:
+        nonlocal json_bytes
+        json_bytes = len(body)
+        return load(body)
+
+    monkeypatch.setattr(completions, "json_object", count_bytes)
 
     def count(raw: Any, where: str) -> Any:
         nonlocal parsed
@@ -52,8 +63,9 @@ def test_a_turn_checks_only_its_new_messages_also_among_other_conversations(monk
             for messages in agents:
                 messages.append({"role": "user", "content": f"question {turn}"})
                 before = parsed
-                completion = await create(session, {"seed": turn, "messages": messages})
+                completion = await create(session, {"seed": 0 if begins_alike else turn, "messages": messages})
                 assert parsed - before == 2  # the answer and the question, or the system message
+                assert json_bytes < 200 or not begins_alike
                 messages.append(completion["choices"][0]["message"])
         # An edited history is read from its beginning.
         agents[0][1]["content"] = "another question"

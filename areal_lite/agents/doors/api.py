@@ -23,8 +23,12 @@ class Api(ABC):
 
     def __init__(self, body: bytes, session: ChatSession) -> None:
         self.session = session
-        self.request = self.parse(json_object(body))
+        self.request = self.read(body)
         self.id = self.id_prefix + secrets.token_hex(16)
+
+    def read(self, body: bytes) -> ChatRequest:
+        """Return the checked request of an HTTP body."""
+        return self.parse(json_object(body))
 
     @abstractmethod
     def parse(self, body: dict[str, Any]) -> ChatRequest:

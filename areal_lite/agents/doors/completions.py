@@ -12,7 +12,7 @@ from areal_lite.agents.session.answer_grammar import answer_grammar
 from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_request import MAX_TOP_LOGPROBS, ChatRequest, parse_chat_request, request_options
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import is_token_id, whole, wrong
+from areal_lite.agents.session.request_fields import is_token_id, json_object, whole, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 
@@ -59,6 +59,12 @@ class ChatCompletions(_Choices):
 
     id_prefix = "chatcmpl-"
     kind, chunk_kind, nothing = "chat.completion", "chat.completion.chunk", {"delta": {}}
+
+    def read(self, body: bytes) -> ChatRequest:
+        """Return the checked request; messages that an earlier body had are not parsed again."""
+        history = self.session.history
+        rest, earlier = history.cut(body)
+        return parse_chat_request(json_object(rest), history.find, extends=earlier, sent=body)
 
     def parse(self, body: dict[str, Any]) -> ChatRequest:
         return parse_chat_request(body, self.session.history.find)

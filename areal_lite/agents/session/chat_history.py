@@ -13,10 +13,9 @@ Designs that look right and are not:
   arguments, so an unchanged history would fork at its second turn.
 - Matching the raw messages alone. SDKs rewrite them: null for "", reasoning left out, JSON with other spaces. So keys
   are normalised, and an answer is also found by its key without reasoning.
-- Checking the whole history in each request. A conversation of a hundred turns would cost the square of its length, on
-  the one event loop of all episodes. So the latest requests are kept, and only what follows them is checked; reading
-  the JSON of 200 turns and comparing it takes less than a millisecond. Their number is bounded: an agent with more
-  conversations at once pays for checks, nothing else.
+- Parsing the whole history in each request. A conversation of a hundred turns would cost the square of its length, on
+  the one event loop of all episodes. So the latest requests are kept, as bytes and as parsed, and only what follows
+  them is parsed. Their number is bounded: an agent with more conversations at once pays for parsing, nothing else.
 
 Concurrent requests of a session need no lock: finding and recording do not await, and a node is only ever added. Two
 requests that continue one answer at the same time both find it, and both record a child. What can still fail: an agent
@@ -49,6 +48,13 @@ class ChatHistory:
         self._conversations: deque[Conversation] = deque(maxlen=_CONVERSATIONS_KEPT)
         self._untemplated: list[tuple[str, InteractionWithTokenLogpReward]] = []
         """Answers to prompts without template, with the text of prompt and answer."""
+
+    def cut(self, body: bytes) -> tuple[bytes, Conversation | None]:
+        """Return a request's body without the messages of an earlier body that it repeats, and that conversation."""
+        for earlier in sorted(self._conversations, key=lambda one: len(one.raw), reverse=True):
+            if earlier.known_body is not None and (rest := earlier.known_body.cut_from(body)) is not None:
+                return rest, earlier
+        return body, None
 
     def find(self, raw: list[Any]) -> Conversation | None:
         """Return the longest earlier conversation that the messages of a request begin with."""
@@ -111,7 +117,14 @@ class ChatHistory:
             if request.extends is not None and request.extends in self._conversations:
                 self._conversations.remove(request.extends)
             self._conversations.append(
-                Conversation(raw=request.raw, messages=request.messages, keys=request.keys, path=path)
+                Conversation(
+                    body=request.body,
+                    known=request.extends.known_body if request.extends else None,
+                    raw=request.raw,
+                    messages=request.messages,
+                    keys=request.keys,
+                    path=path,
+                )
             )
 
     def record_untemplated(self, text: str, interaction: InteractionWithTokenLogpReward) -> None:

@@ -7,6 +7,7 @@ The other APIs turn their bodies into this one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import orjson
 
 from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.answer_grammar import answer_grammar
+from areal_lite.agents.session.request_body_cache import RequestBodyCache, cache_request_body
 from areal_lite.agents.session.request_fields import (
     RequestError,
     is_token_id,
@@ -72,10 +74,19 @@ _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_pr
 class Conversation:
     """The checked messages of an earlier request; a request that begins with them checks only its new ones."""
 
+    body: bytes
+    """The request's body; empty if the API is not chat completions."""
+    known: RequestBodyCache | None
+    """The body's beginning in the request that it extends."""
     raw: list[Any]
     messages: list[dict[str, Any]]
     keys: list[Hashable]
     path: list[Hashable]
+
+    @functools.cached_property
+    def known_body(self) -> RequestBodyCache | None:
+        """The beginning of the body, for requests whose bodies begin alike."""
+        return cache_request_body(self.body, self.known) if self.body else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +97,8 @@ class ChatRequest:
     """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
     keys: list[Hashable] = field(default_factory=list)
     raw: list[Any] = field(default_factory=list)
+    body: bytes = b""
+    """The HTTP body, if the API is chat completions."""
     extends: Conversation | None = None
     prompt: str | list[int] | None = None
     """A prompt without chat template, as text or ids, instead of messages."""
@@ -121,25 +134,33 @@ class ChatRequest:
 
 
 def parse_chat_request(
-    body: dict[str, Any], find: Callable[[list[Any]], Conversation | None] = lambda raw: None
+    body: dict[str, Any],
+    find: Callable[[list[Any]], Conversation | None] = lambda raw: None,
+    *,
+    extends: Conversation | None = None,
+    sent: bytes = b"",
 ) -> ChatRequest:
-    """Return the checked request; ``find`` finds what an earlier one has checked already."""
+    """Return the checked request; ``find`` finds what an earlier one has checked already.
+
+    If that is known, it is ``extends``, and ``body`` has only the messages after it. ``sent`` is the whole body as it
+    was sent, to recognise later bodies by.
+    """
     options = request_options(body)
     tools = _tools(body.get("tools"))
     tool_choice = body.get("tool_choice")
     raw = body.get("messages")
-    if not isinstance(raw, list) or not raw:
+    if not isinstance(raw, list) or not (raw or extends):
         raise wrong("messages", raw, "send a list of at least one")
-    extends = find(raw)
-    messages, keys = (list(extends.messages), list(extends.keys)) if extends else ([], [])
-    for index in range(len(messages), len(raw)):
-        message, key = parse_message(raw[index], f"messages[{index}]")
-        messages.append(message)
-        keys.append(key)
+    if extends is None and (extends := find(raw)) is not None:
+        raw = raw[len(extends.raw) :]
+    known = len(extends.raw) if extends else 0
+    new = [parse_message(message, f"messages[{known + index}]") for index, message in enumerate(raw)]
+    messages, keys = [message for message, _ in new], [key for _, key in new]
     return ChatRequest(
-        messages=messages,
-        keys=keys,
-        raw=raw,
+        messages=extends.messages + messages if extends else messages,
+        keys=extends.keys + keys if extends else keys,
+        raw=extends.raw + raw if extends else raw,
+        body=sent,
         extends=extends,
         tools=tools,
         template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),
