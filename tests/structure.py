@@ -33,7 +33,7 @@ ALLOWED: dict[str, str] = {
     "areal_lite/data/source/sample.py::Sample.__init__": "slime's signature",
 }
 """What may exceed a limit: FILE, FILE::CLASS or FILE::FUNCTION, and whose promise it is."""
-PENDING = {"areal-lite train", "areal_lite without tools, cli, embedded", "areal_lite"}
+PENDING = {"areal-lite train", "areal_lite without tools, cli, embedded"}
 """What exceeds a limit only until it is split. An entry that nothing needs is no violation."""
 
 

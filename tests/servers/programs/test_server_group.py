@@ -125,7 +125,7 @@ def test_vllm_gets_its_flags_the_extension_and_the_version(tmp_path: Path) -> No
     arguments = started["arguments"]
     pairs = dict(zip(arguments, arguments[1:], strict=False))
     expected = {
-        "--model": "a/model", "--seed": "5", "--dtype": "bfloat16",
+        "--model": "a/model", "--seed": "5", "--dtype": "auto",
         "--logprobs-mode": "processed_logprobs", "--worker-extension-cls": "areal_lite_vllm.WorkerExtension",
     }  # fmt: skip
     assert {name: pairs[name] for name in expected} == expected
