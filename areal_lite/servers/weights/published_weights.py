@@ -14,8 +14,6 @@ from areal_lite.models.adapter_shape import AdapterShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from areal_lite.servers.weights.broadcaster import WeightBroadcaster
-
 
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
@@ -35,7 +33,8 @@ class WeightBroadcast:
 
     version: int
     buckets: Sequence[WeightBucket]
-    sender: WeightBroadcaster
+    sender: Any
+    """The broadcaster that made it."""
 
     def __str__(self) -> str:
         return f"policy version {self.version} by broadcast"
