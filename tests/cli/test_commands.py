@@ -116,7 +116,13 @@ def errors_of(done):
 
 def test_a_run_says_what_it_does_before_it_loads_anything(tmp_path):
     (tmp_path / "torch.py").write_text("import sys; sys.exit('torch is imported')")
-    done = areal_lite("train", "run.yaml", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "areal_lite", "train", "run.yaml"],  # a flag: not in a fork that has torch
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     first, *_, last = done.stderr.splitlines()
     assert first.endswith(" train run.yaml: loading torch and transformers")
     assert last == "torch is imported"
