@@ -12,7 +12,7 @@ import orjson
 from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, json_object, short
+from areal_lite.agents.session.request_fields import RequestError, short
 from areal_lite.agents.session.text_stream import Piece
 
 
@@ -23,16 +23,12 @@ class Api(ABC):
 
     def __init__(self, body: bytes, session: ChatSession) -> None:
         self.session = session
-        self.request = self.read(body)
+        self.request = self.parse(body)
         self.id = self.id_prefix + secrets.token_hex(16)
 
-    def read(self, body: bytes) -> ChatRequest:
-        """Return the checked request of an HTTP body."""
-        return self.parse(json_object(body))
-
     @abstractmethod
-    def parse(self, body: dict[str, Any]) -> ChatRequest:
-        """Return the checked request."""
+    def parse(self, raw: bytes) -> ChatRequest:
+        """Return the checked request of an HTTP body."""
 
     @abstractmethod
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,11 +48,13 @@ class _Choices(Api):
         logprobs = self._logprobs(answer) if answer and self.request.logprobs else None
         return {"index": index, **text, "finish_reason": answer and answer.finish_reason, "logprobs": logprobs}
 
+    @abstractmethod
     def _whole(self, answer: ChatAnswer) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the fields of an answer's text."""
 
+    @abstractmethod
     def _logprobs(self, answer: ChatAnswer) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the log-probs of an answer's tokens."""
 
 
 class ChatCompletions(_Choices):
@@ -60,14 +63,11 @@ class ChatCompletions(_Choices):
     id_prefix = "chatcmpl-"
     kind, chunk_kind, nothing = "chat.completion", "chat.completion.chunk", {"delta": {}}
 
-    def read(self, body: bytes) -> ChatRequest:
+    def parse(self, raw: bytes) -> ChatRequest:
         """Return the checked request; messages that an earlier body had are not parsed again."""
         history = self.session.history
-        rest, earlier = history.cut(body)
-        return parse_chat_request(json_object(rest), history.find, extends=earlier, sent=body)
-
-    def parse(self, body: dict[str, Any]) -> ChatRequest:
-        return parse_chat_request(body, self.session.history.find)
+        rest, earlier = history.cut(raw)
+        return parse_chat_request(json_object(rest), history.find, extends=earlier, sent=raw)
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         completion = super().reply(answers)
@@ -110,7 +110,8 @@ class Completions(_Choices):
     id_prefix = "cmpl-"
     kind, chunk_kind, nothing = "text_completion", "text_completion", {"text": ""}
 
-    def parse(self, body: dict[str, Any]) -> ChatRequest:
+    def parse(self, raw: bytes) -> ChatRequest:
+        body = json_object(raw)
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]

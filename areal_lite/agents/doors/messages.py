@@ -10,7 +10,7 @@ import orjson
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
+from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -85,7 +85,8 @@ class Messages(Api):
         self._kind = ""
         return _event("content_block_stop", index=self._block)
 
-    def parse(self, body: dict[str, Any]) -> ChatRequest:
+    def parse(self, raw: bytes) -> ChatRequest:
+        body = json_object(raw)
         chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
         system = joined_text(body.get("system"), "system")
         head = [{"role": "system", "content": system}] if body.get("system") else []

@@ -13,7 +13,7 @@ from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.chat_answer import ChatAnswer
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
+from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed, wrong
 from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
@@ -105,7 +105,8 @@ class Responses(Api):
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
-    def parse(self, body: dict[str, Any]) -> ChatRequest:
+    def parse(self, raw: bytes) -> ChatRequest:
+        body = json_object(raw)
         chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
         if body.get("background"):
             raise RequestError("background is not served: leave it out and wait for the response", param="background")
