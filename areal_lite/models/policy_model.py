@@ -162,6 +162,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """
     if dtype == "auto":
         dtype = "bfloat16" if device.type != "cpu" or has_bfloat16() else "float32"
+        if dtype == "float32":
+            logger.info("this CPU has no instructions for bfloat16, so dtype auto is float32")
     resolved: torch.dtype = getattr(torch, dtype)
     return resolved
 
@@ -169,10 +171,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 @functools.cache
 def has_bfloat16() -> bool:
     """Return whether this CPU has instructions for products in bfloat16, as far as Linux tells."""
-    found = CPU_INFO.exists() and bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", CPU_INFO.read_text()))
-    if not found:
-        logger.info("this CPU has no instructions for bfloat16, so dtype auto is float32")
-    return found
+    return CPU_INFO.exists() and bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", CPU_INFO.read_text()))
 
 
 def _switch_off_dropout(model: nn.Module) -> None:

@@ -1,37 +1,48 @@
-// Arithmetic of a layer between its matrix products, in bfloat16: lean_decoder_kernels.py compiles this for one model.
-// WIDTH is that of a head, GROUPS the queries that share a key. Sums are float32; rounds where the model's own forward does.
+// Arithmetic of a layer, and matrix products of few rows: lean_decoder_kernels.py compiles this for one model, in bfloat16
+// or with FLOAT32. WIDTH is that of a head, GROUPS the queries that share a key. Sums are float32; rounds where the model's
+// own forward does.
 
 #include "bfloat16.h"
 
+#ifdef FLOAT32
+using Number = float;
+static inline float wide(float number) { return number; }
+static inline Number stored(float number) { return number; }
+#else
+using Number = Half;
+static inline Number stored(float number) { return narrow(number); }
+#endif
+static inline float as_stored(float number) { return wide(stored(number)); }
+
 // RMS norm of one row.
-static inline void norm_row(const Half* row, const Half* weight, float eps, Count width, Half* out) {
+static inline void norm_row(const Number* row, const Number* weight, float eps, Count width, Number* out) {
     float power = 0;
 #pragma omp simd reduction(+ : power)
     for (Count i = 0; i < width; i++) power += wide(row[i]) * wide(row[i]);
     const float inverse = static_cast<float>(1 / std::sqrt(static_cast<double>(power / width + eps)));
 #pragma omp simd
-    for (Count i = 0; i < width; i++) out[i] = narrow(rounded(wide(row[i]) * inverse) * wide(weight[i]));
+    for (Count i = 0; i < width; i++) out[i] = stored(as_stored(wide(row[i]) * inverse) * wide(weight[i]));
 }
 
 // Rotary position embedding of one head; the first half of sin has its sign changed.
-static inline void turn(const Half* head, const Half* cos, const Half* sin, Half* out) {
+static inline void turn(const Number* head, const Number* cos, const Number* sin, Number* out) {
     for (int side = 0; side < 2; side++) {
         const int first = side * (WIDTH / 2), other = WIDTH / 2 - first;
 #pragma omp simd
         for (int i = 0; i < WIDTH / 2; i++)
-            out[first + i] = narrow(rounded(wide(head[first + i]) * wide(cos[first + i])) +
-                                    rounded(wide(head[other + i]) * wide(sin[first + i])));
+            out[first + i] = stored(as_stored(wide(head[first + i]) * wide(cos[first + i])) +
+                                    as_stored(wide(head[other + i]) * wide(sin[first + i])));
     }
 }
 
 // Ask memory for a key or value that is read soon.
-static inline void fetch(const Half* row) {
-    for (int i = 0; i < WIDTH; i += 32) __builtin_prefetch(row + i);
+static inline void fetch(const Number* row) {
+    for (int i = 0; i < WIDTH; i += 64 / sizeof(Number)) __builtin_prefetch(row + i);
 }
 
 // Attention of the queries that share a key, over `length` keys and values; fetches those that are read after them.
-static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Half* values, const Half* next_keys,
-                        const Half* next_values, Count length, float scale, float* scores, Half* out) {
+static inline void read(const Number (*queries)[WIDTH], const Number* keys, const Number* values, const Number* next_keys,
+                        const Number* next_values, Count length, float scale, float* scores, Number* out) {
     float query[GROUPS][WIDTH], sums[GROUPS][WIDTH] = {}, total[GROUPS];
     for (int g = 0; g < GROUPS; g++)
         for (int i = 0; i < WIDTH; i++) query[g][i] = wide(queries[g][i]) * scale;
@@ -70,7 +81,56 @@ static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Ha
         }
     }
     for (int g = 0; g < GROUPS; g++)
-        for (int i = 0; i < WIDTH; i++) out[g * WIDTH + i] = narrow(sums[g][i] / total[g]);
+        for (int i = 0; i < WIDTH; i++) out[g * WIDTH + i] = stored(sums[g][i] / total[g]);
+}
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+
+static inline Floats load(const float* at) {
+    Floats numbers;
+    std::memcpy(&numbers, at, sizeof numbers);
+    return numbers;
+}
+
+static inline Floats load(const Half* at) {
+    typedef Half Halves __attribute__((vector_size(2 * LANES)));
+    typedef std::uint32_t Words __attribute__((vector_size(4 * LANES)));
+    Halves halves;
+    std::memcpy(&halves, at, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+// ROWS rows of states [ROWS, width] times OUTS rows of the weight [OUTS, width]; the sums stay in registers.
+template <int ROWS, int OUTS>
+static inline void tile(const float* states, const Number* weight, const Number* bias, Count width, Count stride,
+                        Number* out) {
+    Floats sums[OUTS][ROWS] = {};
+    for (Count i = 0; i < width; i += LANES)
+        for (int o = 0; o < OUTS; o++) {
+            const Floats column = load(weight + o * width + i);
+            for (int r = 0; r < ROWS; r++) sums[o][r] += column * load(states + r * width + i);
+        }
+    for (int o = 0; o < OUTS; o++)
+        for (int r = 0; r < ROWS; r++) {
+            float sum = bias ? wide(bias[o]) : 0;
+            for (int lane = 0; lane < LANES; lane++) sum += sums[o][r][lane];
+            out[r * stride + o] = stored(sum);
+        }
+}
+
+template <int OUTS>
+static void strip(const float* states, const Number* weight, const Number* bias, Count rows, Count width, Count stride,
+                  Number* out) {
+    Count row = 0;
+    for (; row + 3 <= rows; row += 3)
+        tile<3, OUTS>(states + row * width, weight, bias, width, stride, out + row * stride);
+    for (; row < rows; row++)
+        tile<1, OUTS>(states + row * width, weight, bias, width, stride, out + row * stride);
 }
 
 extern "C" {
@@ -79,12 +139,12 @@ extern "C" {
 // to that one.
 // states [n, (GROUPS + 2) * heads, WIDTH]: queries, keys, values; cos, sin [n, WIDTH]; keys, values [slots, heads,
 // capacity, WIDTH]; out [n, heads * GROUPS, WIDTH]. The norms of queries and keys may be null.
-void attend(const Half* states, const Half* cos, const Half* sin, const Half* query_norm, const Half* key_norm, float eps,
-            Half* keys, Half* values, const Count* slots, const Count* columns, Count n, Count heads, Count capacity,
-            Count window, float scale, Half* out, int threads) {
-    const auto turned = [=](Count row, Count number, const Half* norm, Half* target) {
-        Half normed[WIDTH];
-        const Half* source = states + (row * (GROUPS + 2) * heads + number) * WIDTH;
+void attend(const Number* states, const Number* cos, const Number* sin, const Number* query_norm, const Number* key_norm, float eps,
+            Number* keys, Number* values, const Count* slots, const Count* columns, Count n, Count heads, Count capacity,
+            Count window, float scale, Number* out, int threads) {
+    const auto turned = [=](Count row, Count number, const Number* norm, Number* target) {
+        Number normed[WIDTH];
+        const Number* source = states + (row * (GROUPS + 2) * heads + number) * WIDTH;
         if (norm) norm_row(source, norm, eps, WIDTH, normed);
         turn(norm ? normed : source, cos + row * WIDTH, sin + row * WIDTH, target);
     };
@@ -96,14 +156,14 @@ void attend(const Half* states, const Half* cos, const Half* sin, const Half* qu
         for (Count pair = 0; pair < n * heads; pair++) {
             const Count row = pair / heads, head = pair % heads, column = start(pair) + columns[row] * WIDTH;
             turned(row, GROUPS * heads + head, key_norm, keys + column);
-            const Half* value = states + ((row * (GROUPS + 2) + GROUPS + 1) * heads + head) * WIDTH;
-            std::memcpy(values + column, value, WIDTH * sizeof(Half));
+            const Number* value = states + ((row * (GROUPS + 2) + GROUPS + 1) * heads + head) * WIDTH;
+            std::memcpy(values + column, value, WIDTH * sizeof(Number));
         }
         std::vector<float> scores;
 #pragma omp for schedule(dynamic, std::clamp<Count>(n * heads / (4 * threads), 1, 8 * heads))
         for (Count pair = 0; pair < n * heads; pair++) {
             const Count row = pair / heads, head = pair % heads, length = columns[row] + 1 - begin(pair);
-            Half queries[GROUPS][WIDTH];
+            Number queries[GROUPS][WIDTH];
             for (int g = 0; g < GROUPS; g++) turned(row, head * GROUPS + g, query_norm, queries[g]);
             const Count after = std::min(pair + 1, n * heads - 1);
             const Count first = start(pair) + begin(pair) * WIDTH, next = start(after) + begin(after) * WIDTH;
@@ -115,27 +175,44 @@ void attend(const Half* states, const Half* cos, const Half* sin, const Half* qu
 }
 
 // hidden [n, width] += added, and its RMS norm.
-void add_norm(Half* hidden, const Half* added, const Half* weight, float eps, Count n, Count width, Half* out,
+void add_norm(Number* hidden, const Number* added, const Number* weight, float eps, Count n, Count width, Number* out,
               int threads) {
 #pragma omp parallel for num_threads(threads)
     for (Count row = 0; row < n; row++) {
-        Half* own = hidden + row * width;
+        Number* own = hidden + row * width;
 #pragma omp simd
-        for (Count i = 0; i < width; i++) own[i] = narrow(wide(own[i]) + wide(added[row * width + i]));
+        for (Count i = 0; i < width; i++) own[i] = stored(wide(own[i]) + wide(added[row * width + i]));
         norm_row(own, weight, eps, width, out + row * width);
     }
 }
 
 // silu(gate) * up of joined rows [n, 2 * width].
-void gated_silu(const Half* joined, Count n, Count width, Half* out, int threads) {
+void gated_silu(const Number* joined, Count n, Count width, Number* out, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (Count row = 0; row < n; row++) {
-        const Half *gate = joined + 2 * row * width, *up = gate + width;
+        const Number *gate = joined + 2 * row * width, *up = gate + width;
 #pragma omp simd
         for (Count i = 0; i < width; i++) {
             const float x = bounded(wide(gate[i]));
-            out[row * width + i] = narrow(rounded(x / (1 + std::exp(-x))) * wide(up[i]));
+            out[row * width + i] = stored(as_stored(x / (1 + std::exp(-x))) * wide(up[i]));
         }
+    }
+}
+
+// states [n, width] times weight [outs, width], plus bias, which may be null; the width is a multiple of 16.
+void product(const Number* states, const Number* weight, const Number* bias, Count n, Count width, Count outs,
+             Number* out, int threads) {
+    constexpr Count ROWS = 48, OUTS = 4;  // the wide states of so many rows stay in the cache
+    std::vector<float> rows(std::min(n, ROWS) * width);
+    for (Count first = 0; first < n; first += ROWS) {
+        const Count count = std::min(n - first, ROWS), strips = outs / OUTS;
+        for (Count i = 0; i < count * width; i++) rows[i] = wide(states[first * width + i]);
+        const auto run = [&, target = out + first * outs](auto compute, Count o) {
+            compute(rows.data(), weight + o * width, bias ? bias + o : nullptr, count, width, outs, target + o);
+        };
+#pragma omp parallel for num_threads(threads)
+        for (Count i = 0; i < strips; i++) run(strip<OUTS>, i * OUTS);
+        for (Count o = strips * OUTS; o < outs; o++) run(strip<1>, o);
     }
 }
 }

@@ -1,13 +1,14 @@
-"""Arithmetic of a layer between its matrix products, in C++.
+"""Arithmetic of a layer, and its matrix products of few rows, in C++.
 
 Compiled when the model is loaded. torch's operations pad the tokens of all slots and read every slot up to the longest
-one; these read each slot up to its own end, and any number of tokens of it. They are used in bfloat16 on a CPU where
-there is a C++ compiler with OpenMP.
+one; these read each slot up to its own end, and any number of tokens of it. A product of few rows takes as long as
+reading the weight; torch's need several times that. They are used on a CPU where there is a C++ compiler with OpenMP.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from areal_lite.models.decoder_family import fits_kernels, query_key_norms
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.kernels.lean_decoder_operations import LayerOperations, Turn
+from areal_lite.models.policy_model import has_bfloat16
 from areal_lite.models.slot_cache import SlotLayer
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -24,16 +26,27 @@ _ARGUMENTS = {
     "attend": [*[ARRAY] * 5, NUMBER, *[ARRAY] * 4, *[COUNT] * 4, NUMBER, ARRAY, INT],
     "add_norm": [*[ARRAY] * 3, NUMBER, *[COUNT] * 2, ARRAY, INT],
     "gated_silu": [ARRAY, *[COUNT] * 2, ARRAY, INT],
+    "product": [*[ARRAY] * 3, *[COUNT] * 3, ARRAY, INT],
 }
+_MIN_FLOAT32 = 20_000_000  # weights; compiling takes longer than what a smaller model gains in a short run
 
 
 def lean_decoder_operations(model: Any) -> LayerOperations:
     """Return the compiled operations if they fit the model and can be compiled, else torch's."""
-    if model.dtype != torch.bfloat16 or model.device.type != "cpu" or not fits_kernels(model):
+    if model.device.type != "cpu" or not fits_kernels(model):
         return LayerOperations(model)
+    if model.dtype != torch.bfloat16 and (model.dtype != torch.float32 or model.num_parameters() < _MIN_FLOAT32):
+        return LayerOperations(model)
+    return compiled_operations(model)
+
+
+def compiled_operations(model: Any) -> LayerOperations:
+    """Return the compiled operations for a model that they fit, or torch's if they cannot be compiled."""
     attention = model.model.layers[0].self_attn
-    sizes = f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"
-    library = compile_library(_SOURCE, _ARGUMENTS, *sizes, otherwise="decoding takes up to twice as long")
+    defines = [f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"]
+    if model.dtype == torch.float32:
+        defines.append("FLOAT32=1")
+    library = compile_library(_SOURCE, _ARGUMENTS, *defines, otherwise="decoding takes up to twice as long")
     return LayerOperations(model) if library is None else CompiledOperations(model, library)
 
 
@@ -45,6 +58,10 @@ class CompiledOperations(LayerOperations):
     def __init__(self, model: Any, library: ctypes.CDLL) -> None:
         super().__init__(model)
         self._library = library
+        if has_bfloat16() and model.dtype == torch.bfloat16:
+            self._most_rows = 4
+        else:
+            self._most_rows = 32 if model.dtype == torch.float32 else sys.maxsize
 
     def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
         """See the base class."""
@@ -90,4 +107,26 @@ class CompiledOperations(LayerOperations):
         out = joined.new_empty(*joined.shape[:-1], width)
         rows = joined.numel() // (2 * width)
         self._library.gated_silu(joined.data_ptr(), rows, width, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def takes(self, states: Tensor, weight: Tensor) -> bool:
+        """See the base class."""
+        width = weight.shape[1]
+        return width % 16 == 0 and states.numel() <= self._most_rows * width
+
+    def product(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See the base class."""
+        if not self.takes(states, weight):
+            return super().product(states, weight, bias)
+        outs, width = weight.shape
+        out = states.new_empty(*states.shape[:-1], outs)
+        self._library.product(
+            *addresses(states, weight),
+            None if bias is None else bias.data_ptr(),
+            states.numel() // width,
+            width,
+            outs,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
         return out

@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from areal_lite.embedded.model_runner import ModelRunner
-from areal_lite.models.kernels.lean_decoder_kernels import CompiledOperations, lean_decoder_operations
+from areal_lite.models.kernels.lean_decoder_kernels import (
+    CompiledOperations,
+    compiled_operations,
+    lean_decoder_operations,
+)
 from areal_lite.models.kernels.lean_decoder_operations import LayerOperations, Turn
 from areal_lite.models.slot_cache import SlotCache, SlotLayer
 from tests.models.test_lean_decoder import MODELS, run, tiny
@@ -26,16 +31,46 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ 
 
 
 @cache
-def both(family: str = "llama") -> tuple[Any, LayerOperations, LayerOperations]:
+def both(family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, LayerOperations, LayerOperations]:
     """Return a model's first layer, and operations: torch's and compiled."""
-    model = tiny(family, torch.bfloat16)
-    compiled = lean_decoder_operations(model)
+    model = tiny(family, dtype)
+    compiled = compiled_operations(model)
     assert isinstance(compiled, CompiledOperations)
     return model.model.layers[0], LayerOperations(model), compiled
 
 
-def drawn(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape) * scale).bfloat16()
+def drawn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(shape) * scale).to(dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("outs", "width"), [(61, 48), (3, 96), (8, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_is_that_of_torch(dtype: torch.dtype, outs: int, width: int, bias: bool) -> None:
+    _, _, compiled = both(dtype=dtype)
+    states, weight = drawn(100, 1, width, dtype=dtype), drawn(outs, width, dtype=dtype)
+    added = drawn(outs, dtype=dtype) if bias else None
+    expected = F.linear(states.double(), weight.double(), None if added is None else added.double())
+    step = HALF_STEP if dtype == torch.bfloat16 else 4e-6
+    for rows in (1, 2, 3, 4, 32, 49, 100):
+        product = compiled.product(states[:rows], weight, added).double()
+        torch.testing.assert_close(product, expected[:rows], atol=step * width**0.5 / 4, rtol=step)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "has_instructions", "most"),
+    [(torch.float32, True, 32), (torch.float32, False, 32), (torch.bfloat16, True, 4), (torch.bfloat16, False, 900)],
+)
+def test_products_of_few_rows_are_compiled_ones(
+    dtype: torch.dtype, has_instructions: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_lite.models.kernels.lean_decoder_kernels.has_bfloat16", lambda: has_instructions)
+    operations = compiled_operations(tiny("llama", dtype))
+    states, weight = torch.empty(900, 1, 48), torch.empty(5, 48)
+    assert [operations.takes(states[:rows], weight) for rows in (1, most, most + 1)] == [True, True, most == 900]
+    assert not operations.takes(states[:1, :, :47], weight[:, :47]), "47 columns do not fill the vectors"
 
 
 @needs_compiler
@@ -105,6 +140,17 @@ def test_logits_are_as_near_to_float32_as_those_of_torch(family: str, slots: lis
         assert type(runner._lean._operations) is (CompiledOperations if compiled else LayerOperations)
         errors[compiled] = (run(runner, slots).float() - expected).square().mean().sqrt()
     assert errors[True] < 1.1 * errors[False]
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", sorted({*MODELS} - {"gemma"}))
+def test_a_large_model_in_float32_has_torchs_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(family, torch.float32)
+    expected = run(ModelRunner(model, slots=5, context_length=32, compiled=False), [3, 0, 4])
+    monkeypatch.setattr("areal_lite.models.kernels.lean_decoder_kernels._MIN_FLOAT32", 0)
+    runner = ModelRunner(model, slots=5, context_length=32)
+    assert runner._lean is not None and type(runner._lean._operations) is CompiledOperations
+    torch.testing.assert_close(run(runner, [3, 0, 4]), expected, atol=1e-5, rtol=0.0)
 
 
 @needs_compiler
