@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_lite.config.loader import load_config
 from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.data import load_rows
-from areal_lite.runs.monitoring.progress import progress_line
 from areal_lite.runs.supervised_run import run_supervised
+from areal_lite.tools.run.progress import progress_line
 
 
 def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str) -> None:

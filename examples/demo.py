@@ -20,8 +20,8 @@ from smollm2 import smollm2
 
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
-from areal_lite.runs.monitoring.progress import TrainingProgress, summary_table
 from areal_lite.tools.inspect.plot import plot_metrics
+from areal_lite.tools.run.progress import TrainingProgress, summary_table
 
 
 def main() -> None:

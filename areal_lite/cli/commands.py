@@ -23,19 +23,19 @@ class Command(NamedTuple):
     """It has ``--dry-run``."""
 
 
-_RUNS, _TOOLS = "areal_lite.runs", "areal_lite.tools"
+_TOOLS = "areal_lite.tools"
 COMMANDS = {
-    "train": Command(f"{_RUNS}.commands.train", "train by reinforcement learning and evaluate", dry_run=True),
-    "rollout": Command(f"{_RUNS}.commands.rollout", "run episodes on the training rows without training"),
-    "eval": Command(f"{_RUNS}.commands.rollout", "run episodes on the held-out rows"),
+    "train": Command(f"{_TOOLS}.run.train", "train by reinforcement learning and evaluate", dry_run=True),
+    "rollout": Command(f"{_TOOLS}.run.rollout", "run episodes on the training rows without training"),
+    "eval": Command(f"{_TOOLS}.run.rollout", "run episodes on the held-out rows"),
     "config": Command(
-        "areal_lite.config.command",
+        f"{_TOOLS}.run.config",
         "print any config file with its defaults filled in (for its keys: train, sft, dpo, reward-model --help)",
     ),
-    "sft": Command(f"{_RUNS}.commands.supervised", "fine-tune on the answers in conversations", dry_run=True),
-    "dpo": Command(f"{_RUNS}.commands.supervised", "train a policy on preference pairs (DPO)", dry_run=True),
-    "reward-model": Command(f"{_RUNS}.commands.supervised", "train a reward model on preference pairs", dry_run=True),
-    "serve": Command(f"{_RUNS}.serving.serve", "start SGLang, vLLM or embedded servers of a model"),
+    "sft": Command(f"{_TOOLS}.run.supervised", "fine-tune on the answers in conversations", dry_run=True),
+    "dpo": Command(f"{_TOOLS}.run.supervised", "train a policy on preference pairs (DPO)", dry_run=True),
+    "reward-model": Command(f"{_TOOLS}.run.supervised", "train a reward model on preference pairs", dry_run=True),
+    "serve": Command(f"{_TOOLS}.serve.serve", "start SGLang, vLLM or embedded servers of a model"),
     "inspect": Command(f"{_TOOLS}.inspect.terminal", "filter, sort and compare dumped episodes; also as JSON"),
     "rescore": Command(f"{_TOOLS}.inspect.rescore", "compare the rewards of dumped episodes with a new function's"),
     "export": Command(f"{_TOOLS}.export.export", "write dumped episodes as rows to train on, or as Parquet"),

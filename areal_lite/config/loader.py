@@ -16,16 +16,17 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from pydantic import TypeAdapter, ValidationError
 
-from areal_lite.config.help import describe_fields, meaning_of
+from areal_lite.config.dotted_path import load_object
 from areal_lite.config.interpolation import Key, escaped, resolve
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
-from areal_lite.config.schema import field_type, is_mapping, owners, section_of, takes_text
-from areal_lite.config.supervised_config import KINDS, SupervisedConfig
+from areal_lite.config.schema import field_type, is_mapping, keys, meaning_of, owners, section_of, takes_text
 from areal_lite.config.yaml_text import parse_yaml, read_text, write_yaml
 from areal_lite.errors import ConfigError
 
 C = TypeVar("C", bound=ExperimentConfig)
+KINDS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward_model": "RewardModelConfig"}
+"""Classes of :mod:`areal_lite.config.supervised_config` by ``kind``; a file without it is reinforcement learning."""
 _SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
 
@@ -126,6 +127,12 @@ def dump_config(config: ExperimentConfig) -> str:
     return write_yaml(escaped(_masked(dataclasses.asdict(config))))
 
 
+def class_of(kind: str) -> type[Any]:
+    """Return the config class of a kind of supervised training."""
+    cls: type[Any] = load_object(f"areal_lite.config.supervised_config.{KINDS[kind]}", where="kind")
+    return cls
+
+
 def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, where: str) -> type[Any]:
     """Return the config class of the file's ``kind``, which must be a subclass of ``root``."""
     kinds = [values["kind"]] if "kind" in values else []
@@ -136,7 +143,7 @@ def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[A
                 f"{where}: neither kind nor workflow: set kind: {' | '.join(KINDS)}, or a workflow for reinforcement "
                 "learning"
             )
-        if issubclass(root, SupervisedConfig) and "workflow" in values:
+        if "kind" in root.__pydantic_fields__ and "workflow" in values:
             raise ConfigError(f"{where}: a file with a workflow is reinforcement learning: use areal-lite train")
         return RunConfig if root is ExperimentConfig else root
     kind = kinds[-1]
@@ -144,9 +151,9 @@ def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[A
         raise ConfigError(
             f"{where}: kind: {_short(kind)}: it must be {' | '.join(KINDS)}, or absent for reinforcement learning"
         )
-    if not issubclass(KINDS[kind], root):
+    if not issubclass(class_of(kind), root):
         raise ConfigError(f"{where}: kind: {kind!r}: use the command areal-lite {kind.replace('_', '-')}")
-    return KINDS[kind]
+    return class_of(kind)
 
 
 def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, where: str) -> str:
@@ -241,7 +248,7 @@ def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
     if owner is InferenceEngineConfig and name in _MOVED:
         return f"unknown key {name!r}: write {_MOVED[name]}"
     known = list(owner.__pydantic_fields__)
-    elsewhere = [entry.key for entry in describe_fields(root) if entry.key.rpartition(".")[2] == name]
+    elsewhere = [key for key in keys(root) if key.rpartition(".")[2] == name]
     if close := elsewhere or difflib.get_close_matches(name, known, 1):
         return f"unknown key {name!r}; did you mean {close[0]!r}?"
     return f"unknown key {name!r}; the keys here are {', '.join(known)}"

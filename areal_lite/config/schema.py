@@ -22,6 +22,21 @@ def field_type(owner: type[Any], name: str) -> Any:
     return typing.get_type_hints(owner).get(name) if name in owner.__pydantic_fields__ else None
 
 
+def keys(root: type[Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a config class, those of each section after it."""
+    for name in root.__pydantic_fields__:
+        yield prefix + name
+        if (section := section_of(field_type(root, name))) is not None:
+            yield from keys(section, f"{prefix}{name}.")
+
+
+def meaning_of(record: type[Any], name: str) -> str:
+    """Return the docstring of a field as plain text on one line, searching base classes; empty if there is none."""
+    infos = [getattr(base, "__pydantic_fields__", {}).get(name) for base in record.__mro__]
+    docstring = next((info.description for info in infos if info and info.description), "")
+    return " ".join(docstring.replace("``", "").split())
+
+
 def owners(root: type[Any], key: Sequence[str]) -> Iterator[tuple[type[Any] | None, str]]:
     """Yield each part of a dotted key with the config class that may have it; None below a value or an unknown key."""
     owner: type[Any] | None = root

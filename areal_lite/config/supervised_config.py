@@ -158,7 +158,3 @@ class RewardModelConfig(SupervisedConfig):
     train_dataset: PreferenceDatasetConfig
     eval_dataset: PreferenceDatasetConfig | None = None
     trainer: RewardModelTrainerConfig
-
-
-KINDS: dict[str, type[SupervisedConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig}
-"""Config class by ``kind``."""

@@ -23,7 +23,7 @@ from areal_lite.models.policy_model import resolve_device
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.evaluation import Evaluation, evaluate
 from areal_lite.runs.folder.resuming import Start
-from areal_lite.runs.folder.trained_batches import record_batch
+from areal_lite.runs.folder.run_directory import append_batch
 from areal_lite.runs.monitoring.run_metrics import engine_metrics
 from areal_lite.runs.run_data import TrainingData, WorkflowChoice, tokenizer_path, workflow_rows
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_reward_model, rewards_of
@@ -79,7 +79,7 @@ class RolloutDriver:
         """
         self.data.source.mark_trained(group.samples for group in self._groups)
         if self._config.rollout.dump_to_file and self._groups:
-            record_batch(self._config.run_dir, step, self._groups)
+            append_batch(self._config.run_dir, step, self._groups)
         if self._config.dump_scores and self._groups:
             self._dump(step)
         stream = self.data.source.rows

@@ -16,13 +16,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from areal_lite.config.loader import dump_config
 from areal_lite.config.run_config import RunConfig
-from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_json
@@ -35,6 +34,9 @@ from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, CheckpointWrit
 from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.machine_metrics import memory_metrics
 from areal_lite.trainer.metrics import MetricsWriter, start_tracking
+
+if TYPE_CHECKING:
+    from areal_lite.config.supervised_config import SupervisedConfig
 
 logger = logging.getLogger(__name__)
 

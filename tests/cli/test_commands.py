@@ -23,7 +23,7 @@ trainer: {total_steps: 2, learning_rate: 1.0e-5}
 STAND_IN = """
 import contextlib, os, signal, sys, threading, types
 from areal_lite import errors
-progress = types.ModuleType("areal_lite.runs.monitoring.progress")
+progress = types.ModuleType("areal_lite.tools.run.progress")
 run = types.ModuleType("areal_lite.runs.entry_points")
 
 from areal_lite.cli.main import main

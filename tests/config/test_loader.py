@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, RunConfig
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.config.help import describe_fields, help_text, section_list
-from areal_lite.config.loader import dump_config, load_config
+from areal_lite.config.help import describe_fields
+from areal_lite.config.loader import KINDS, class_of, dump_config, load_config
 from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.config.rules import check_rollouts, check_server, check_training
 from areal_lite.config.run_config import EvaluationConfig, ExperimentConfig
-from areal_lite.config.supervised_config import KINDS, DPOConfig, SFTConfig
+from areal_lite.config.supervised_config import DPOConfig, SFTConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.tools.run.config import help_text, section_list
 
 MINIMAL = """\
 experiment_name: exp
@@ -166,9 +167,9 @@ trainer: {batch_size: 2, learning_rate: 1e-5}
 def test_the_kind_of_a_file_selects_its_class_and_reinforcement_learning_is_the_default(write, kind):
     named, unnamed = write(SUPERVISED + f"kind: {kind}\n", "named.yaml"), write(SUPERVISED, "unnamed.yaml")
     config = load_config(named, root=ExperimentConfig)
-    assert type(config) is KINDS[kind]
-    assert load_config(named, root=KINDS[kind]) == config
-    assert load_config(unnamed, root=KINDS[kind]) == config  # the command implies it
+    assert type(config) is class_of(kind)
+    assert load_config(named, root=class_of(kind)) == config
+    assert load_config(unnamed, root=class_of(kind)) == config  # the command implies it
     assert load_config(unnamed, [f"kind={kind}"], root=ExperimentConfig) == config
     Path("again.yaml").write_text(dump_config(config))  # as a run saves it
     assert load_config("again.yaml", root=ExperimentConfig) == config
@@ -212,7 +213,7 @@ def test_a_config_of_the_wrong_kind_is_refused(write, text, root, message):
 
 def test_a_reward_model_with_adapters_is_refused(write):
     with pytest.raises(ConfigError, match="trainer: lora is set, but reward models do not support adapters"):
-        load_config(write(SUPERVISED), ["trainer.lora={}"], root=KINDS["reward_model"])
+        load_config(write(SUPERVISED), ["trainer.lora={}"], root=class_of("reward_model"))
 
 
 def test_a_missing_file_suggests_similar_names(write):
@@ -422,7 +423,7 @@ CONFIGS = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_in_the_repository_loads(path):
     config = load_config(path, root=ExperimentConfig)
-    assert type(config) is KINDS.get(path.stem, RunConfig)
+    assert type(config) is (class_of(path.stem) if path.stem in KINDS else RunConfig)
     if isinstance(config, RunConfig):
         check_rollouts(config)
         check_training(config)
@@ -457,7 +458,7 @@ def test_help_lists_experiment_and_trial_once_and_a_lone_engine_has_defaults():
     assert (str(named.run_dir), named.seed) == ("f/e/trial", -3)
 
 
-@pytest.mark.parametrize("root", [RunConfig, ExperimentConfig, *KINDS.values()])
+@pytest.mark.parametrize("root", [RunConfig, ExperimentConfig, *map(class_of, KINDS)])
 def test_help_of_every_config_kind_is_complete_and_fits_eighty_columns(root):
     assert all(field.meaning for field in describe_fields(root))
     assert max(map(len, help_text(root, "all").splitlines())) <= 80

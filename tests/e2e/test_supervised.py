@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from areal_lite.config.loader import load_config
-from areal_lite.config.supervised_config import KINDS, SFTConfig
+from areal_lite.config.loader import KINDS, class_of, load_config
+from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.data import SFTDataset
 from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.errors import ConfigError, TrainingError
@@ -59,7 +59,7 @@ def written(name: str, folder: Path, model: Path, **trainer: Any) -> Path:
 
 
 def run(path: Path, *overrides: str) -> Summary[dict[str, float]]:
-    return run_supervised(load_config(path, overrides, root=KINDS[path.stem]))
+    return run_supervised(load_config(path, overrides, root=class_of(path.stem)))
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

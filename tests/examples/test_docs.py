@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from areal_lite.config.help import describe_fields
-from areal_lite.config.loader import load_config
+from areal_lite.config.loader import KINDS, class_of, load_config
 from areal_lite.config.run_config import RunConfig
-from areal_lite.config.supervised_config import KINDS
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -141,7 +140,7 @@ def test_every_item_of_the_five_systems_has_a_place_a_test_and_existing_keys():
         assert place and re.fullmatch(r"(`tests/[\w/]+\.py::test_\w+`(, )?)+", tests), place
         assert not (place.startswith("*") and difference[0].strip()), "not in a run: the last section says why"
     assert any(place.startswith("*not in a run*") for _, place, *_ in items) and not_in_a_run.count("\n| ") > 2
-    keys = {entry.key for root in (RunConfig, *KINDS.values()) for entry in describe_fields(root)}
+    keys = {entry.key for root in (RunConfig, *map(class_of, KINDS)) for entry in describe_fields(root)}
     sections = "train_dataset|eval_dataset|rollout|trainer|evaluation|checkpoint|server"
     named = {key for _, place, *_ in items for key in re.findall(rf"`((?:{sections})\.[\w.]+)", place)}
     assert not named - keys

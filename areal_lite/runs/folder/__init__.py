@@ -1,1 +1,1 @@
-"""The folder of a run: made, found again to resume, and the batches that were trained from it."""
+"""The folder of a run: made, locked, written to, and found again to resume."""

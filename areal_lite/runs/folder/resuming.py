@@ -20,14 +20,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.loader import dump_config
 from areal_lite.config.run_config import RunConfig
-from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.errors import ConfigError
 
-_Config = RunConfig | SupervisedConfig
+if TYPE_CHECKING:
+    from areal_lite.config.supervised_config import SupervisedConfig
+
+    _Config = RunConfig | SupervisedConfig
 
 CHECKPOINTS = "checkpoints"
 
@@ -51,7 +53,7 @@ def find_start(config: _Config, total_steps: int) -> Start:
     run_dir = config.run_dir
     checkpoint = find_checkpoint(run_dir / CHECKPOINTS, config.checkpoint.resume)
     if checkpoint is None:
-        return Start(evaluates=isinstance(config, SupervisedConfig) or config.evaluation.at_start)
+        return Start(evaluates=not isinstance(config, RunConfig) or config.evaluation.at_start)
     check_config(checkpoint, dump_config(config))
     step = checkpoint_step(checkpoint)
     if step > total_steps:

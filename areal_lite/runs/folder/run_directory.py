@@ -1,16 +1,18 @@
-"""The folder of one run, locked by one process at a time, and its log of skipped updates."""
+"""The folder of one run, locked by one process at a time, and the records that grow in it."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
+
+from areal_lite.api.trajectory import Group
 from areal_lite.config.loader import dump_config
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.errors import ConfigError, RunDirBusyError
@@ -18,6 +20,7 @@ from areal_lite.files.whole_files import append_line, storing, write_whole
 
 logger = logging.getLogger(__name__)
 
+BATCHES = "batches.jsonl"
 _SKIPPED_UPDATES = "skipped_updates.jsonl"
 
 
@@ -80,4 +83,12 @@ def append_skipped_update(run_dir: Path, update: Mapping[str, Any]) -> None:
     """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl."""
     # JSON has no nan and no infinity.
     record = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
-    append_line(run_dir / _SKIPPED_UPDATES, json.dumps(record).encode() + b"\n")
+    append_line(run_dir / _SKIPPED_UPDATES, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def append_batch(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
+    """Append the groups that a step trained, in the order of its batch, to batches.jsonl."""
+    record: dict[str, Any] = {"step": step, "task_ids": [group.task_id for group in groups]}
+    if groups[0].baseline is not None:
+        record["baselines"] = [group.baseline for group in groups]
+    append_line(run_dir / BATCHES, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))

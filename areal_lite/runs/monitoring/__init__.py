@@ -1,1 +1,1 @@
-"""Metrics of a run, progress on the console, profiles."""
+"""Metrics and profiles of a run."""

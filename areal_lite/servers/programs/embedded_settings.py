@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from areal_lite.config.help import meaning_of
+from areal_lite.config.schema import meaning_of
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.files.hub_name import check_hub_name, is_hub_name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from areal_lite.config.command import load_run
 from areal_lite.config.run_config import RunConfig
+from areal_lite.tools.run.config import load_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,6 @@ from areal_lite.runs.engine_stack import served_dtype
 from areal_lite.runs.entry_points import check_learnable
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
-from areal_lite.runs.folder.trained_batches import TrainedBatches
 from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.rl_run import open_trainer
 from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
@@ -31,6 +30,7 @@ from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_prefix
 from areal_lite.servers.programs.embedded_settings import check_model_path
+from areal_lite.tools.replay.trained_batches import TrainedBatches
 from areal_lite.trainer.forward.scalar_model import ValueScorer
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch

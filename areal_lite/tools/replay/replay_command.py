@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from areal_lite.runs.monitoring.progress import TrainingProgress, summary_table
     from areal_lite.tools.replay.replay import plan_replay, run_replay, same_weights
+    from areal_lite.tools.run.progress import TrainingProgress, summary_table
 
     replay = plan_replay(options.path, options.overrides)
     with TrainingProgress(replay.total_steps) as progress:

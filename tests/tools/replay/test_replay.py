@@ -20,8 +20,9 @@ from areal_lite.errors import ConfigError
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text, row_json
 from areal_lite.rollout.dumps.dump_reader import read_group
 from areal_lite.runs.entry_points import run_training
-from areal_lite.runs.folder.trained_batches import BATCHES, TrainedBatches, record_batch
+from areal_lite.runs.folder.run_directory import BATCHES, append_batch
 from areal_lite.tools.replay.replay import plan_replay, same_weights
+from areal_lite.tools.replay.trained_batches import TrainedBatches
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -187,13 +188,13 @@ def test_tokens_that_were_masked_as_too_old_are_masked_again(tmp_path: Path) -> 
     group = group_of(arrays)
     dump(group, tmp_path)
     for step in (1, 2, 3):
-        record_batch(tmp_path, step, [group])
+        append_batch(tmp_path, step, [group])
     batches = TrainedBatches.open(tmp_path, max_staleness=1)
     masks = [[s.loss_mask.tolist() for s in batches.groups(step)[0].sequences] for step in (2, 3)]
     assert masks == [[[False, True, True, True]], [[False, False, True, True]]]
     with pytest.raises(ConfigError, match="step 5 .* cannot have trained task 0: its tokens are older than"):
-        record_batch(tmp_path, 4, [group])
-        record_batch(tmp_path, 5, [group])
+        append_batch(tmp_path, 4, [group])
+        append_batch(tmp_path, 5, [group])
         TrainedBatches.open(tmp_path, max_staleness=0).groups(5)
 
 
@@ -201,7 +202,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_lost(tmp_path: Path) -> None:
     groups = [Group(task_id=i, group_id=str(i), status=EpisodeStatus.ACCEPTED, data={}) for i in range(9)]
     groups[8].baseline = 0.1 + 0.2
     for step, task in [(1, 0), (2, 1), (3, 2), (2, 3), (3, 8)]:
-        record_batch(tmp_path, step, [groups[task]])
+        append_batch(tmp_path, step, [groups[task]])
     (tmp_path / "rollout" / "0").mkdir(parents=True)
     (tmp_path / "rollout" / "0" / "0.jsonl").touch()
     batches = TrainedBatches.open(tmp_path, max_staleness=0)

@@ -11,8 +11,7 @@ import yaml
 from pyarrow import parquet
 
 from areal_lite.cli.main import main
-from areal_lite.config.loader import load_config
-from areal_lite.config.supervised_config import KINDS
+from areal_lite.config.loader import class_of, load_config
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.tools.export.conversation_text import ConversationReader
@@ -75,7 +74,7 @@ def train(kind: str, rows: Path, tiny_model: Path, folder: Path, **dataset: Any)
     config["trainer"] |= {"device": "cpu", "num_threads": 1, "dtype": "float32", "batch_size": 2, "total_steps": 2}
     path = folder / f"{kind}.yaml"
     path.write_text(yaml.safe_dump(config))
-    run_dir = run_supervised(load_config(path, root=KINDS[kind])).run_dir  # type: ignore[arg-type]
+    run_dir = run_supervised(load_config(path, root=class_of(kind))).run_dir  # type: ignore[arg-type]
     return rows_of(run_dir / "metrics.jsonl")
 
 

@@ -21,11 +21,10 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from areal_lite.cli.main import main
-from areal_lite.config.loader import load_config
-from areal_lite.config.supervised_config import KINDS
+from areal_lite.config.loader import class_of, load_config
 from areal_lite.files.atomic_folder import _digest
 from areal_lite.runs.entry_points import run_rollout, run_training
-from areal_lite.runs.folder.trained_batches import BATCHES
+from areal_lite.runs.folder.run_directory import BATCHES
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.verify.verify import SHOWN, check_run
@@ -624,7 +623,7 @@ def test_runs_without_episodes_and_without_training_have_no_finding(
     values |= {"model_path": str(tiny_model), "fileroot": str(tmp_path), "checkpoint": {"every_steps": 2}}
     values["trainer"] |= {"device": "cpu", "num_threads": 1, "dtype": "float32", "total_steps": 4}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
-    run = run_supervised(load_config(tmp_path / "sft.yaml", root=KINDS["sft"])).run_dir  # type: ignore[arg-type]
+    run = run_supervised(load_config(tmp_path / "sft.yaml", root=class_of("sft"))).run_dir  # type: ignore[arg-type]
     assert not findings(run)
     shutil.copy(run / "checkpoints/step_00000002/trainer.json", run / "checkpoints/step_00000004/trainer.json")
     sealed(run / "checkpoints/step_00000004")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from areal_lite.config.command import add_config, load_run
 from areal_lite.config.run_config import RunConfig
 from areal_lite.processes.quick_import import is_first_rank, quick_import
+from areal_lite.tools.run.config import add_config, load_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def train(config: RunConfig) -> None:
     """Train with a progress bar; the first rank prints the summary and the table of servers."""
     with quick_import():
         from areal_lite.runs.entry_points import run_training
-        from areal_lite.runs.monitoring.progress import TrainingProgress, server_table, summary_table
+        from areal_lite.tools.run.progress import TrainingProgress, server_table, summary_table
 
     with TrainingProgress(config.trainer.total_steps) as progress:
         summary = run_training(config, on_step=progress.on_step)

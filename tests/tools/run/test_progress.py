@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from areal_lite.runs.evaluation import Evaluation
-from areal_lite.runs.monitoring.progress import TrainingProgress, server_table, summary_table
 from areal_lite.runs.training_run import StepMetrics, Summary
 from areal_lite.servers.pool.server_pool import Server
+from areal_lite.tools.run.progress import TrainingProgress, server_table, summary_table
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(None, 1), ("0", 1), ("1", 0)])

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from areal_lite.config.command import add_config, load_run
 from areal_lite.config.run_config import RolloutConfig, RunConfig
 from areal_lite.processes.quick_import import is_first_rank
+from areal_lite.tools.run.config import add_config, load_run
 
 if TYPE_CHECKING:
     from areal_lite.runs.monitoring.run_metrics import OnStep
@@ -55,7 +55,7 @@ def _servers_shown(config: RunConfig) -> Iterator[OnStep]:
     """Yield a callback for the metrics of a run; print their table of servers at the end, also after an error."""
     from rich.console import Console
 
-    from areal_lite.runs.monitoring.progress import server_table
+    from areal_lite.tools.run.progress import server_table
 
     last: dict[str, float] = {}
     try:

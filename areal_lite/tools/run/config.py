@@ -1,23 +1,28 @@
-"""``areal-lite config``, and the arguments of every command that reads a config."""
+"""``areal-lite config``, and arguments and help of every command that reads a config."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import pydoc
 import shutil
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
-from areal_lite.config.help import explain, help_text, section_list
-from areal_lite.config.loader import describe_value, dump_config, load_config
+from areal_lite.config.help import FieldHelp, describe_fields
+from areal_lite.config.loader import KINDS, class_of, describe_value, dump_config, load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
-from areal_lite.config.supervised_config import KINDS
+from areal_lite.errors import ConfigError
 
 C = TypeVar("C", bound=ExperimentConfig)
 logger = logging.getLogger(__name__)
+TOP, ALL = "run", "all"
+"""Names for the keys outside of sections, and for all keys."""
 _SPINS = "10000"
 """Spins before a waiting torch thread sleeps, about half a millisecond: longer than from one operation to the next,
 which is then twice as fast."""
@@ -87,8 +92,69 @@ class _Explain(argparse.Action):
     """Print the meaning of a config key and, after the name of a config, its value there and the value's source."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: object) -> NoReturn:
-        print(explain(values, [RunConfig, *KINDS.values()]), flush=True)
+        print(explain(values, [RunConfig, *map(class_of, KINDS)]), flush=True)
         if namespace.config is not None:
             given = namespace.overrides or []
             print(describe_value(namespace.config, given, values, root=ExperimentConfig), flush=True)
         parser.exit()
+
+
+def section_list(root: type[Any], width: int = 80) -> str:
+    """Return the sections of ``root`` with a line each, wrapped to ``width`` columns."""
+    keys, meanings = Counter[str](), {TOP: "Keys outside of sections."}
+    for entry in describe_fields(root):
+        section, dot, _ = entry.key.partition(".")
+        if entry.type == "section" and not dot:
+            meanings[section] = entry.meaning
+        elif entry.type != "section":
+            keys[section if dot else TOP] += 1
+    meanings[ALL], keys[ALL] = "All of them.", keys.total()
+    indent = max(map(len, meanings)) + 2
+    return "\n".join(
+        textwrap.fill(
+            f"{name:{indent}}{meaning} {keys[name]} key{'s' * (keys[name] > 1)}.", width, subsequent_indent=" " * indent
+        )
+        for name, meaning in meanings.items()
+    )
+
+
+def help_text(root: type[Any], name: str, width: int = 80) -> str:
+    """Return the help of a section, a key, the keys outside of sections (``run``) or all keys (``all``)."""
+    if name not in (TOP, ALL):
+        return explain(name, [root], width)
+    entries = list(describe_fields(root))
+    sections = {entry.key for entry in entries if entry.type == "section"}
+    outside = [entry for entry in entries if entry.key.partition(".")[0] not in sections]
+    shown = entries if name == ALL else outside
+    return "\n".join(line for entry in shown for line in _entry(entry, width))
+
+
+def explain(key: str, roots: Sequence[type[Any]], width: int = 80) -> str:
+    """Return the help of one key: of a section all its keys, of a last part such as ``group_size`` every key with it.
+
+    A section in a section is one entry, which says how to list it.
+    """
+    known = {entry.key: entry for root in reversed(roots) for entry in describe_fields(root)}  # the first root wins
+    found = [name for name in known if name == key or name.rpartition(".")[0] == key] or [
+        name for name in known if name.endswith(f".{key}")
+    ]
+    if not found:
+        close = difflib.get_close_matches(key, known, 3, 0.5)
+        raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+    lines: list[str] = []
+    for name in found:
+        entry = known[name]
+        inner = entry.type == "section" and name != key
+        lines += textwrap.wrap(f"{name}: {entry.meaning} --help {name}", width) if inner else _entry(entry, width)
+    return "\n".join(lines).lstrip("\n")
+
+
+def _entry(entry: FieldHelp, width: int) -> list[str]:
+    key, kind, default, meaning = entry
+    value = "required" if default is None else f"default {default}"
+    head = f"{key}  ({kind}; {value})" if kind != "section" or default != "{}" else f"{key}:"
+    return [
+        *([""] if kind == "section" else []),
+        *textwrap.wrap(head, width, subsequent_indent="    ", break_on_hyphens=False),
+        *textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    "),
+    ]

@@ -18,9 +18,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_lite.embedded.startup import build, listening
-from areal_lite.runs.serving.openai_server import add_routes
 from areal_lite.servers.programs.embedded_settings import server_config
 from areal_lite.servers.programs.server_program import ServedModel
+from areal_lite.tools.serve.openai_server import add_routes
 from tests.embedded.serving import Client, load, logprobs_of, worst
 from tests.fixtures.tiny_model import build_tiny_model
 

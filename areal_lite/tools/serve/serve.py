@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> NoReturn:
             weight_version=options.weight_version,
         ),
         log_dir,
-        program="areal_lite.runs.serving.openai_server",
+        program="areal_lite.tools.serve.openai_server",
     )
     with ServerGroup(servers) as group:
         addresses = ", ".join(address.removeprefix("http://") for address in group.addresses)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from areal_lite.config.command import add_config, load_run
-from areal_lite.config.loader import dump_config
-from areal_lite.config.supervised_config import KINDS, DPOConfig, RewardModelConfig, SFTConfig
+from areal_lite.config.loader import class_of, dump_config
+from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
 from areal_lite.processes.quick_import import is_first_rank, quick_import
+from areal_lite.tools.run.config import add_config, load_run
 
 _NEXT = {
     "sft": "train CONFIG.yaml model_path",
@@ -19,7 +19,7 @@ _NEXT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     name = parser.prog.split()[-1]
-    add_config(parser, KINDS[name.replace("-", "_")])
+    add_config(parser, class_of(name.replace("-", "_")))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,8 +33,8 @@ def run(options: argparse.Namespace) -> int:
 def train_supervised(config: SFTConfig | DPOConfig | RewardModelConfig) -> None:
     """Train with one line per record; the first rank prints the config before and the summary after."""
     with quick_import():
-        from areal_lite.runs.monitoring.progress import progress_line
         from areal_lite.runs.supervised_run import run_supervised
+        from areal_lite.tools.run.progress import progress_line
     if is_first_rank():
         print(dump_config(config), end="")
     summary = run_supervised(config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True))

@@ -1,4 +1,4 @@
-"""Groups that each step of a run trained (``batches.jsonl``), and these groups read back from the run's dumps.
+"""The groups that each step of a run trained (``batches.jsonl``), read back from the run's dumps.
 
 Guarantees that :meth:`TrainedBatches.groups` returns what the trainer got: the same groups in the same order, with the
 same tokens masked as too old.
@@ -6,7 +6,6 @@ same tokens masked as too old.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,10 @@ import orjson
 
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
-from areal_lite.files.whole_files import append_line
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
 from areal_lite.rollout.episodes.batch_cut import cut_batch
-
-BATCHES = "batches.jsonl"
-
-
-def record_batch(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
-    """Append the groups that a step trained, in the order of its batch, to ``batches.jsonl``."""
-    record: dict[str, Any] = {"step": step, "task_ids": [group.task_id for group in groups]}
-    if groups[0].baseline is not None:
-        record["baselines"] = [group.baseline for group in groups]
-    append_line(run_dir / BATCHES, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+from areal_lite.runs.folder.run_directory import BATCHES
 
 
 @dataclass(frozen=True)
