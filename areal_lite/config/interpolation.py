@@ -119,15 +119,6 @@ def _at(where: str, one: _Text) -> str:
     return f"{where}: {'.'.join(one.key)}: {one.text!r}"
 
 
-def escaped(value: Any) -> Any:
-    """Return nested values whose texts :func:`resolve` leaves unchanged."""
-    if isinstance(value, dict):
-        return {key: escaped(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [escaped(one) for one in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
 def _texts(value: Any, path: tuple[Any, ...]) -> Iterator[_Text]:
     if isinstance(value, str):
         yield _Text(path, value)

@@ -1,4 +1,4 @@
-"""Load a YAML file and ``key=value`` overrides into a validated config, and dump it back.
+"""Load a YAML file and ``key=value`` overrides into a validated config.
 
 All errors are reported at once, one per line with file, key, value, rule and fix. A config names code by
 dotted path, so it must be trusted; it is still parsed as plain data (``SafeLoader``). ``interpolation`` replaces
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
@@ -17,18 +16,17 @@ from typing import Any, NamedTuple, TypeVar, overload
 from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.interpolation import Key, escaped, resolve
+from areal_lite.config.dump import masked, write_yaml
+from areal_lite.config.interpolation import Key, resolve
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.schema import field_type, is_mapping, keys, meaning_of, owners, section_of, takes_text
-from areal_lite.config.yaml_text import parse_yaml, read_text, write_yaml
+from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
 
 C = TypeVar("C", bound=ExperimentConfig)
 KINDS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward_model": "RewardModelConfig"}
 """Classes of :mod:`areal_lite.config.supervised_config` by ``kind``; a file without it is reinforcement learning."""
-_SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
 
 
 @overload
@@ -77,7 +75,7 @@ def describe_value(path: str | Path, overrides: Sequence[str], key: str, *, root
     if isinstance(value, dict):
         return ""
     source = loaded.sources.get(key) or ("default" if written is None and value is not None else str(path))
-    return f"value {write_yaml(_masked(value, key), flow=True)}  ({source})"
+    return f"value {write_yaml(masked(value, key), flow=True)}  ({source})"
 
 
 class _Loaded(NamedTuple):
@@ -120,11 +118,6 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, record
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error, root, str(path), sources))) from None
     return _Loaded(config, values, sources)
-
-
-def dump_config(config: ExperimentConfig) -> str:
-    """Return ``config`` as YAML that loads back to an equal config, except that API keys and tokens are masked."""
-    return write_yaml(escaped(_masked(dataclasses.asdict(config))))
 
 
 def class_of(kind: str) -> type[Any]:
@@ -276,13 +269,3 @@ def _with_run_identity(config: RunConfig, values: Mapping[Any, Any], path: str) 
     tokenizer_path = config.rollout.tokenizer_path or config.model_path
     rollout = dataclasses.replace(config.rollout, **shared, tokenizer_path=tokenizer_path)
     return dataclasses.replace(config, rollout=rollout)
-
-
-def _masked(value: Any, key: Any = "") -> Any:
-    if isinstance(value, dict):
-        return {k: _masked(v, k) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_masked(v) for v in value]
-    if isinstance(value, str) and (_SECRET_VALUE.match(value) or (value and _SECRET_KEY.search(str(key)))):
-        return "***"
-    return value

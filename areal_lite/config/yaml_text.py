@@ -1,4 +1,4 @@
-"""Read YAML text as plain data, and write it back.
+"""Read YAML text as plain data.
 
 Duplicate keys, aliases that repeat too much and files that are too large are refused.
 """
@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from areal_lite.config.dump import FLOAT
 from areal_lite.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
 """Most values of a file that uses aliases, each alias counted as what it repeats."""
-# YAML 1.1 reads 1e-5 as a string; users mean the number.
-_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,27 +34,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper whose output :class:`_Loader` reads back unchanged; writes no anchors."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def text(self, value: str) -> yaml.ScalarNode:
-        # Only double quotes escape these line breaks; otherwise they are read back as a space.
-        style = '"' if {"\x85", "\u2028", "\u2029"} & set(value) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style)
-
-
-_Dumper.add_representer(str, _Dumper.text)
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-
-
-def write_yaml(values: Any, *, flow: bool = False) -> str:
-    """Return ``values`` as YAML that :func:`parse_yaml` reads back unchanged; on one line with ``flow``."""
-    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow)
-    return text.removesuffix("...\n").strip() if flow else text
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
 def read_text(path: Path) -> str:

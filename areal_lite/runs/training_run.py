@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from areal_lite.config.loader import dump_config
+from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.errors import TrainingError

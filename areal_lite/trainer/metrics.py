@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from areal_lite.config.loader import dump_config
+from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.crash_points import crash_point

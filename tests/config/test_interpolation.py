@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.loader import describe_value, dump_config, load_config
+from areal_lite.config.dump import dump_config
+from areal_lite.config.loader import describe_value, load_config
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.errors import ConfigError

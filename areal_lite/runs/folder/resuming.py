@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.config.loader import dump_config
+from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
 

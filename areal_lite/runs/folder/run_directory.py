@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from areal_lite.api.trajectory import Group
-from areal_lite.config.loader import dump_config
+from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.errors import ConfigError, RunDirBusyError
 from areal_lite.files.whole_files import append_line, storing, write_whole

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from areal_lite.config.loader import class_of, dump_config
+from areal_lite.config.dump import dump_config
+from areal_lite.config.loader import class_of
 from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
 from areal_lite.processes.quick_import import is_first_rank, quick_import
 from areal_lite.tools.run.config import add_config, load_run

@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from areal_lite.config.loader import dump_config, load_config
+from areal_lite.config.dump import dump_config
+from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.files.whole_files import write_whole

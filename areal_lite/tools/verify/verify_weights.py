@@ -95,7 +95,7 @@ def copies_are_of_their_step(run: Run) -> Iterator[str]:
 
 def checkpoints_have_the_runs_config(run: Run) -> Iterator[str]:
     """A checkpoint was made with the run's config."""
-    from areal_lite.config.loader import dump_config
+    from areal_lite.config.dump import dump_config
     from areal_lite.errors import ConfigError
     from areal_lite.trainer.checkpoint.checkpoint import check_config
 

@@ -1,0 +1,63 @@
+"""A config as YAML text that loads back to an equal config, except that API keys and tokens are masked."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import yaml
+
+from areal_lite.config.run_config import ExperimentConfig
+
+# YAML 1.1 reads 1e-5 as a string; users mean the number.
+FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
+_SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper whose output :func:`~areal_lite.config.yaml_text.parse_yaml` reads back unchanged; no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        # Only double quotes escape these line breaks; otherwise they are read back as a space.
+        style = '"' if {"\x85", "\u2028", "\u2029"} & set(value) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+_Dumper.add_representer(str, _Dumper.text)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
+def dump_config(config: ExperimentConfig) -> str:
+    """Return ``config`` as YAML."""
+    return write_yaml(_escaped(masked(dataclasses.asdict(config))))
+
+
+def write_yaml(values: Any, *, flow: bool = False) -> str:
+    """Return ``values`` as YAML; on one line with ``flow``."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow)
+    return text.removesuffix("...\n").strip() if flow else text
+
+
+def masked(value: Any, key: Any = "") -> Any:
+    """Return nested values with ``***`` in place of API keys and tokens; ``key`` is the name of ``value``."""
+    if isinstance(value, dict):
+        return {k: masked(v, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(v) for v in value]
+    if isinstance(value, str) and (_SECRET_VALUE.match(value) or (value and _SECRET_KEY.search(str(key)))):
+        return "***"
+    return value
+
+
+def _escaped(value: Any) -> Any:
+    """Return nested values whose texts :mod:`areal_lite.config.interpolation` leaves unchanged."""
+    if isinstance(value, dict):
+        return {key: _escaped(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_escaped(one) for one in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
