@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from areal_lite.cli.commands import COMMANDS, command_parser
-from areal_lite.config.help import describe_fields
+from areal_lite.config.keys import describe_fields
 
 
 class _Command(NamedTuple):

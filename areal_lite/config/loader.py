@@ -18,9 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.dump import masked, write_yaml
 from areal_lite.config.interpolation import Key, resolve
+from areal_lite.config.keys import describe_fields, field_type, is_mapping, owners, section_of, takes_text
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
-from areal_lite.config.schema import field_type, is_mapping, keys, meaning_of, owners, section_of, takes_text
+from areal_lite.config.schema import meaning_of
 from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
 
@@ -241,7 +242,7 @@ def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
     if owner is InferenceEngineConfig and name in _MOVED:
         return f"unknown key {name!r}: write {_MOVED[name]}"
     known = list(owner.__pydantic_fields__)
-    elsewhere = [key for key in keys(root) if key.rpartition(".")[2] == name]
+    elsewhere = [field.key for field in describe_fields(root) if field.key.rpartition(".")[2] == name]
     if close := elsewhere or difflib.get_close_matches(name, known, 1):
         return f"unknown key {name!r}; did you mean {close[0]!r}?"
     return f"unknown key {name!r}; the keys here are {', '.join(known)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from areal_lite.config.help import describe_fields
+from areal_lite.config.keys import describe_fields
 from areal_lite.config.server_config import EmbeddedServerConfig
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, RunConfig
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dump import dump_config
-from areal_lite.config.help import describe_fields
+from areal_lite.config.keys import describe_fields
 from areal_lite.config.loader import KINDS, class_of, load_config
 from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.config.rules import check_rollouts, check_server, check_training

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_lite.config.help import describe_fields
+from areal_lite.config.keys import describe_fields
 from areal_lite.config.loader import KINDS, class_of, load_config
 from areal_lite.config.run_config import RunConfig
 

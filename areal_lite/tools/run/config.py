@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from areal_lite.config.dump import dump_config
-from areal_lite.config.help import FieldHelp, describe_fields
+from areal_lite.config.keys import FieldHelp, describe_fields
 from areal_lite.config.loader import KINDS, class_of, describe_value, load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lite.config.help import describe_fields
+from areal_lite.config.keys import describe_fields
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.__main__ import _child_parser, main, split_arguments
 from areal_lite.errors import ConfigError, ServerError
