@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.rules import check_rollouts
 from areal_lite.config.run_config import RunConfig
@@ -19,9 +18,6 @@ from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.servers.programs.embedded_settings import check_model_path
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +54,6 @@ def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -
         check_servers(config.server)
 
 
-def trainer_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of the trainer's forward passes."""
-    from areal_lite.models.policy_model import resolve_device, resolve_dtype
-
-    return resolve_dtype(config.trainer.dtype, resolve_device(config.trainer.device))
-
-
-def served_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype in which models are published, served and saved."""
-    from areal_lite.models.policy_model import resolve_device, resolve_dtype
-
-    if config.server.dtype == "auto":
-        return trainer_dtype(config)
-    return resolve_dtype(config.server.dtype, resolve_device("auto"))
-
-
 @contextmanager
 def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
     """Yield an engine with running servers; both stop when the context ends."""
@@ -81,7 +61,8 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
         with _reporting(RemoteInfEngine(config.rollout, model_path=config.model_path)) as engine:
             yield engine
         return
-    dtype: Any = str(served_dtype(config)).removeprefix("torch.")
+    # A run that trains has resolved both; without a trainer, auto is left to the server, which knows its device.
+    dtype = config.trainer.dtype if config.server.dtype == "auto" else config.server.dtype
     settings = replace(config.server, dtype=dtype)
     if settings.backend in (None, "embedded"):
         threads = settings.num_threads or max(1, thread_budget(config).server // settings.replicas)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from areal_lite.config.rules import reports_truncated
@@ -23,7 +24,7 @@ from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.models.truncation import Truncation
-from areal_lite.runs.engine_stack import generating_engine, served_dtype, thread_budget
+from areal_lite.runs.engine_stack import generating_engine, thread_budget
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler
@@ -39,6 +40,7 @@ from areal_lite.runs.training_run import (
     TrainingRun,
     open_run_files,
     summary_of_finished,
+    with_dtypes,
     with_prefix,
 )
 from areal_lite.servers.programs.server_program import gpu_groups
@@ -191,6 +193,7 @@ def run_rl(
     make_run: Callable[..., RLRun] = RLRun,
 ) -> Summary[Evaluation]:
     """Train a policy; call it on every rank, after the ranks have joined. ``make_run`` may return a subclass."""
+    config = with_dtypes(config)
     data = training_data(config, workflow) if Ranks.current().rank == 0 else None
     if config.trainer.total_epochs is not None:
         config = with_steps(config, broadcast_json(data and len(data.dataset)))
@@ -204,7 +207,7 @@ def run_rl(
             driver.engine = stack.enter_context(generating_engine(config, files.run_dir))
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
-        dtype = served_dtype(config)
+        dtype = getattr(torch, config.server.dtype)
         trainer = open_trainer(config, files, stack)
         return make_run(
             config=config,

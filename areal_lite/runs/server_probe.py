@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
-from areal_lite.runs.engine_stack import served_dtype, trainer_dtype
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,7 @@ Answer = tuple[str, list[int], list[float]]
 
 def usual_difference(config: RunConfig) -> float:
     """Return the mean |difference| in nats that the rounding of this run explains."""
-    exact = {trainer_dtype(config), served_dtype(config)} == {torch.float32}
+    exact = config.trainer.dtype == config.server.dtype == "float32"
     return USUAL_DIFFERENCE["float32" if exact else "bfloat16"]
 
 

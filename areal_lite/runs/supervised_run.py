@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from areal_lite.config.supervised_config import (
     DPOConfig,
     RewardModelConfig,
@@ -23,11 +25,18 @@ from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
 from areal_lite.models.parallel.ranks import join_ranks
-from areal_lite.models.policy_model import check_scorable, resolve_device, resolve_dtype
+from areal_lite.models.policy_model import check_scorable, resolve_device
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.stopping import interruptible, stop_together
-from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, summary_of_finished, with_prefix
+from areal_lite.runs.training_run import (
+    Summary,
+    TrainingRun,
+    open_run_files,
+    summary_of_finished,
+    with_dtypes,
+    with_prefix,
+)
 from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model
 from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer, SupervisedTrainer
@@ -91,6 +100,7 @@ def run_supervised(
     check_model_path(config.model_path)
     check_text_model(config.model_path)
     check_scorable(config.model_path)
+    config = with_dtypes(config)
     logger.info("checking the rows")
     _, make_trainer = _CLASSES[type(config)]
     train, held_out = datasets(config)
@@ -125,7 +135,7 @@ def run_supervised(
             trainer=trainer,
             total_steps=total_steps,
             tokenizer_path=config.model_path,
-            dtype=resolve_dtype(config.trainer.dtype, resolve_device(config.trainer.device)),
+            dtype=getattr(torch, config.trainer.dtype),
             started=started,
             loader=loader,
             held_out=held_out,

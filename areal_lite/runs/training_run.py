@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -25,6 +25,7 @@ from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_json
+from areal_lite.models.policy_model import resolve_device, resolve_dtype
 from areal_lite.runs.folder.resuming import CHECKPOINTS, Start, resume_hint
 from areal_lite.runs.folder.run_directory import append_skipped_update, run_directory
 from areal_lite.runs.monitoring.run_metrics import OnStep
@@ -49,6 +50,7 @@ class StepMetrics(dict[str, float]):
 
 
 E = TypeVar("E")
+C = TypeVar("C", bound="RunConfig | SupervisedConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,15 @@ class Summary(Generic[E]):
     """Evaluation of the untrained model; None if the run was resumed or skipped it."""
     after: E | None
     model_dir: Path | None
+
+
+def with_dtypes(config: C) -> C:
+    """Return the config with the dtypes that auto stands for on this machine, so that a replay on another has them."""
+    dtype: Any = str(resolve_dtype(config.trainer.dtype, resolve_device(config.trainer.device))).removeprefix("torch.")
+    changes: dict[str, Any] = {"trainer": replace(config.trainer, dtype=dtype)}
+    if isinstance(config, RunConfig) and config.server.dtype == "auto":
+        changes["server"] = replace(config.server, dtype=dtype)
+    return replace(config, **changes)
 
 
 def summary_of_finished(config: RunConfig | SupervisedConfig, start: Start) -> Summary[Any]:

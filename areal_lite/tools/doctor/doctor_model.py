@@ -127,8 +127,10 @@ def room(config: Config) -> Findings:
 
 def _needs(config: Config, parameters: int) -> Mapping[str, float]:
     """Return the bytes that weights and optimizer need by device; activations and KV caches come on top."""
+    import torch
+
     from areal_lite.models.policy_model import resolve_device
-    from areal_lite.runs.engine_stack import served_dtype
+    from areal_lite.runs.training_run import with_dtypes
 
     device = resolve_device(config.trainer.device).type
     lora = config.trainer.lora is not None
@@ -140,7 +142,9 @@ def _needs(config: Config, parameters: int) -> Mapping[str, float]:
             needs[device] += parameters * 4
         if not config.rollout.addresses:
             served = resolve_device(config.server.device, key="server.device").type
-            needs[served] += parameters * served_dtype(config).itemsize * config.server.replicas
+            needs[served] += (
+                parameters * getattr(torch, with_dtypes(config).server.dtype).itemsize * config.server.replicas
+            )
     return needs
 
 

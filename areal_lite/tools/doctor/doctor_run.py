@@ -92,9 +92,10 @@ def rollouts(config: RunConfig) -> Findings:
     from areal_lite.runs.folder.resuming import Start
     from areal_lite.runs.rl_run import make_trainer
     from areal_lite.runs.rollout_driver import RolloutDriver
+    from areal_lite.runs.training_run import with_dtypes
 
     with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
-        small = _small_rollouts(config, folder)
+        small = with_dtypes(_small_rollouts(config, folder))
         driver = RolloutDriver(small, Start(evaluates=False), training_data(small))
         began = time.monotonic()
         with generating_engine(small, Path(folder)) as engine:

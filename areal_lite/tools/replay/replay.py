@@ -13,13 +13,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import torch
+
 from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
-from areal_lite.runs.engine_stack import served_dtype
 from areal_lite.runs.entry_points import check_learnable
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
@@ -28,7 +29,7 @@ from areal_lite.runs.rl_run import open_trainer
 from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
 from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
-from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_prefix
+from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_dtypes, with_prefix
 from areal_lite.servers.programs.embedded_settings import check_model_path
 from areal_lite.tools.replay.trained_batches import TrainedBatches
 from areal_lite.trainer.forward.scalar_model import ValueScorer
@@ -143,7 +144,7 @@ class ReplayRun(TrainingRun[Evaluation]):
 
 def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Evaluation]:
     """Train the batches of a run; ``on_step`` sees every record of metrics.jsonl."""
-    started, config = time.monotonic(), replay.config
+    started, config = time.monotonic(), with_dtypes(replay.config)
     with join_ranks(resolve_device(config.trainer.device)), ExitStack() as stack:
         start = find_start(config, replay.total_steps)
         files = stack.enter_context(open_run_files(config, start, on_step))
@@ -154,7 +155,7 @@ def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Eval
             trainer=open_trainer(config, files, stack),
             total_steps=replay.total_steps,
             tokenizer_path=tokenizer_path(config),
-            dtype=served_dtype(config),
+            dtype=getattr(torch, config.server.dtype),
             started=started,
             batches=replay.batches,
             reward_model=make_reward_model(config) if Ranks.current().rank == 0 else None,

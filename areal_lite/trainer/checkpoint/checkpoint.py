@@ -126,7 +126,8 @@ def _fixed_values(config: Mapping[str, Any]) -> dict[str, Any]:
     dataset = config.get("train_dataset", {})
     return {
         **{name: config[name] for name in _TOP_LEVEL_FIXED if name in config},
-        **{f"trainer.{name}": value for name, value in trainer.items() if name not in _MAY_CHANGE},
+        # dtype auto is one that was not resolved: by an older version, or by doctor, which looks before a run does.
+        **{f"trainer.{name}": value for name, value in trainer.items() if name not in _MAY_CHANGE and value != "auto"},
         **{f"rollout.{name}": rollout[name] for name in _ROLLOUT_FIXED if name in rollout},
         **{f"train_dataset.{name}": value for name, value in dataset.items() if name not in _DATASET_MAY_CHANGE},
     }
