@@ -8,7 +8,9 @@ anything: :func:`check_rollouts` for every run with rollouts, :func:`check_train
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.run_config import RunConfig
@@ -16,7 +18,27 @@ from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+_DEFAULT_ROWS = DatasetConfig(path="")
 _EMBEDDED_ONLY = ("max_running_requests", "max_total_tokens", "max_prefill_tokens")
+_KEYS_OF_FLAGS = {
+    **dict.fromkeys(("model", "model-path", "tokenizer", "tokenizer-path"), "model_path"),
+    **dict.fromkeys(("seed", "random-seed"), "seed"),
+    **dict.fromkeys(("context-length", "max-model-len"), "server.context_length"),
+    **{name: f"server.{name}" for name in ("host", "port", "dtype", "device")},
+}
+"""The config key of a flag that server.args may not set."""
+_NEEDED_FLAGS = {
+    "sglang": {"weight-version", "incremental-streaming-output", "api-key", "admin-api-key"},
+    "vllm": {"enable-scale-out", "logprobs-mode", "worker-extension-cls", "api-key"},
+}
+"""Flags whose value the engine needs: token ids in and out, log-probs, versions, weight updates, no key."""
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "SGLANG_RETURN_ORIGINAL_LOGPROB")
+_TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
+_NEED_DATASET = ("shuffle", "max_samples", "filter_overlong_prompts", "custom_cls", "sampler", "datagen")
+_TRAINING_ONLY = {
+    "datagen": "it adds rows after each training step",
+    "sampler": "held-out rows all run, in the order of the file",
+}
 
 
 def check_engine(config: InferenceEngineConfig) -> None:
@@ -57,6 +79,29 @@ def check_server(config: ServerConfig) -> None:
                 f"server.{name} is a setting of the embedded server, and server.backend is {backend}: put "
                 f"{backend}'s own flag into server.args"
             )
+    for name in config.args:
+        flag = flag_of(name).removeprefix("no-")
+        if key := _KEYS_OF_FLAGS.get(flag):
+            raise ConfigError(f"server.args sets {name!r}, which comes from {key}: set {key} instead")
+        if flag in _NEEDED_FLAGS[backend]:
+            raise ConfigError(f"server.args sets {name!r}, whose value the engine needs to be its own: remove it")
+    for name in () if backend == "embedded" else _OWN_VARIABLES:
+        if name in config.env:
+            raise ConfigError(f"server.env sets {name}, which the engine sets itself: remove it")
+    tensor_parallel_size(config)
+
+
+def flag_of(name: str) -> str:
+    """Return a name in ``server.args`` as SGLang and vLLM write the flag, without dashes before it."""
+    return name.lstrip("-").replace("_", "-")
+
+
+def tensor_parallel_size(config: ServerConfig) -> int:
+    """Return the GPUs of each replica that ``args`` gives; raises ConfigError."""
+    size = next((value for name, value in config.args.items() if flag_of(name) in _TENSOR_PARALLEL), 1)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"server.args gives the tensor parallel size {size!r}: use a whole number from 1")
+    return size
 
 
 def check_rollouts(config: RunConfig) -> None:
@@ -88,11 +133,44 @@ def check_rollouts(config: RunConfig) -> None:
             f"rollout.rewards.key is {rollout.rewards.key!r} and rollout.rewards.weights "
             f"{dict(rollout.rewards.weights)}: the reward is one part or a sum of parts; remove one of the two"
         )
-    if not config.rollout_global_dataset and config.trainer.total_epochs is not None:
+    if not config.rollout_global_dataset:
+        _check_generator(config)
+    _check_rows(config)
+
+
+def held_out_rows(config: RunConfig) -> DatasetConfig:
+    """Return the section of the rows to evaluate on; raises ConfigError if there is none."""
+    if config.eval_dataset is None:
+        raise ConfigError("eval_dataset is missing: give the rows to evaluate on (eval_dataset.path=rows.jsonl)")
+    return config.eval_dataset
+
+
+def check_rows_end(config: RunConfig) -> None:
+    """Check that the training rows end, so that all of them can be run; raises ConfigError."""
+    if not config.rollout_global_dataset:
+        raise ConfigError(
+            "rollout_global_dataset is false: the rows of a generator do not end, so they cannot all be run. Use "
+            "areal-lite train, or rollout_global_dataset: true with a function that returns a list"
+        )
+
+
+def _check_generator(config: RunConfig) -> None:
+    where, rows = "rollout_global_dataset is false, so rows come from a generator function", config.train_dataset
+    if config.trainer.total_epochs is not None:
         raise ConfigError(
             f"trainer.total_epochs is {config.trainer.total_epochs}, and rollout_global_dataset is false: the rows "
             "of a generator have no known number, so set trainer.total_steps instead"
         )
+    if not isinstance(rows.path, str):
+        raise ConfigError(f"{where}, and train_dataset.path is {rows.path!r}: write one dotted path")
+    for name in _NEED_DATASET:
+        if value := getattr(rows, name):
+            fix = f"set train_dataset.{name}: false" if value is True else f"remove train_dataset.{name}"
+            raise ConfigError(f"{where}, and train_dataset.{name} is {value!r}, which needs a dataset: {fix}")
+
+
+def _check_rows(config: RunConfig) -> None:
+    """Refuse keys of rows that nothing reads, whatever the workflow is; ``runs`` looks at what the workflow reads."""
     for name, dataset, fix in (
         ("train_dataset", config.train_dataset if config.buffer_filter is None else None, "set buffer_filter, or "),
         ("eval_dataset", config.eval_dataset, ""),
@@ -102,6 +180,29 @@ def check_rollouts(config: RunConfig) -> None:
                 f"{name}.metadata_key is {dataset.metadata_key!r}, and only a buffer_filter of the training rows reads "
                 f"it: {fix}remove it. The workflow gets the column in its row"
             )
+    for name, rows in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
+        if rows is None:
+            continue
+        faults = dict(_TRAINING_ONLY) if name == "eval_dataset" else {}
+        if not rows.filter_overlong_prompts:
+            faults["filter_overlong_prompts_workers"] = "filter_overlong_prompts is false: set it"
+        own_code = config.data_packer is not None or rows.custom_cls is not None  # which may read any key
+        if not own_code and rows.filter_overlong_prompts:
+            faults["truncation"] = "filter_overlong_prompts drops the prompts that it would cut: remove one"
+        elif not own_code and rows.max_prompt_length is None:
+            faults["truncation"] = "max_prompt_length is null, so no prompt is too long: set it"
+        refuse_idle(name, rows, faults)
+
+
+def refuse_idle(section: str, rows: DatasetConfig, faults: Mapping[str, str]) -> None:
+    """Refuse the keys of a dataset section that are set and would do nothing, for the reasons ``faults``."""
+    idle = {name: getattr(rows, name) for name in faults if getattr(rows, name) != getattr(_DEFAULT_ROWS, name)}
+    if idle:
+        raise ConfigError(
+            "; ".join(
+                f"{section}.{name} is {value!r}, but would do nothing: {faults[name]}" for name, value in idle.items()
+            )
+        )
 
 
 def reports_truncated(config: RunConfig) -> bool:

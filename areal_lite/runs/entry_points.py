@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from areal_lite.api.trajectory import EpisodeStatus, Group
-from areal_lite.config.rules import check_training
+from areal_lite.config.rules import check_rows_end, check_training, held_out_rows
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.errors import ConfigError
@@ -58,6 +58,7 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
         EpisodeError: If every group failed.
     """
     check_startable(config)
+    check_rows_end(config)
     choice = WorkflowChoice.of(config)
     kwargs = choice.kwargs(config, is_eval=False)
     rows = workflow_rows(config, config.train_dataset, is_train=True)
@@ -84,10 +85,9 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
         ConfigError: If there is no ``eval_dataset``.
         EpisodeError: If no episode gave a reward.
     """
-    if config.eval_dataset is None:
-        raise ConfigError("eval_dataset is missing: give the rows to evaluate on (eval_dataset.path=rows.jsonl)")
+    section = held_out_rows(config)
     check_startable(config)
-    rows = workflow_rows(config, config.eval_dataset, is_train=False)
+    rows = workflow_rows(config, section, is_train=False)
     with (
         run_directory(config, fresh=False, trains=False) as run_dir,
         generating_engine(config, run_dir) as engine,

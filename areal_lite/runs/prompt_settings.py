@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_lite.api.engine_api import Row
 from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.config.rules import refuse_idle
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.errors import ConfigError
@@ -21,10 +22,6 @@ _RENDERING = (
     *("apply_chat_template", "apply_chat_template_kwargs", "tools_key", "tools_in_system_prompt"),
     *("image_key", "video_key"),
 )
-_TRAINING_ONLY = {
-    "datagen": "it adds rows after each training step",
-    "sampler": "held-out rows all run, in the order of the file",
-}
 
 
 def prompt_preparer(
@@ -91,33 +88,18 @@ def with_arguments(
 
 
 def _check(config: RunConfig, rows: DatasetConfig, section: str, *, why: str, has_prompt: bool, first_row: Any) -> None:
-    """Refuse settings that nothing reads; ``why`` the workflow does not take the prompt's ids, "" if it does."""
+    """Refuse settings that nothing reads because the workflow takes no ids of the prompt, for the reason ``why``."""
+    if not why or config.data_packer is not None or rows.custom_cls is not None:
+        return
     filters = rows.filter_overlong_prompts
-    faults = {} if filters else {"filter_overlong_prompts_workers": "filter_overlong_prompts is false: set it"}
-    if section == "eval_dataset":
-        faults |= _TRAINING_ONLY
-    if config.data_packer is None and rows.custom_cls is None:
-        if why and not filters:
-            faults |= {"max_prompt_length": f"{why}, or set filter_overlong_prompts"}
-        renders = filters or isinstance(first_row, list) or (has_prompt and rows.return_full_prompt)
-        if why and not renders:
-            faults |= dict.fromkeys(_RENDERING, why)
-        if why or filters or rows.max_prompt_length is None:
-            faults["truncation"] = why or (
-                "filter_overlong_prompts drops the prompts that it would cut: remove one"
-                if filters
-                else "max_prompt_length is null, so no prompt is too long: set it"
-            )
-        if not has_prompt:
-            faults |= dict.fromkeys(("return_raw_chat", "return_full_prompt"), why)
-    defaults = DatasetConfig(path="")
-    idle = {name: getattr(rows, name) for name in faults if getattr(rows, name) != getattr(defaults, name)}
-    if idle:
-        raise ConfigError(
-            "; ".join(
-                f"{section}.{name} is {value!r}, but would do nothing: {faults[name]}" for name, value in idle.items()
-            )
-        )
+    faults = {"truncation": why}
+    if not filters:
+        faults["max_prompt_length"] = f"{why}, or set filter_overlong_prompts"
+    if not (filters or isinstance(first_row, list) or (has_prompt and rows.return_full_prompt)):
+        faults |= dict.fromkeys(_RENDERING, why)
+    if not has_prompt:
+        faults |= dict.fromkeys(("return_raw_chat", "return_full_prompt"), why)
+    refuse_idle(section, rows, faults)
 
 
 def _argument(target: Any, kwargs: Mapping[str, Any], name: str) -> Any:

@@ -92,11 +92,6 @@ def workflow_rows(
     config: RunConfig, rows: DatasetConfig, *, is_train: bool, workflow: WorkflowChoice | None = None
 ) -> list[Row]:
     """Return the workflow input for each of the rows, in order."""
-    if is_train and not config.rollout_global_dataset:
-        raise ConfigError(
-            "rollout_global_dataset is false: the rows of a generator do not end, so they cannot all be run. Use "
-            "areal-lite train, or rollout_global_dataset: true with a function that returns a list"
-        )
     logger.info("loading the rows of %s", rows.path)
     workflow = workflow or WorkflowChoice.of(config)
     dataset = _dataset(config, rows, workflow, is_train=is_train)

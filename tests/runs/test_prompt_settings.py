@@ -21,15 +21,10 @@ SINGLE, AGENT = "workflows.single_turn.SingleTurnWorkflow", "tests.e2e.agents.Le
 ROW = {"prompt": "Hi", "answer": 1}
 
 
-def prepared(tiny_model: Path, rows: dict[str, Any], *, row: Any = ROW, is_eval: bool = False, **settings: Any) -> Any:
+def prepared(tiny_model: Path, rows: dict[str, Any], *, row: Any = ROW, **settings: Any) -> Any:
     section = DatasetConfig(path="rows.jsonl", **rows)
-    trains = (
-        {"train_dataset": DatasetConfig(path=""), "eval_dataset": section} if is_eval else {"train_dataset": section}
-    )
-    trainer = TrainerConfig(total_steps=1, learning_rate=1.0)
-    config = RunConfig(
-        **{"experiment_name": "e", "model_path": str(tiny_model), "trainer": trainer, **trains, **settings}
-    )
+    names: dict[str, Any] = {"experiment_name": "e", "model_path": str(tiny_model), **settings}
+    config = RunConfig(trainer=TrainerConfig(total_steps=1, learning_rate=1.0), train_dataset=section, **names)
     tokenizer = load_tokenizer(str(tiny_model))
     choice = WorkflowChoice.of(config)
     prepare = prompt_preparer(config, section, choice.target, choice.given, tokenizer=tokenizer, first_row=row)
@@ -53,7 +48,6 @@ def prepared(tiny_model: Path, rows: dict[str, Any], *, row: Any = ROW, is_eval:
         ({"tools_in_system_prompt": True}, "tools_in_system_prompt is True"),
         ({"image_key": "pictures"}, "image_key is 'pictures'"),
         ({"video_key": "films"}, "video_key is 'films'"),
-        ({"filter_overlong_prompts_workers": 2}, "filter_overlong_prompts is false: set it"),
     ],
 )
 def test_what_an_agent_does_not_read_is_refused(tiny_model: Path, rows: dict[str, Any], message: str) -> None:
@@ -64,11 +58,6 @@ def test_what_an_agent_does_not_read_is_refused(tiny_model: Path, rows: dict[str
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"truncation": "left"}, "max_prompt_length is null, so no prompt is too long: set it"),
-        (
-            {"truncation": "left", "max_prompt_length": 50, "filter_overlong_prompts": True},
-            "filter_overlong_prompts drops the prompts that it would cut: remove one",
-        ),
         ({"prompt_key": "question", "max_prompt_length": 5}, "no column 'question', only prompt, answer"),
         ({"prompt_key": "question", "return_raw_chat": True}, "return_raw_chat is True, but would do nothing"),
         ({"max_prompt_length": 5}, r"train_dataset rows.jsonl, row 0: the prompt has \d+ tokens, and the maximum is 5"),
@@ -77,12 +66,6 @@ def test_what_an_agent_does_not_read_is_refused(tiny_model: Path, rows: dict[str
 def test_what_cannot_act_on_a_prepared_prompt_is_refused(tiny_model: Path, rows: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepared(tiny_model, rows, workflow=SINGLE)
-
-
-@pytest.mark.parametrize("key", ["datagen", "sampler"])
-def test_held_out_rows_have_no_generator_and_no_curriculum(tiny_model: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"eval_dataset.{key} is .* but would do nothing"):
-        prepared(tiny_model, {key: {"path": "mine", "name": "Mine"}}, is_eval=True, workflow=SINGLE)
 
 
 def test_with_a_filter_an_agent_may_say_how_prompts_are_measured(tiny_model: Path) -> None:

@@ -280,20 +280,13 @@ class GeneratedRows(RowStream):
 
 def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:
     """Return the generator function at ``rows.path``, with its arguments."""
-    where = "rollout_global_dataset is false, so rows come from a generator function"
-    path = rows.path
-    if not isinstance(path, str):
-        raise ConfigError(f"{where}, and train_dataset.path is {path!r}: write one dotted path")
-    needs_rows = ("shuffle", "max_samples", "filter_overlong_prompts", "custom_cls", "sampler", "datagen")
-    for name in needs_rows:
-        if value := getattr(rows, name):
-            fix = f"set train_dataset.{name}: false" if value is True else f"remove train_dataset.{name}"
-            raise ConfigError(f"{where}, and train_dataset.{name} is {value!r}, which needs a dataset: {fix}")
+    path = str(rows.path)
     function = load_object(path, where="train_dataset.path")
     if not inspect.isgeneratorfunction(function):
         raise ConfigError(
-            f"{where}, and train_dataset.path {path!r} is none: name a function that yields rows, or set "
-            "rollout_global_dataset: true for files and functions that return a list"
+            "rollout_global_dataset is false, so rows come from a generator function, and train_dataset.path "
+            f"{path!r} is none: name a function that yields rows, or set rollout_global_dataset: true for files and "
+            "functions that return a list"
         )
     try:
         inspect.signature(function).bind(**rows.kwargs)

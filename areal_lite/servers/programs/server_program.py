@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.rules import flag_of, tensor_parallel_size
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
@@ -30,22 +31,8 @@ Backend = Literal["sglang", "vllm"]
 
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
 _EXTENSION = Path(__file__).with_name("vllm_extension")
-_OWN_KEYS = {
-    **dict.fromkeys(("model", "model-path", "tokenizer", "tokenizer-path"), "model_path"),
-    **dict.fromkeys(("seed", "random-seed"), "seed"),
-    **dict.fromkeys(("context-length", "max-model-len"), "server.context_length"),
-    **{name: f"server.{name}" for name in ("host", "port", "dtype", "device")},
-}
-"""The config key of a flag that server.args may not set."""
-_NEEDED = {
-    "sglang": {"weight-version", "incremental-streaming-output", "api-key", "admin-api-key"},
-    "vllm": {"enable-scale-out", "logprobs-mode", "worker-extension-cls", "api-key"},
-}
-"""Flags whose value the engine needs: token ids in and out, log-probs, versions, weight updates, no key."""
-_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "SGLANG_RETURN_ORIGINAL_LOGPROB")
 _OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)")
 """Variables of the trainers, which a server would take for its own."""
-_TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
 _PROBE_TOKENS = 4
 _ROUTER = "sglang_router"
 _NO_TIMEOUT_S = 10**6
@@ -89,7 +76,7 @@ class ServerProgram(ServerProcess):
             flags |= dialect_of(self._backend).adapter_flags(self._model.adapters)
             if self._backend == "sglang" and self._config.device == "cpu":
                 flags["lora-backend"] = "torch_native"  # the others are kernels for GPUs
-        given = {_flag(name): value for name, value in self._config.args.items()}
+        given = {flag_of(name): value for name, value in self._config.args.items()}
         return [
             interpreter(self._config),
             *("-m", _MODULES[self._backend]),
@@ -159,16 +146,7 @@ class RouterProgram(ServerProcess):
 
 
 def check_program(config: ServerConfig, backend: Backend) -> None:
-    """Check before anything starts that SGLang or vLLM is installed and its settings are possible."""
-    for name in config.args:
-        flag = _flag(name).removeprefix("no-")
-        if key := _OWN_KEYS.get(flag):
-            raise ConfigError(f"server.args sets {name!r}, which comes from {key}: set {key} instead")
-        if flag in _NEEDED[backend]:
-            raise ConfigError(f"server.args sets {name!r}, whose value the engine needs to be its own: remove it")
-    for name in _OWN_VARIABLES:
-        if name in config.env:
-            raise ConfigError(f"server.env sets {name}, which the engine sets itself: remove it")
+    """Check before anything starts that SGLang or vLLM is installed and its ports are free."""
     for port in server_ports(config):
         check_port(config.host, port)
     if not _is_installed(config, backend):
@@ -209,9 +187,7 @@ def gpu_groups(config: ServerConfig) -> list[str] | list[None]:
     gpus = [] if config.device == "cpu" else visible_gpus()
     if not gpus:
         return [None] * config.replicas
-    size = next((value for name, value in config.args.items() if _flag(name) in _TENSOR_PARALLEL), 1)
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"server.args gives the tensor parallel size {size!r}: use a whole number from 1")
+    size = tensor_parallel_size(config)
     needed = size * config.replicas
     if needed > len(gpus):
         raise ConfigError(
@@ -264,10 +240,6 @@ def _flags(backend: Backend, config: ServerConfig, model: ServedModel, port: int
         "worker-extension-cls": "areal_lite_vllm.WorkerExtension",
         "structured-outputs-config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
-
-
-def _flag(name: str) -> str:
-    return name.lstrip("-").replace("_", "-")
 
 
 def _words(name: str, value: Any, backend: Backend) -> list[str]:
