@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,12 +56,36 @@ def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -
 
 @contextmanager
 def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
-    """Yield an engine with running servers; both stop when the context ends."""
-    if config.rollout.addresses:
-        with _reporting(RemoteInfEngine(config.rollout, model_path=config.model_path)) as engine:
+    """Yield an engine with running servers; both stop when the context ends.
+
+    Failed episodes are logged by cause when it ends, also after an error.
+    """
+    rollout, group = config.rollout, None
+    with ExitStack() as stack:
+        if not rollout.addresses:
+            group = stack.enter_context(_servers(config, run_dir / "servers"))
+            # A restart of all of them takes as long as their start.
+            patience = max(rollout.faults.outage_patience_s, config.server.start_timeout_s)
+            rollout = replace(
+                rollout,
+                addresses=group.addresses,
+                backend=config.server.backend or "embedded",
+                router=group.router,
+                faults=replace(rollout.faults, outage_patience_s=patience),
+            )
+        engine = stack.enter_context(RemoteInfEngine(rollout, model_path=config.model_path))
+        if group is not None:
+            group.attach(engine)
+            stack.callback(group.attach, None)
+        try:
             yield engine
-        return
-    # A run that trains has resolved both; without a trainer, auto is left to the server, which knows its device.
+        finally:
+            if table := engine.failures.table():
+                logger.warning("%s", table)
+
+
+def _servers(config: RunConfig, log_dir: Path) -> ServerGroup:
+    # A run that trains has resolved both dtypes; without a trainer, auto is left to the server, which knows its device.
     dtype = config.trainer.dtype if config.server.dtype == "auto" else config.server.dtype
     settings = replace(config.server, dtype=dtype)
     if settings.backend in (None, "embedded"):
@@ -73,21 +97,7 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
         deterministic=config.trainer.deterministic,
         adapters=_adapters(config),
     )
-    with ServerGroup(make_servers(settings, model, run_dir / "servers")) as group:
-        patience = max(config.rollout.faults.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
-        rollout = replace(
-            config.rollout,
-            addresses=group.addresses,
-            backend=settings.backend or "embedded",
-            router=group.router,
-            faults=replace(config.rollout.faults, outage_patience_s=patience),
-        )
-        with _reporting(RemoteInfEngine(rollout, model_path=config.model_path)) as engine:
-            group.attach(engine)
-            try:
-                yield engine
-            finally:
-                group.attach(None)
+    return ServerGroup(make_servers(settings, model, log_dir))
 
 
 def _adapters(config: RunConfig) -> AdapterShape | None:
@@ -97,14 +107,3 @@ def _adapters(config: RunConfig) -> AdapterShape | None:
     from areal_lite.models.lora import planned_shape
 
     return planned_shape(config.model_path, lora)
-
-
-@contextmanager
-def _reporting(engine: RemoteInfEngine) -> Iterator[RemoteInfEngine]:
-    """Run the engine, and log its failed episodes by cause when it ends, also after an error."""
-    with engine:
-        try:
-            yield engine
-        finally:
-            if table := engine.failures.table():
-                logger.warning("%s", table)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from areal_lite.api.trajectory import EpisodeStatus, Group
@@ -11,12 +14,14 @@ from areal_lite.config.run_config import RunConfig
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.errors import ConfigError
 from areal_lite.processes.quick_import import quick_import
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.engine_stack import check_startable, generating_engine
 from areal_lite.runs.evaluation import Evaluation, evaluate, no_success
 from areal_lite.runs.folder.run_directory import run_directory
-from areal_lite.runs.monitoring.run_metrics import OnStep, recorded
+from areal_lite.runs.monitoring.run_metrics import OnStep, engine_metrics, with_scalars
 from areal_lite.runs.run_data import WorkflowChoice, workflow_rows
 from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model
+from areal_lite.trainer.metrics import MetricsWriter
 
 if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
@@ -62,11 +67,7 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
     choice = WorkflowChoice.of(config)
     kwargs = choice.kwargs(config, is_eval=False)
     rows = workflow_rows(config, config.train_dataset, is_train=True)
-    with (
-        run_directory(config, fresh=False, trains=False) as run_dir,
-        generating_engine(config, run_dir) as engine,
-        recorded(engine, run_dir, "rollout", on_step) as metrics,
-    ):
+    with _engine_alone(config, "rollout", on_step) as (engine, metrics):
         logger.info("running %d rows x %d episodes", len(rows), config.rollout.group_size)
         groups = engine.rollout_batch(rows, choice.workflow, kwargs, config.should_accept_fn)
         if rewards := [reward for group in groups for reward in group.rewards]:
@@ -88,14 +89,33 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
     section = held_out_rows(config)
     check_startable(config)
     rows = workflow_rows(config, section, is_train=False)
-    with (
-        run_directory(config, fresh=False, trains=False) as run_dir,
-        generating_engine(config, run_dir) as engine,
-        recorded(engine, run_dir, "eval", on_step) as metrics,
-    ):
+    with _engine_alone(config, "eval", on_step) as (engine, metrics):
         result = evaluate(engine, config, rows, WorkflowChoice.of(config))
         metrics |= result.metrics()
         return result
+
+
+@contextmanager
+def _engine_alone(
+    config: RunConfig, name: str, on_step: OnStep | None
+) -> Iterator[tuple[RemoteInfEngine, dict[str, float]]]:
+    """Yield an engine without a trainer, and a dict for metrics beside those of the engine.
+
+    They are one record in ``NAME_metrics.jsonl`` when the context ends, also after an error. The file is not
+    metrics.jsonl, because the folder may hold a training run.
+    """
+    metrics: dict[str, float] = {}
+    with run_directory(config, fresh=False, trains=False) as run_dir, generating_engine(config, run_dir) as engine:
+        began = time.monotonic()
+        try:
+            yield engine, metrics
+        finally:
+            metrics = {f"{name}/seconds": time.monotonic() - began} | engine_metrics(engine) | metrics
+            record = with_scalars(metrics, engine.take_scalars() | engine.take_scalars(is_eval=True))
+            with MetricsWriter(run_dir, name=f"{name}_metrics.jsonl") as writer:
+                writer.write(0, record)
+            if on_step is not None:
+                on_step(0, record)
 
 
 def check_trainable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:

@@ -30,20 +30,12 @@ class Evaluation:
     failed: int
     """Rows whose group was not accepted."""
     seconds: float
-    figures: dict[str, float] = field(default_factory=dict)
-    """:func:`validation_metrics`, if there are several episodes per row or several data sources."""
-    scalars: dict[str, float] = field(default_factory=dict)
-    """Means of what the episodes recorded, by metric name."""
+    others: dict[str, float] = field(default_factory=dict)
+    """Further metrics: means of what the episodes recorded, and :func:`validation_metrics`."""
 
     def metrics(self) -> dict[str, float]:
-        return {
-            **self.scalars,
-            "eval/reward": self.reward,
-            "eval/episodes": float(self.episodes),
-            "eval/failed": float(self.failed),
-            "eval/seconds": self.seconds,
-            **{f"eval/{name}": value for name, value in self.figures.items()},
-        }
+        own = {name: float(getattr(self, name)) for name in ("reward", "episodes", "failed", "seconds")}
+        return self.others | {f"eval/{name}": value for name, value in own.items()}
 
 
 def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row], workflow: WorkflowChoice) -> Evaluation:
@@ -66,8 +58,7 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row], wo
         episodes=len(rewards),
         failed=len(failed),
         seconds=time.monotonic() - clock,
-        figures=_figures(groups, config.evaluation.group_size),
-        scalars=engine.take_scalars(is_eval=True),
+        others=engine.take_scalars(is_eval=True) | _by_data_source(groups, config.evaluation.group_size),
     )
 
 
@@ -79,8 +70,8 @@ def no_success(groups: Sequence[Group]) -> EpisodeError:
     return EpisodeError(f"no episode on the {len(groups)} rows gave a reward: {text}", may_pass=may_pass)
 
 
-def _figures(groups: Sequence[Group], group_size: int) -> dict[str, float]:
-    """Return mean@N, best@N, worst@N of each data source; nothing if there is only the mean reward."""
+def _by_data_source(groups: Sequence[Group], group_size: int) -> dict[str, float]:
+    """Return mean@N, best@N, worst@N of each data source; nothing if that is the mean reward alone."""
     judged = [
         (reward, str(place), str(group.data.get("data_source", "held_out")))
         for place, group in enumerate(groups)
@@ -89,4 +80,5 @@ def _figures(groups: Sequence[Group], group_size: int) -> dict[str, float]:
     rewards, places, sources = zip(*judged, strict=True)
     if group_size == 1 and set(sources) == {"held_out"}:
         return {}
-    return validation_metrics({"reward": rewards}, prompt_ids=places, data_sources=sources)
+    figures = validation_metrics({"reward": rewards}, prompt_ids=places, data_sources=sources)
+    return {f"eval/{name}": value for name, value in figures.items()}
