@@ -34,7 +34,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 
 def dump_config(config: ExperimentConfig) -> str:
     """Return ``config`` as YAML."""
-    return write_yaml(_escaped(masked(dataclasses.asdict(config))))
+    return write_yaml(plain(dataclasses.asdict(config)))
 
 
 def write_yaml(values: Any, *, flow: bool = False) -> str:
@@ -43,21 +43,16 @@ def write_yaml(values: Any, *, flow: bool = False) -> str:
     return text.removesuffix("...\n").strip() if flow else text
 
 
-def masked(value: Any, key: Any = "") -> Any:
-    """Return nested values with ``***`` in place of API keys and tokens; ``key`` is the name of ``value``."""
+def plain(value: Any, key: Any = "") -> Any:
+    """Return nested values, ``value`` being that of ``key``, as a config file can hold them.
+
+    API keys and tokens are ``***``, and no text is a reference to :mod:`areal_lite.config.interpolation`.
+    """
     if isinstance(value, dict):
-        return {k: masked(v, k) for k, v in value.items()}
+        return {name: plain(inner, name) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(v) for v in value]
-    if isinstance(value, str) and (_SECRET_VALUE.match(value) or (value and _SECRET_KEY.search(str(key)))):
-        return "***"
-    return value
-
-
-def _escaped(value: Any) -> Any:
-    """Return nested values whose texts :mod:`areal_lite.config.interpolation` leaves unchanged."""
-    if isinstance(value, dict):
-        return {key: _escaped(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_escaped(one) for one in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+        return [plain(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    is_secret = _SECRET_VALUE.match(value) or (value and _SECRET_KEY.search(str(key)))
+    return "***" if is_secret else re.sub(r"(\\*)\$\{", r"\1\1\\${", value)

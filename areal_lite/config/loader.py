@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.config.dotted_path import load_object
-from areal_lite.config.dump import masked, write_yaml
+from areal_lite.config.dump import plain, write_yaml
 from areal_lite.config.interpolation import Key, resolve
 from areal_lite.config.keys import describe_fields, field_type, is_mapping, owners, section_of, takes_text
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
@@ -76,7 +76,7 @@ def describe_value(path: str | Path, overrides: Sequence[str], key: str, *, root
     if isinstance(value, dict):
         return ""
     source = loaded.sources.get(key) or ("default" if written is None and value is not None else str(path))
-    return f"value {write_yaml(masked(value, key), flow=True)}  ({source})"
+    return f"value {write_yaml(plain(value, key), flow=True)}  ({source})"
 
 
 class _Loaded(NamedTuple):

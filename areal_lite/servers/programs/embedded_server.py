@@ -79,8 +79,9 @@ class EmbeddedServer(ServerProcess):
         self.config = server_config(**settings)
         self.seed = seed
         self.deterministic = deterministic
-        check_model_path(model_path)
-        check_text_model(model_path)
+        if process is None:  # make_servers has one: a run or command checks the model before it makes servers of it
+            check_model_path(model_path)
+            check_text_model(model_path)
         check_port(self.config.host, self.config.port)
         self._port = self.config.port
         self._ready = -1
