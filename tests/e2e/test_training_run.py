@@ -179,6 +179,8 @@ def test_asynchronous_training_uses_and_keeps_the_staleness_bound(run_yaml: Path
     staleness = [r["train/staleness_max"] for r in records(summary.run_dir) if "train/loss" in r]
     assert max(staleness) <= 2
     assert max(staleness) > 0
+    recorded = yaml.safe_load((summary.run_dir / "config.yaml").read_text())
+    assert recorded["server"]["dtype"] == "float32"  # that of the trainer, so a replay elsewhere computes the same
 
 
 def test_the_agent_learns(served_yaml: Path) -> None:
