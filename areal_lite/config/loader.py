@@ -84,7 +84,7 @@ class _Loaded(NamedTuple):
     values: dict[Any, Any]
     """As in the file, with overrides and references applied."""
     sources: dict[str, str]
-    """Where a value comes from, by dotted key, if not simply from the file."""
+    """Source of each value that is not simply from the file, by dotted key."""
 
 
 def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, recorded: bool = False) -> _Loaded:
@@ -157,23 +157,20 @@ def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, w
         raise ConfigError(f"{where}: write section.key=value")
     *sections, last = key.split(".")
     section: dict[Any, Any] = values
-    owner: type[Any] | None = root  # None inside a free-form mapping such as kwargs
-    for depth, name in enumerate(sections):
-        if owner is not None:
-            field = field_type(owner, name)
-            if field is None:
-                raise ConfigError(f"{where}: {_unknown(owner, name, root)}")
-            owner = section_of(field)
-            if owner is None and not is_mapping(field):
-                raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is a value, not a section")
-        child = section.get(name)
-        if child is None:
-            child = section[name] = {}
-        elif not isinstance(child, dict):
-            raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is {_short(child)}, not a section")
-        section = child
-    if owner is not None and field_type(owner, last) is None:
-        raise ConfigError(f"{where}: {_unknown(owner, last, root)}")
+    for depth, (owner, name) in enumerate(owners(root, [*sections, last])):  # no owner inside a mapping such as kwargs
+        annotation = None if owner is None else field_type(owner, name)
+        if owner is not None and annotation is None:
+            raise ConfigError(f"{where}: {_unknown(owner, name, root)}")
+        if depth == len(sections):
+            break
+        so_far = ".".join(sections[: depth + 1])
+        if owner is not None and section_of(annotation) is None and not is_mapping(annotation):
+            raise ConfigError(f"{where}: {so_far} is a value, not a section")
+        if section.get(name) is None:
+            section[name] = {}
+        elif not isinstance(section[name], dict):
+            raise ConfigError(f"{where}: {so_far} is {_short(section[name])}, not a section")
+        section = section[name]
     section[last] = parse_yaml(text, where=where)
     return key
 
@@ -207,16 +204,13 @@ def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str
 
 
 def _default_of(root: type[Any], key: Key) -> Any:
-    owner: type[Any] | None = root
-    for depth, name in enumerate(key):
-        if owner is None or name not in owner.__pydantic_fields__:
-            known = owner or root
-            raise ConfigError(
-                _unknown(known, name, root) if owner else f"there is no key {'.'.join(key[: depth + 1])!r}"
-            )
-        field = owner.__pydantic_fields__[name]
-        owner = section_of(field_type(owner, name))
-    if field.is_required() or owner is not None:
+    for owner, name in owners(root, key):
+        if owner is None:
+            raise ConfigError(f"there is no key {'.'.join(key)!r}")
+        if name not in owner.__pydantic_fields__:
+            raise ConfigError(_unknown(owner, name, root))
+        field, annotation = owner.__pydantic_fields__[name], field_type(owner, name)
+    if field.is_required() or section_of(annotation) is not None:
         raise ConfigError(f"{'.'.join(key)!r} has no value: set it")
     return field.get_default(call_default_factory=True)
 
@@ -226,7 +220,7 @@ _ELSEWHERE = {
     "train_batch_size": "the rows of a training batch are rollout.consumer_batch_size",
     "total_training_steps": "write trainer.total_steps",
 }
-"""What to write in place of keys of verl."""
+"""Replacements of keys of verl."""
 _MOVED = {
     **{name: f"rollout.faults.{name}" for name in FaultsConfig.__dataclass_fields__},
     **{f"agent_{name}": f"rollout.agents.{name}" for name in ("workflow", "isolation", "processes")},

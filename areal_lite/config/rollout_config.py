@@ -40,7 +40,7 @@ Sampling = Annotated[GenerationHyperparameters, AfterValidator(_one_answer)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunIdentity:
-    """Where a run writes, and its seed.
+    """Output folder and seed of a run.
 
     A YAML sets these at the top, or in ``rollout`` alone, and both have them. An engine without a run has defaults;
     with the seed None, the server samples unseeded.

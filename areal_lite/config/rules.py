@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.generation import CONSTRAINTS, GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.server_config import ServerConfig
@@ -260,7 +260,7 @@ def _check_log_probs(config: RunConfig) -> None:
     names = ("min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
     changed = [
         name
-        for name in (*names, "json_schema", "regex", "ebnf")
+        for name in (*names, *CONSTRAINTS)
         if getattr(rollout.gconfig, name) != getattr(GenerationHyperparameters, name)
     ]
     if changed:

@@ -88,7 +88,7 @@ class RunConfig(ExperimentConfig):
     train_dataset: DatasetConfig
     """Training rows."""
     rollout_global_dataset: bool = True
-    """Whether train_dataset is a dataset, with epochs in a shuffled order. false: train_dataset.path names a generator
+    """true: train_dataset is a dataset, with epochs in a shuffled order. false: train_dataset.path names a generator
     function, whose rows come in its order; a resumed run skips as many as were drawn."""
     eval_dataset: DatasetConfig | None = None
     """Held-out rows. Null skips evaluation."""

@@ -24,7 +24,7 @@ class ConversationsConfig(RowsConfig):
     max_length: Annotated[int, Field(ge=2)]
     """Maximum sequence length in tokens. Beyond it, conversations are cut and pairs skipped."""
     end_of_turn: Literal["end_mark", "next_role"] = "end_mark"
-    """What ends a trained answer if the chat template writes no end mark: nothing, or the special token that begins the
+    """End of a trained answer if the chat template writes no end mark: nothing, or the special token that begins the
     next message, for models that stop at it (GLM)."""
     num_workers: Count = 0
     """Processes that check the rows at the start and tokenize them ahead of training; 0 uses a thread."""
