@@ -21,8 +21,9 @@ class EmbeddedServerConfig:
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on, further replicas on the ports after it; 0 takes free ones."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the served weights. auto is that of the trainer. If nothing trains and trainer.dtype is auto, SGLang
-    and vLLM take that of config.json, the embedded server bfloat16, or float32 on a CPU without instructions for it."""
+    """Number format of the served weights. auto is that of the trainer. If nothing trains and trainer.dtype is auto
+    too, SGLang and vLLM take that of config.json, the embedded server bfloat16, or float32 on a CPU without
+    instructions for bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
     num_threads: Annotated[int, Field(ge=0)] = 0
