@@ -137,17 +137,14 @@ def check_learnable(config: RunConfig) -> None:
     from areal_lite.trainer.estimators import COMPARES_GROUP
 
     resolve_device(config.trainer.device)
-    critic = config.trainer.critic
+    critic, rollout = config.trainer.critic, config.rollout
     check_scorable(config.model_path)
-    for key, path in (
-        ("reward_model", config.reward_model),
-        ("trainer.critic.model_path", None if critic is None else critic.model_path),
-    ):
+    check_text_model(config.model_path)
+    others = {"reward_model": config.reward_model, "trainer.critic.model_path": critic and critic.model_path}
+    for key, path in others.items():
         if path is not None:
             check_model_path(path, key=key, has_tokenizer=False)
             check_scorable(path, key=key)
-    check_text_model(config.model_path)
-    rollout = config.rollout
     if rollout.group_size < 2 and config.trainer.advantage in COMPARES_GROUP:
         raise ConfigError(
             f"rollout.group_size is {rollout.group_size}: a group of one has no baseline, so every advantage of "

@@ -18,16 +18,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import orjson
 import torch
 
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.errors import TrainingError
+from areal_lite.files.whole_files import append_line
 from areal_lite.models.parallel.ranks import Ranks, broadcast_json
 from areal_lite.models.policy_model import resolve_device, resolve_dtype
 from areal_lite.runs.folder.resuming import CHECKPOINTS, Start, resume_hint
-from areal_lite.runs.folder.run_directory import append_skipped_update, run_directory
+from areal_lite.runs.folder.run_directory import SKIPPED_UPDATES, run_directory
 from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.stopping import Stopped, expires_soon, finishing, stop_together
 from areal_lite.servers.weights.weight_folder import save_model
@@ -103,7 +105,9 @@ class RunFiles:
     def record_skipped_update(self, update: Mapping[str, Any]) -> None:
         """Append a non-finite update, which was not applied, to skipped_updates.jsonl."""
         if self.metrics is not None:
-            append_skipped_update(self.run_dir, update)
+            # JSON has no nan and no infinity.
+            record = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
+            append_line(self.run_dir / SKIPPED_UPDATES, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from areal_lite.files.whole_files import append_line, storing, write_whole
 logger = logging.getLogger(__name__)
 
 BATCHES = "batches.jsonl"
-_SKIPPED_UPDATES = "skipped_updates.jsonl"
+SKIPPED_UPDATES = "skipped_updates.jsonl"
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         if fresh and (path / "metrics.jsonl").exists():
             check_disposable(config, path)
             logger.warning("%s: the run in it ended before its first checkpoint; starting again", path)
-            for name in ("metrics.jsonl", _SKIPPED_UPDATES):
+            for name in ("metrics.jsonl", SKIPPED_UPDATES):
                 (path / name).unlink(missing_ok=True)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -77,13 +77,6 @@ def check_disposable(config: ExperimentConfig, path: Path) -> None:
             "(trial_name=...), or remove the folder"
         )
     check_config(path, dump_config(config))
-
-
-def append_skipped_update(run_dir: Path, update: Mapping[str, Any]) -> None:
-    """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl."""
-    # JSON has no nan and no infinity.
-    record = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
-    append_line(run_dir / _SKIPPED_UPDATES, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def append_batch(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
