@@ -200,7 +200,7 @@ def run_rl(
     start = find_start(config, config.trainer.steps)
     if start.is_done:
         return summary_of_finished(config, start)
-    driver = RolloutDriver(config, start, data, workflow) if data is not None else None
+    driver = RolloutDriver(config, start, data) if data is not None else None
     with ExitStack() as stack:
         files = stack.enter_context(open_run_files(config, start, on_step))
         if driver is not None:

@@ -25,7 +25,7 @@ from areal_lite.runs.evaluation import Evaluation, evaluate
 from areal_lite.runs.folder.resuming import Start
 from areal_lite.runs.folder.run_directory import append_batch
 from areal_lite.runs.monitoring.run_metrics import engine_metrics
-from areal_lite.runs.run_data import TrainingData, WorkflowChoice, tokenizer_path, workflow_rows
+from areal_lite.runs.run_data import TrainingData, tokenizer_path, workflow_rows
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_reward_model, rewards_of
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
@@ -38,16 +38,14 @@ class RolloutDriver:
 
     engine: RemoteInfEngine
 
-    def __init__(
-        self, config: RunConfig, start: Start, data: TrainingData, workflow: WorkflowChoice | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, start: Start, data: TrainingData) -> None:
         """Load and check all inputs, with the data source at the position of ``start``; raises ConfigError."""
         algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
         if start.checkpoint is not None:
             data.source.load(start.step, start.checkpoint)
         self.data = data
         self._config = config
-        self._workflow = workflow or WorkflowChoice.of(config)
+        self._workflow = data.workflow
         rows = config.eval_dataset
         self.held_out = workflow_rows(config, rows, is_train=False, workflow=self._workflow) if rows else []
         self._baselines = "baselines" in algorithm.needs

@@ -29,11 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """The training rows, and the packer that turns them into workflow input and episodes into batches."""
+    """The training rows, the packer that turns them into workflow input and episodes into batches, the workflow."""
 
     dataset: Any
+    """None if a generator makes the rows."""
     packer: DataPacker
     source: RolloutDataSourceWithBuffer
+    workflow: WorkflowChoice
 
 
 def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> TrainingData:
@@ -57,17 +59,17 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
         mini_batch_size=config.rollout.consumer_batch_size,
         name=str(rows.path) if generate is None else f"{rows.path} {rows.kwargs}",
     )
+    stream: Any = dataset
     if generate is not None:
-        return TrainingData(None, packer, RolloutDataSourceWithBuffer(GeneratedRows(generate, settings)))
-    sampler = create_rl_sampler(rows, raw, seed=config.seed)
-    if isinstance(sampler, AbstractSampler):
+        stream = GeneratedRows(generate, settings)
+    elif isinstance(sampler := create_rl_sampler(rows, raw, seed=config.seed), AbstractSampler):
         if packer.collates:
             raise ConfigError(
                 f"{type(packer).__name__} has a rollout_collate_fn, which takes rows in mini-batches, and "
                 "train_dataset.sampler chooses one row at a time: use a packer without it, or no sampler"
             )
-        return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(CurriculumRows(dataset, settings, sampler)))
-    return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(dataset, settings))
+        stream = CurriculumRows(dataset, settings, sampler)
+    return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(stream, settings), workflow)
 
 
 def with_steps(config: RunConfig, num_rows: int) -> RunConfig:
