@@ -140,8 +140,8 @@ def check_learnable(config: RunConfig) -> None:
     critic, rollout = config.trainer.critic, config.rollout
     check_scorable(config.model_path)
     check_text_model(config.model_path)
-    others = {"reward_model": config.reward_model, "trainer.critic.model_path": critic and critic.model_path}
-    for key, path in others.items():
+    critic_path = None if critic is None else critic.model_path
+    for key, path in (("reward_model", config.reward_model), ("trainer.critic.model_path", critic_path)):
         if path is not None:
             check_model_path(path, key=key, has_tokenizer=False)
             check_scorable(path, key=key)
