@@ -226,17 +226,18 @@ def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: Wo
 
 
 def _dataset(config: RunConfig, rows: DatasetConfig, workflow: WorkflowChoice, *, is_train: bool) -> Any:
-    from areal_lite.data.rows.dynamic_dataset import create_rl_dataset
+    from areal_lite.data.rows.dynamic_dataset import DynamicGenRows, make_dataset
+    from areal_lite.data.rows.prompt_rows import PromptRows
 
     # Only prompt lengths, and classes of the user's that may read tokens, need a tokenizer here.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)
     rows, system_prompt = with_arguments(rows, workflow.target, workflow.given)
-    return create_rl_dataset(
-        rows.path,
+    return make_dataset(
         rows,
-        load_tokenizer(tokenizer_path(config)) if tokenizes else None,
-        load_processor(config.model_path) if tokenizes else None,
-        is_train=is_train,
+        DynamicGenRows if is_train and rows.datagen is not None else PromptRows,
+        data_files=rows.path,
+        tokenizer=load_tokenizer(tokenizer_path(config)) if tokenizes else None,
+        processor=load_processor(config.model_path) if tokenizes else None,
         seed=config.seed,
         system_prompt=system_prompt,
     )

@@ -153,7 +153,7 @@ def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
     if missing := [name for name in ("prompt_data", "hf_checkpoint") if name not in given]:
         raise ConfigError(f"rollout_global_dataset is true, and args has no {missing[0]}: set it")
     from areal_lite.data.chat.tokenizer import load_tokenizer
-    from areal_lite.data.rows.rl_dataset import RLHFDataset
+    from areal_lite.data.rows.prompt_rows import PromptRows
 
     longest = given.get("rollout_max_prompt_len")
     config = DatasetConfig(
@@ -165,7 +165,7 @@ def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
         max_prompt_length=longest,
         filter_overlong_prompts=longest is not None,
     )
-    dataset = RLHFDataset(args.prompt_data, load_tokenizer(args.hf_checkpoint), config)
+    dataset = PromptRows(args.prompt_data, load_tokenizer(args.hf_checkpoint), config)
     settings = replace(settings, name=str(args.prompt_data))
     if config.apply_chat_template:
         assert dataset.encoder is not None
