@@ -106,7 +106,7 @@ def make_dataset(config: DatasetConfig, default: type[PromptRows], **given: Any)
     """
     if config.custom_cls is None:
         return default(config=config, **given)
-    cls: type[Dataset[Any]] = load_class(config.custom_cls, Dataset, where="custom_cls")
+    cls: Any = load_class(config.custom_cls, Dataset, where="custom_cls")
     parameters = inspect.signature(cls).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         optional = {"max_samples", "seed", "system_prompt"} - parameters.keys()
@@ -115,4 +115,4 @@ def make_dataset(config: DatasetConfig, default: type[PromptRows], **given: Any)
                 f"max_samples is {most}, but {cls.__name__} takes no max_samples: add the argument or leave it unset"
             )
         given = {name: value for name, value in given.items() if name not in optional}
-    return cls(config=config, **given)
+    return cls(config=config, **given)  # type: ignore[no-any-return]
