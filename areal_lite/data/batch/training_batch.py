@@ -36,7 +36,7 @@ _PER_TOKEN: dict[str, tuple[int, Callable[[TokenSequence], Any]]] = {
     "versions": (-1, lambda sequence: np.full(len(sequence), -1)),
     "token_rewards": (0, lambda sequence: np.full(len(sequence), np.nan, np.float32)),
 }
-"""Of each column: its padding, and its values in a sequence without it."""
+"""The padding of each column, and its values in a sequence without it."""
 _REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how good each sequence is"}
 
 
