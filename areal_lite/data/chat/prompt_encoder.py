@@ -25,50 +25,6 @@ class TemplateError(ConfigError):
     """A chat template rejected the messages of a row."""
 
 
-def check_template(renderer: Any, config: DatasetConfig) -> None:
-    """Check that there is a chat template and that the config sets no reserved variable."""
-    variables = config.apply_chat_template_kwargs
-    if wrong := sorted(_RESERVED & variables.keys()):
-        raise ConfigError(f"apply_chat_template_kwargs has {', '.join(wrong)}, which is reserved: remove it")
-    if not (variables.get("chat_template") or renderer.chat_template):
-        raise ConfigError(
-            f"the {type(renderer).__name__} has no chat template for messages: use the tokenizer of the model's chat "
-            "or instruct version, set apply_chat_template_kwargs.chat_template, or give prompts as text"
-        )
-
-
-def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools: Any = None) -> str:
-    """Return ``messages`` as text that ends with the prompt for the assistant's answer."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ConfigError(
-            f"a prompt is {str(messages)[:80]!r} ({type(messages).__name__}): give text or a list of messages"
-        )
-    check_template(renderer, config)
-    variables = dict(config.apply_chat_template_kwargs)
-    if isinstance(tools, str):
-        try:
-            tools = orjson.loads(tools)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(
-                f"the tools in {config.tools_key!r} are not JSON ({error}): write a list of schemas"
-            ) from None
-    schemas = without_nulls(tools) or variables.pop("tools", None)
-    messages = plain_messages(messages)
-    if config.tools_in_system_prompt:
-        messages, schemas = in_hermes_form(messages, schemas), None
-    check_tools_are_rendered(renderer, schemas, variables)
-    if schemas:
-        variables["tools"] = schemas
-    try:
-        text: str = renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
-    except Exception as error:  # a template is a program and may raise anything
-        raise TemplateError(
-            f"the chat template cannot write {str(messages)[:200]} ({type(error).__name__}: {error}): fix the row, or "
-            "use another template"
-        ) from error
-    return text
-
-
 def prompt_messages(row: Mapping[str, Any], prompt_key: str) -> list[dict[str, Any]]:
     """Return the messages of a row's prompt, each with its content; text becomes one user message."""
     given: Any = row.get(prompt_key)
@@ -82,22 +38,18 @@ def prompt_messages(row: Mapping[str, Any], prompt_key: str) -> list[dict[str, A
             f"the prompt in {prompt_key!r} is {str(given)[:80]!r} ({type(given).__name__}): it must be text or a list "
             "of messages, {role, content}"
         )
-    return [{"content": None, **message} for message in plain_messages(prompt)]
+    return [_plain(message) for message in prompt]
 
 
-def plain_messages(messages: Any) -> list[Any]:
-    """Return messages without keys that are None, which tables add to messages and parts that lack them."""
-    return [_plain_message(message) if isinstance(message, Mapping) else message for message in messages]
-
-
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {key: value for key, value in message.items() if value is not None or key == "content"}
-    if isinstance(content := plain.get("content"), list | tuple):
-        plain["content"] = [
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message without keys that are None, which tables add to messages and parts that lack them."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = [
             {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
             for part in content
         ]
-    return plain
+    return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
 
 def without_nulls(value: Any) -> Any:
@@ -127,13 +79,53 @@ class PromptEncoder:
     """System message before a prompt that is text."""
 
     def __post_init__(self) -> None:
-        if self.config.apply_chat_template:
-            check_template(self.renderer, self.config)
+        if not self.config.apply_chat_template:
+            return
+        variables = self.config.apply_chat_template_kwargs
+        if wrong := sorted(_RESERVED & variables.keys()):
+            raise ConfigError(f"apply_chat_template_kwargs has {', '.join(wrong)}, which is reserved: remove it")
+        if not (variables.get("chat_template") or self.renderer.chat_template):
+            raise ConfigError(
+                f"the {type(self.renderer).__name__} has no chat template for messages: use the tokenizer of the "
+                "model's chat or instruct version, set apply_chat_template_kwargs.chat_template, or give prompts as "
+                "text"
+            )
 
     @property
     def renderer(self) -> Any:
         """The owner of the chat template."""
         return self.tokenizer
+
+    def rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
+        """Return ``messages`` as text that ends with the prompt for the assistant's answer.
+
+        ``tools`` are schemas, or JSON text of them, as the row has them.
+        """
+        config = self.config
+        variables = dict(config.apply_chat_template_kwargs)
+        if isinstance(tools, str):
+            try:
+                tools = orjson.loads(tools)
+            except orjson.JSONDecodeError as error:
+                raise ConfigError(
+                    f"the tools in {config.tools_key!r} are not JSON ({error}): write a list of schemas"
+                ) from None
+        schemas = without_nulls(tools) or variables.pop("tools", None)
+        if config.tools_in_system_prompt:
+            messages, schemas = in_hermes_form(messages, schemas), None
+        check_tools_are_rendered(self.renderer, schemas, variables)
+        if schemas:
+            variables["tools"] = schemas
+        try:
+            text: str = self.renderer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **variables
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise TemplateError(
+                f"the chat template cannot write {str(messages)[:200]} ({type(error).__name__}: {error}): fix the "
+                "row, or use another template"
+            ) from error
+        return text
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the prompt's messages, after the system prompt if the row's is text."""
@@ -156,7 +148,7 @@ class PromptEncoder:
             return EncodedPrompt(messages=[], text=prompt, input_ids=ids)
         row = row if isinstance(row, Mapping) else {config.prompt_key: row}
         messages = self.messages(row)
-        text = render_prompt(self.renderer, messages, config=config, tools=row.get(config.tools_key))
+        text = self.rendered(messages, row.get(config.tools_key))
         return self.tokenized(row, messages, text)
 
     def tokenized(self, row: Mapping[str, Any], messages: list[dict[str, Any]], text: str) -> EncodedPrompt:
