@@ -16,7 +16,7 @@ from areal_lite.config.dotted_path import load_object
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
-from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
+from areal_lite.data.rows.samplers import make_curriculum
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of
 from areal_lite.data.source.source_settings import SourceSettings
@@ -59,14 +59,14 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
     )
     if generate is not None:
         return TrainingData(None, packer, RolloutDataSourceWithBuffer(GeneratedRows(generate, settings)))
-    sampler = create_rl_sampler(rows, raw, seed=config.seed)
-    if isinstance(sampler, AbstractSampler):
+    curriculum = make_curriculum(rows, raw)
+    if curriculum is not None:
         if packer.collates:
             raise ConfigError(
                 f"{type(packer).__name__} has a rollout_collate_fn, which takes rows in mini-batches, and "
                 "train_dataset.sampler chooses one row at a time: use a packer without it, or no sampler"
             )
-        return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(CurriculumRows(dataset, settings, sampler)))
+        return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(CurriculumRows(dataset, settings, curriculum)))
     return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(dataset, settings))
 
 
