@@ -129,10 +129,14 @@ class PromptEncoder:
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the prompt's messages, after the system prompt if the row's is text."""
-        messages = prompt_messages(row, self.config.prompt_key)
+        messages = self.row_messages(row)
         if self.system_prompt and isinstance(row[self.config.prompt_key], str):
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
+
+    def row_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages that the row itself has."""
+        return prompt_messages(row, self.config.prompt_key)
 
     def encode(self, row: Mapping[str, Any] | str | list[Any]) -> EncodedPrompt:
         """Return the prompt of ``row``: of its column, or a row that is messages, or text, which is used as it is."""

@@ -55,8 +55,8 @@ class MultimodalEncoder(PromptEncoder):
         """The owner of the chat template; a processor's template supports images."""
         return self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
 
-    def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return _with_media(super().messages(row), row, self.config)
+    def row_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return build_messages(row, self.config)
 
     def tokenized(self, row: Mapping[str, Any], messages: list[dict[str, Any]], text: str) -> EncodedPrompt:
         media = media_values(messages, row, self.config)
@@ -87,13 +87,11 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     ``{"type": "image"}``; the same for videos. Content that is a list of parts is kept, without the None keys that
     tables add.
     """
-    return _with_media(prompt_messages(row, keys.prompt_key), row, keys)
-
-
-def _with_media(messages: list[dict[str, Any]], row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str, Any]]:
     columns = {"image": keys.image_key, "video": keys.video_key}
     split = {kind for kind, key in columns.items() if row.get(key) is not None}
-    messages = [{**message, "content": _parts(message["content"], split)} for message in messages]
+    messages = [
+        {**message, "content": _parts(message["content"], split)} for message in prompt_messages(row, keys.prompt_key)
+    ]
     for kind, key in columns.items():
         values = _column(row, key)
         needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
