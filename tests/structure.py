@@ -28,8 +28,8 @@ ALLOWED: dict[str, str] = {
     "areal_lite/rollout/remote_inf_engine.py::RemoteInfEngine.asubmit": "that of submit",
     "areal_lite/data/batch/data_proto.py::DataProto": "verl's methods",
     "areal_lite/data/rows/loader.py::ResumableLoader.__init__": "the keywords of torch's DataLoader",
-    "areal_lite/data/rows/dynamic_dataset.py::create_rl_dataset": "verl's signature",
-    "areal_lite/data/rows/rl_dataset.py::RLHFDataset.__init__": "verl's signature",
+    "areal_lite/data/rows/rl_dataset.py::create_rl_dataset": "verl's signature",
+    "areal_lite/data/rows/prompt_rows.py::PromptRows.__init__": "verl's signature",
     "areal_lite/data/source/sample.py::Sample.__init__": "slime's signature",
 }
 """What may exceed a limit: FILE, FILE::CLASS or FILE::FUNCTION, and whose promise it is."""

@@ -1,4 +1,9 @@
-"""Rows in, training batches out. Names load with their first use, so importing this package loads no torch."""
+"""Rows in, training batches out: adapters between dataset files, engine and trainer.
+
+Names load with their first use, so importing this package loads no torch. Imports ``api``, ``config`` and ``files``;
+called by ``rollout``, ``trainer``, ``agents`` and ``runs``. Read in the order of a row: rows, chat, packer, source,
+batch; vision and supervised stand beside them.
+"""
 
 from __future__ import annotations
 

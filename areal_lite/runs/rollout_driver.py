@@ -6,18 +6,15 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from areal_lite.api.trajectory import Group
 from areal_lite.config.run_config import RunConfig
-from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.data_proto_file import BatchCache
 from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.rows.collate import object_array
 from areal_lite.data.source.row_streams import CurriculumRows
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
@@ -60,10 +57,11 @@ class RolloutDriver:
         generated only if the file is missing.
         """
         self._groups = []
+        packer = self.data.packer
         if self._cache is None:
             groups = self._generate(step)
-            return groups if type(self.data.packer) is DecoderOnlyLLMDataPacker else self._packed(groups)
-        batch = self._cache.batch(step, lambda: self._packed(self._generate(step)))
+            return groups if type(packer) is DecoderOnlyLLMDataPacker else training_batch(packer, groups)
+        batch = self._cache.batch(step, lambda: training_batch(packer, self._generate(step)))
         if not self._groups:  # draw the cached batch's rows, so that later steps get other rows
             source = self.data.source
             source.mark_trained(source.get_samples(self._config.rollout.consumer_batch_size))
@@ -124,14 +122,6 @@ class RolloutDriver:
         if self._baselines:
             self._generate_baselines(groups)
         return groups
-
-    def _packed(self, groups: list[Group]) -> DataProto:
-        batch = training_batch(self.data.packer, groups)
-        if self._baselines:
-            baselines = {group.group_id: group.baseline for group in groups}
-            names = batch.non_tensor_batch["group_ids"]
-            batch.batch["baselines"] = torch.tensor([baselines[name] for name in names])
-        return batch
 
     def _generate_baselines(self, groups: Sequence[Group]) -> None:
         """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""

@@ -16,7 +16,7 @@ from areal_lite.config.dotted_path import load_object
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
-from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
+from areal_lite.data.rows.samplers import make_curriculum
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of
 from areal_lite.data.source.source_settings import SourceSettings
@@ -62,13 +62,13 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
     stream: Any = dataset
     if generate is not None:
         stream = GeneratedRows(generate, settings)
-    elif isinstance(sampler := create_rl_sampler(rows, raw, seed=config.seed), AbstractSampler):
+    elif (curriculum := make_curriculum(rows, raw)) is not None:
         if packer.collates:
             raise ConfigError(
                 f"{type(packer).__name__} has a rollout_collate_fn, which takes rows in mini-batches, and "
                 "train_dataset.sampler chooses one row at a time: use a packer without it, or no sampler"
             )
-        stream = CurriculumRows(dataset, settings, sampler)
+        stream = CurriculumRows(dataset, settings, curriculum)
     return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(stream, settings), workflow)
 
 
@@ -223,17 +223,18 @@ def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: Wo
 
 
 def _dataset(config: RunConfig, rows: DatasetConfig, workflow: WorkflowChoice, *, is_train: bool) -> Any:
-    from areal_lite.data.rows.dynamic_dataset import create_rl_dataset
+    from areal_lite.data.rows.dynamic_dataset import DynamicGenRows, make_dataset
+    from areal_lite.data.rows.prompt_rows import PromptRows
 
     # Only prompt lengths, and classes of the user's that may read tokens, need a tokenizer here.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)
     rows, system_prompt = with_arguments(rows, workflow.target, workflow.given)
-    return create_rl_dataset(
-        rows.path,
+    return make_dataset(
         rows,
-        load_tokenizer(tokenizer_path(config)) if tokenizes else None,
-        load_processor(config.model_path) if tokenizes else None,
-        is_train=is_train,
+        DynamicGenRows if is_train and rows.datagen is not None else PromptRows,
+        data_files=rows.path,
+        tokenizer=load_tokenizer(tokenizer_path(config)) if tokenizes else None,
+        processor=load_processor(config.model_path) if tokenizes else None,
         seed=config.seed,
         system_prompt=system_prompt,
     )

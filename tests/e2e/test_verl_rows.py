@@ -18,10 +18,10 @@ from areal_lite.config.loader import load_config
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data import DataProto, DecoderOnlyLLMDataPacker, RLHFDataset, load_tokenizer
-from areal_lite.data.rows.collate import collate_fn, object_array
-from areal_lite.data.rows.dynamic_dataset import create_rl_dataset
-from areal_lite.data.rows.loader import ResumableLoader
-from areal_lite.data.rows.samplers import create_rl_sampler
+from areal_lite.data.batch.collate import collate_fn
+from areal_lite.data.batch.data_proto import object_array
+from areal_lite.data.rows.loader import ResumableLoader, create_rl_sampler
+from areal_lite.data.rows.rl_dataset import create_rl_dataset
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.entry_points import run_evaluation, run_training

@@ -15,9 +15,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_lite.data.rows.collate import ObjectArray, form_of, object_array
-
 _DICTS = ("batch", "non_tensor_batch", "meta_info")
+
+ObjectArray = NDArray[np.object_]
+"""``[B]`` of dtype object: one Python value per row, of any type."""
+
+
+def object_array(values: Iterable[Any]) -> ObjectArray:
+    """Return ``values`` as an object array of shape ``[B]``; lists of equal length stay elements."""
+    return np.fromiter(values, dtype=object)
+
+
+def form_of(value: Any) -> str:
+    """Describe ``value`` for error messages: its type; for a tensor or array also dtype and shape."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of dtype {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {list(value.shape)}"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
 
 Items = slice | Sequence[int] | Sequence[bool] | NDArray[np.integer | np.bool_] | Tensor
 """Item selection: a slice, item numbers (negative ones count from the end), or a mask ``[B]``."""
@@ -46,7 +63,7 @@ class DataProto:
     batch: dict[str, Tensor] = field(default_factory=dict)
     """Tensors ``[B, ...]``."""
     non_tensor_batch: dict[str, ObjectArray] = field(default_factory=dict)
-    """Arrays ``[B]`` of dtype object, made with :func:`~areal_lite.data.rows.collate.object_array`."""
+    """Arrays ``[B]`` of dtype object, made with :func:`object_array`."""
     meta_info: dict[str, Any] = field(default_factory=dict)
     """Metadata of the whole batch; ``metrics`` is a dict of numbers that :meth:`concat` collects."""
 
@@ -120,7 +137,8 @@ class DataProto:
                 dict(self.meta_info),
             )
         if isinstance(items, slice) and (items.step or 1) > 0:  # tensors do not support negative steps
-            index: Any = slice(*_bounds(items, len(self)))
+            start, stop, step = items.indices(len(self))
+            index: Any = slice(start, stop, min(step, len(self) + 1))  # torch takes no step beyond int64
             numbers: Any = index
         else:
             numbers = self._numbers(items)
@@ -283,16 +301,12 @@ class DataProto:
                 f"mini_batch_size {mini_batch_size} does not divide {len(self)} items: choose one that does, or use "
                 f"pad_to_divisor({mini_batch_size}) first"
             )
-
-        def mini_batches() -> Iterator[DataProto]:
-            for epoch in range(epochs):
-                order = np.arange(len(self))
-                if seed is not None:
-                    order = np.random.default_rng([seed, epoch]).permutation(order)
-                for start in range(0, len(self), mini_batch_size):
-                    yield self[order[start : start + mini_batch_size]]
-
-        return mini_batches()
+        orders = (
+            np.arange(len(self)) if seed is None else np.random.default_rng([seed, epoch]).permutation(len(self))
+            for epoch in range(epochs)
+        )
+        starts = range(0, len(self), mini_batch_size)
+        return (self[order[start : start + mini_batch_size]] for order in orders for start in starts)
 
     def to(self, device: torch.device | str) -> DataProto:
         """Return the batch with its tensors on ``device``."""
@@ -315,7 +329,7 @@ class DataProto:
 
     def _numbers(self, items: Items) -> NDArray[np.int64]:
         if isinstance(items, slice):
-            return np.arange(*_bounds(items, len(self)))
+            return np.arange(len(self))[items].copy()  # torch takes no negative strides
         index = items.cpu().numpy() if isinstance(items, Tensor) else np.asarray(items)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "biu"):
             raise TypeError(
@@ -337,12 +351,6 @@ def _at_least_one(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value}: give 1 or more")
 
 
-def _bounds(items: slice, size: int) -> tuple[int, int, int]:
-    """Return start, stop and step; a step beyond the items, which int64 may not hold, becomes an equal shorter one."""
-    start, stop, step = items.indices(size)
-    return start, stop, max(-size - 1, min(step, size + 1))
-
-
 def _lookup(values: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in values:
         raise KeyError(f"{where} has no {key!r}: it has {list(values)}")
@@ -355,8 +363,8 @@ def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
         if expected.get(key) != actual.get(key):
             raise ValueError(
                 f"part {number} has {actual.get(key, 'nothing')} as {key!r}, part 0 has "
-                f"{expected.get(key, 'nothing')}: only batches with equal columns can be "
-                "concatenated; pad, pop or rename first"
+                f"{expected.get(key, 'nothing')}: only batches with equal columns can be concatenated; pad, pop or "
+                "rename first"
             )
 
 

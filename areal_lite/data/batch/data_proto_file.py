@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from areal_lite.data.batch.data_proto import DataProto
-from areal_lite.data.rows.collate import form_of, object_array
+from areal_lite.data.batch.data_proto import DataProto, form_of, object_array
 from areal_lite.data.rows.fingerprint import differences
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.whole_files import write_whole

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from areal_lite.data.rows.collate import form_of
+from areal_lite.data.batch.data_proto import form_of
 from areal_lite.errors import StorageError
 from areal_lite.files.whole_files import write_whole
 

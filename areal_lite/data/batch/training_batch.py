@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from areal_lite.api.tensor_dict import check_tensor_dict
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
-from areal_lite.data.batch.data_proto import DataProto
-from areal_lite.data.rows.collate import form_of, object_array
+from areal_lite.data.batch.data_proto import DataProto, form_of, object_array
 from areal_lite.errors import ConfigError
 
 _DTYPES = {
@@ -37,7 +36,7 @@ _PER_TOKEN: dict[str, tuple[int, Callable[[TokenSequence], Any]]] = {
     "versions": (-1, lambda sequence: np.full(len(sequence), -1)),
     "token_rewards": (0, lambda sequence: np.full(len(sequence), np.nan, np.float32)),
 }
-"""Of each column: its padding, and its values in a sequence without it."""
+"""The padding of each column, and its values in a sequence without it."""
 _REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how good each sequence is"}
 
 
@@ -155,11 +154,14 @@ def data_proto_of(groups: Sequence[Group]) -> DataProto:
     """Return the accepted groups as a ``DataProto``, one item per sequence."""
     sequences = training_sequences(groups)
     length = max(map(len, sequences), default=0)
-    batch = DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=0))
-    baselines = {group.group_id: group.baseline for group in groups}
-    column = [baselines[sequence.group_id] for sequence in sequences]
-    if None not in column:
-        batch.batch["baselines"] = torch.tensor(column, dtype=torch.float32)
+    return with_baselines(DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=0)), groups)
+
+
+def with_baselines(batch: DataProto, groups: Sequence[Group]) -> DataProto:
+    """Add the column ``baselines`` to a batch of these groups, in place, if all of them have one; return the batch."""
+    baselines = {group.group_id: group.baseline for group in groups if group.baseline is not None}
+    if baselines and baselines.keys() >= set(batch.non_tensor_batch["group_ids"]):
+        batch.batch["baselines"] = torch.tensor([baselines[name] for name in batch.non_tensor_batch["group_ids"]])
     return batch
 
 

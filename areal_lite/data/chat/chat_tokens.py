@@ -72,7 +72,7 @@ class Rendering(NamedTuple):
     template_kwargs: Mapping[str, Any] = {}
     tools_in_system_prompt: bool = False
     end_of_turn: EndOfTurn = "end_mark"
-    """What ends an answer if the template writes no end mark: nothing, or the special token of the next message."""
+    """The end of an answer if the template writes no end mark: nothing, or the special token of the next message."""
 
 
 class ChatText(NamedTuple):

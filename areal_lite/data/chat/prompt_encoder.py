@@ -1,25 +1,22 @@
 """A row's prompt as messages, as text rendered by the chat template, and as tokens.
 
-The only place where the data path calls a chat template. Guarantees the same tokens for measuring a prompt and for
-using it, in a dataset's items and in the rows of a run. Knows nothing of padding. Encoders are copied to worker
-processes, so they hold only their arguments.
+The only place where prompts of rows meet a chat template. Guarantees the same tokens for measuring a prompt and for
+using it, in a dataset's items and in the rows of a run. Knows nothing of padding, nor of images, which
+:mod:`areal_lite.data.vision.multimodal` adds. Encoders are copied to worker processes, so they hold only their
+arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
-from areal_lite.data.vision.multimodal import build_messages, load_media, media_values, processor_inputs
 from areal_lite.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "return_dict", "tokenize"}
 
@@ -28,58 +25,31 @@ class TemplateError(ConfigError):
     """A chat template rejected the messages of a row."""
 
 
-def check_template(renderer: Any, config: DatasetConfig) -> None:
-    """Check that there is a chat template and that the config sets no reserved variable."""
-    variables = config.apply_chat_template_kwargs
-    if wrong := sorted(_RESERVED & variables.keys()):
-        raise ConfigError(f"apply_chat_template_kwargs has {', '.join(wrong)}, which is reserved: remove it")
-    if not (variables.get("chat_template") or renderer.chat_template):
+def prompt_messages(row: Mapping[str, Any], prompt_key: str) -> list[dict[str, Any]]:
+    """Return the messages of a row's prompt, each with its content; text becomes one user message."""
+    given: Any = row.get(prompt_key)
+    prompt = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if (
+        not isinstance(prompt, list | tuple)
+        or not prompt
+        or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in prompt)
+    ):
         raise ConfigError(
-            f"the {type(renderer).__name__} has no chat template for messages: use the tokenizer of the model's chat "
-            "or instruct version, set apply_chat_template_kwargs.chat_template, or give prompts as text"
+            f"the prompt in {prompt_key!r} is {str(given)[:80]!r} ({type(given).__name__}): it must be text or a list "
+            "of messages, {role, content}"
         )
+    return [_plain(message) for message in prompt]
 
 
-def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools: Any = None) -> str:
-    """Return ``messages`` as text that ends with the prompt for the assistant's answer."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ConfigError(
-            f"a prompt is {str(messages)[:80]!r} ({type(messages).__name__}): give text or a list of messages"
-        )
-    check_template(renderer, config)
-    variables = dict(config.apply_chat_template_kwargs)
-    if isinstance(tools, str):
-        try:
-            tools = orjson.loads(tools)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(
-                f"the tools in {config.tools_key!r} are not JSON ({error}): write a list of schemas"
-            ) from None
-    schemas = without_nulls(tools) or variables.pop("tools", None)
-    messages = plain_messages(messages)
-    if config.tools_in_system_prompt:
-        messages, schemas = in_hermes_form(messages, schemas), None
-    check_tools_are_rendered(renderer, schemas, variables)
-    if schemas:
-        variables["tools"] = schemas
-    try:
-        text: str = renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
-    except Exception as error:  # a template is a program and may raise anything
-        raise TemplateError(
-            f"the chat template cannot write {str(messages)[:200]} ({type(error).__name__}: {error}): fix the row, or "
-            "use another template"
-        ) from error
-    return text
-
-
-def plain_messages(messages: Any) -> list[Any]:
-    """Return messages without keys that are None, which tables add to messages that lack them."""
-    return [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        if isinstance(message, Mapping)
-        else message
-        for message in messages
-    ]
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message without keys that are None, which tables add to messages and parts that lack them."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = [
+            {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
+            for part in content
+        ]
+    return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
 
 def without_nulls(value: Any) -> Any:
@@ -97,10 +67,6 @@ class EncodedPrompt:
     text: str
     input_ids: list[int]
     """Neither padded nor truncated."""
-    multi_modal_data: dict[str, Any] = field(default_factory=dict)
-    """``image`` (list of PIL images) and ``video`` (list of lists of frames), if the row has any."""
-    multi_modal_inputs: dict[str, Tensor] = field(default_factory=dict)
-    """The processor's other outputs, such as ``pixel_values``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +75,68 @@ class PromptEncoder:
 
     config: DatasetConfig
     tokenizer: Any
-    processor: Any = None
     system_prompt: str | None = None
     """System message before a prompt that is text."""
 
     def __post_init__(self) -> None:
-        if self.config.apply_chat_template:
-            check_template(self._renderer, self.config)
+        if not self.config.apply_chat_template:
+            return
+        variables = self.config.apply_chat_template_kwargs
+        if wrong := sorted(_RESERVED & variables.keys()):
+            raise ConfigError(f"apply_chat_template_kwargs has {', '.join(wrong)}, which is reserved: remove it")
+        if not (variables.get("chat_template") or self.renderer.chat_template):
+            raise ConfigError(
+                f"the {type(self.renderer).__name__} has no chat template for messages: use the tokenizer of the "
+                "model's chat or instruct version, set apply_chat_template_kwargs.chat_template, or give prompts as "
+                "text"
+            )
 
     @property
-    def _renderer(self) -> Any:
-        """The owner of the chat template; a processor's template supports images."""
-        return self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+    def renderer(self) -> Any:
+        """The owner of the chat template."""
+        return self.tokenizer
+
+    def rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
+        """Return ``messages`` as text that ends with the prompt for the assistant's answer.
+
+        ``tools`` are schemas, or JSON text of them, as the row has them.
+        """
+        config = self.config
+        variables = dict(config.apply_chat_template_kwargs)
+        if isinstance(tools, str):
+            try:
+                tools = orjson.loads(tools)
+            except orjson.JSONDecodeError as error:
+                raise ConfigError(
+                    f"the tools in {config.tools_key!r} are not JSON ({error}): write a list of schemas"
+                ) from None
+        schemas = without_nulls(tools) or variables.pop("tools", None)
+        if config.tools_in_system_prompt:
+            messages, schemas = in_hermes_form(messages, schemas), None
+        check_tools_are_rendered(self.renderer, schemas, variables)
+        if schemas:
+            variables["tools"] = schemas
+        try:
+            text: str = self.renderer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **variables
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise TemplateError(
+                f"the chat template cannot write {str(messages)[:200]} ({type(error).__name__}: {error}): fix the "
+                "row, or use another template"
+            ) from error
+        return text
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the prompt's messages; text becomes one user message."""
-        keys = self.config
-        messages = build_messages(row, keys)
-        if self.system_prompt and isinstance(row[keys.prompt_key], str):
+        """Return the prompt's messages, after the system prompt if the row's is text."""
+        messages = self.row_messages(row)
+        if self.system_prompt and isinstance(row[self.config.prompt_key], str):
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        if not messages or not all(isinstance(message.get("role"), str) for message in messages):
-            raise ConfigError(
-                f"the prompt in {keys.prompt_key!r} is {str(row[keys.prompt_key])[:80]!r}: it must be text or a "
-                "list of messages, {role, content}"
-            )
-        return plain_messages(messages)
+        return messages
+
+    def row_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages that the row itself has."""
+        return prompt_messages(row, self.config.prompt_key)
 
     def encode(self, row: Mapping[str, Any] | str | list[Any]) -> EncodedPrompt:
         """Return the prompt of ``row``: of its column, or a row that is messages, or text, which is used as it is."""
@@ -149,23 +152,23 @@ class PromptEncoder:
             return EncodedPrompt(messages=[], text=prompt, input_ids=ids)
         row = row if isinstance(row, Mapping) else {config.prompt_key: row}
         messages = self.messages(row)
-        text = render_prompt(self._renderer, messages, config=config, tools=row.get(config.tools_key))
-        media = media_values(messages, row, config)
-        if not media:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return EncodedPrompt(messages=messages, text=text, input_ids=ids)
-        if self.processor is None:
+        text = self.rendered(messages, row.get(config.tools_key))
+        return self.tokenized(row, messages, text)
+
+    def tokenized(self, row: Mapping[str, Any], messages: list[dict[str, Any]], text: str) -> EncodedPrompt:
+        """Return the rendered prompt of ``row`` with its ids; ConfigError if it has images or videos."""
+        columns = (row.get(self.config.image_key), row.get(self.config.video_key))
+        contents = (message["content"] for message in messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        if any(bool(value) if isinstance(value, list) else value is not None for value in columns) or any(
+            isinstance(part, Mapping) and part.get("type") in ("image", "video") for part in parts
+        ):
             raise ConfigError(
                 "the row has images or videos, which runs do not read: remove them or, in a loop of your own, pass the "
                 "model's processor"
             )
-        data = load_media(media)
-        inputs = processor_inputs(self.processor, text, data)
-        ids = inputs.pop("input_ids")[0].tolist()
-        del inputs["attention_mask"]
-        return EncodedPrompt(
-            messages=messages, text=text, input_ids=ids, multi_modal_data=data, multi_modal_inputs=inputs
-        )
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return EncodedPrompt(messages=messages, text=text, input_ids=ids)
 
     def forms(self, prompt: EncodedPrompt) -> dict[str, Any]:
         """Return the forms of a prompt that do not depend on padding, by the names that a row has them under.
@@ -175,11 +178,6 @@ class PromptEncoder:
         """
         config, ids = self.config, prompt.input_ids
         if (limit := config.max_prompt_length) is not None and len(ids) > limit:
-            if prompt.multi_modal_data:
-                raise ValueError(
-                    f"the prompt has {len(ids)} tokens, but max_prompt_length is {limit}, and images cannot be "
-                    "truncated: raise it, or set filter_overlong_prompts"
-                )
             head, tail = kept_ends(len(ids), limit, config.truncation)
             ids = ids[:head] + ids[len(ids) - tail :]
         forms: dict[str, Any] = {"raw_prompt_ids": ids}

@@ -7,7 +7,7 @@ It makes a workflow's input (``get_rollout_input``), makes a training sequence o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -170,8 +170,8 @@ def _prepared(prepare: Callable[[Row], Row], source: Row, columns: Row) -> dict[
     return {**prepare(source), **columns}
 
 
-def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
-    """Return the accepted groups as a ``DataProto``, one item per sequence, each through the packer.
+def training_batch(packer: DataPacker, groups: Sequence[Group]) -> DataProto:
+    """Return the accepted groups as a ``DataProto``, one item per sequence, each through the packer; with baselines.
 
     The trainer takes groups as they are; this is for a packer that changes what is trained.
 
@@ -180,7 +180,7 @@ def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
         TrainingError: If nothing was accepted.
     """
     from areal_lite.data.batch.data_proto import DataProto
-    from areal_lite.data.batch.training_batch import training_sequences
+    from areal_lite.data.batch.training_batch import training_sequences, with_baselines
 
     processed = [
         packer.get_policy_input(row_of(group), sequence) for group in groups for sequence in training_sequences([group])
@@ -188,7 +188,7 @@ def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
     if not processed:
         raise TrainingError("there is no accepted episode to train on: look at the dump for the reasons")
     length = packer.policy_compute_max_len(processed)
-    return DataProto.from_single_dict(packer.policy_collate_fn(processed, length))
+    return with_baselines(DataProto.from_single_dict(packer.policy_collate_fn(processed, length)), groups)
 
 
 def row_of(group: Group) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.data.chat.prompt_encoder import render_prompt
+from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 class DecoderOnlyLLMDataPacker(DataPacker):
     """Rows are text, conversations, or dicts with a prompt column that is one of the two."""
 
+    @property
+    def encoder(self) -> PromptEncoder:
+        """Encodes the prompts of rows; ConfigError if the tokenizer lacks the chat template that they need."""
+        return PromptEncoder(self.config, self.tokenizer)
+
     def get_rollout_input(self, item: Any) -> Any:
         """Return text unchanged, a list of messages rendered by the chat template up to the start of the answer.
 
@@ -35,12 +40,7 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         """
         if isinstance(item, str | Mapping):
             return item
-        if not self.config.apply_chat_template:
-            raise ConfigError(
-                f"apply_chat_template is false, and a row is {str(item)[:80]!r}: rows must be text then, or dicts with "
-                "text as their prompt"
-            )
-        return render_prompt(self.tokenizer, item, config=self.config)
+        return self.encoder.encode(item).text
 
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
@@ -61,11 +61,12 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         """
         if not isinstance(rollout_output, Sample | TokenSequence):
             source = _row_sample(sample, self.config)
-            prompt = source.prompt
-            if not isinstance(prompt, str):
-                tools = source.row.get(self.config.tools_key)
-                prompt = render_prompt(self.tokenizer, prompt, config=self.config, tools=tools)
-            rollout_output = self.single_turn_sample(source, self._encode(prompt), rollout_output)
+            if isinstance(source.prompt, str):
+                prompt_ids = self._encode(source.prompt)
+            else:
+                columns = source.row if isinstance(source.row, Mapping) else {}
+                prompt_ids = self.encoder.encode({**columns, self.config.prompt_key: source.prompt}).input_ids
+            rollout_output = self.single_turn_sample(source, prompt_ids, rollout_output)
         return mask_prefix(rollout_output, n_ignore_prefix_tokens)
 
     def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_class
 from areal_lite.data.rows.load_rows import Row
-from areal_lite.data.rows.rl_dataset import RLHFDataset
+from areal_lite.data.rows.prompt_rows import PromptRows
 from areal_lite.data.rows.text_rows import checked_row, different_columns
 from areal_lite.errors import ConfigError
 
@@ -29,12 +29,12 @@ class AbstractDataGenerator(ABC):
         self.config = config
 
     @abstractmethod
-    def generate(self, dataset: RLHFDataset) -> Sequence[Row]:
+    def generate(self, dataset: PromptRows) -> Sequence[Row]:
         """Return new rows: dicts of JSON values with the columns of ``dataset.rows``. May be empty."""
 
 
-class DynamicGenDataset(RLHFDataset):
-    """A dataset to which the generator ``config.datagen`` adds rows, at construction and after each step."""
+class DynamicGenRows(PromptRows):
+    """Rows to which the generator ``config.datagen`` adds rows, at construction and after each step."""
 
     def __init__(
         self, data_files: str | Sequence[str], tokenizer: Any, config: DatasetConfig, *args: Any, **kwargs: Any
@@ -93,45 +93,26 @@ class _GrowingRows(Sequence[Row]):
         return [self[index] for index in indices]
 
 
-def create_rl_dataset(
-    data_paths: str | Sequence[str],
-    data_config: DatasetConfig,
-    tokenizer: Any,
-    processor: Any,
-    is_train: bool = True,
-    max_samples: int = -1,
-    seed: int = 1,
-    system_prompt: str | None = None,
-) -> Dataset[Any]:
-    """Return the dataset that ``data_config`` names.
-
-    ``custom_cls`` takes precedence, for training and held-out rows. ``datagen`` applies to training rows only. The
-    default is :class:`RLHFDataset`. A user's class is called with data_files, tokenizer, processor and config, and
-    with max_samples, seed and system_prompt if it accepts them.
+def make_dataset(config: DatasetConfig, default: type[PromptRows], **given: Any) -> Dataset[Any]:
+    """Return a dataset of the user's class ``config.custom_cls``, else of ``default``.
 
     Args:
-        tokenizer: Hugging Face tokenizer; None if only raw rows are needed.
-        max_samples: Rows to use; -1 uses ``data_config.max_samples``.
-        seed: Chooses the rows if ``data_config.shuffle`` is set.
-        system_prompt: System message before a prompt that is text.
+        given: Arguments of the class: data_files, tokenizer, processor; max_samples, seed and system_prompt are left
+            out if the user's class does not accept them.
 
     Raises:
         ConfigError: If the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that
             was given.
     """
-    cls: type = RLHFDataset
-    if data_config.custom_cls is not None:
-        cls = load_class(data_config.custom_cls, Dataset, where="custom_cls")
-    elif data_config.datagen is not None and is_train:
-        cls = DynamicGenDataset
-    optional: dict[str, Any] = {"max_samples": max_samples, "seed": seed, "system_prompt": system_prompt}
+    if config.custom_cls is None:
+        return default(config=config, **given)
+    cls: Any = load_class(config.custom_cls, Dataset, where="custom_cls")
     parameters = inspect.signature(cls).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        optional = {name: value for name, value in optional.items() if name in parameters}
-    if max_samples != -1 and "max_samples" not in optional:
-        raise ConfigError(
-            f"max_samples is {max_samples}, but {cls.__name__} takes no max_samples: add the argument or leave it unset"
-        )
-    return cls(  # type: ignore[no-any-return]
-        data_files=data_paths, tokenizer=tokenizer, processor=processor, config=data_config, **optional
-    )
+        optional = {"max_samples", "seed", "system_prompt"} - parameters.keys()
+        if (most := given.get("max_samples", -1)) != -1 and "max_samples" in optional:
+            raise ConfigError(
+                f"max_samples is {most}, but {cls.__name__} takes no max_samples: add the argument or leave it unset"
+            )
+        given = {name: value for name, value in given.items() if name not in optional}
+    return cls(config=config, **given)  # type: ignore[no-any-return]

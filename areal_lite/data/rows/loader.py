@@ -1,7 +1,8 @@
 """Batches of a dataset, with a position that can be saved and restored.
 
-Guarantees that the position counts the batches handed out, not those that workers prefetched, and that a loader with
-a restored position yields exactly the remaining batches. Torch's DataLoader does the loading.
+Guarantees that an epoch's order depends only on (seed, epoch), or is the user's curriculum; that the position counts
+the batches handed out, not those that workers prefetched; and that a loader with a restored position yields exactly the
+remaining batches. Torch's DataLoader does the loading.
 """
 
 from __future__ import annotations
@@ -10,18 +11,50 @@ import itertools
 import logging
 import multiprocessing
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.fingerprint import content_hash, differences, spread_positions
-from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler
+from areal_lite.data.rows.samplers import AbstractSampler, make_curriculum
 from areal_lite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+class EpochSampler(Sampler[int]):
+    """Every row once per epoch, in a new random order each epoch or in the order of the rows."""
+
+    def __init__(self, data_source: Sized, *, shuffle: bool, seed: int) -> None:
+        self.shuffle = shuffle
+        self.seed = seed
+        self._data_source = data_source
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, num_rows: int | None = None) -> None:
+        """Set the epoch of the next iteration, over the first ``num_rows`` rows or all rows."""
+        self._epoch = epoch
+        self._num_rows = len(self._data_source) if num_rows is None else num_rows
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self._num_rows))
+        random = np.random.default_rng([self.seed % 2**64, self._epoch])  # leaves global random states alone
+        return iter(random.permutation(self._num_rows).tolist())
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+
+def create_rl_sampler(config: DatasetConfig, dataset: Sized, *, seed: int) -> EpochSampler | AbstractSampler:
+    """Return the curriculum that ``config.sampler`` names, else an :class:`EpochSampler`; raises ConfigError."""
+    curriculum = make_curriculum(config, dataset)
+    return EpochSampler(dataset, shuffle=config.shuffle, seed=seed) if curriculum is None else curriculum
 
 
 class ResumableLoader:
@@ -34,7 +67,7 @@ class ResumableLoader:
         dataset: Rows by index: a list, a torch ``Dataset``, a ``datasets.Dataset``. Worker processes get a pickled copy
             when an epoch begins.
         batch_size: Rows per batch; None means the whole dataset, e.g. for validation.
-        sampler: The order, e.g. from :func:`areal_lite.data.rows.samplers.create_rl_sampler`. None uses an
+        sampler: The order, e.g. from :func:`create_rl_sampler`. None uses an
             :class:`EpochSampler` with ``shuffle`` and ``seed``.
         shuffle: Draw each epoch in a new order; only without ``sampler``.
         num_workers: Processes that load rows; 0 loads them on demand in this process. Workers import the main script,

@@ -1,93 +1,31 @@
-"""Rows and their prompts as a torch dataset.
+"""Rows and the tensors of their prompts as a torch dataset, under verl's names.
 
-Guarantees that every item has the same tensors, and that dropped rows are counted by reason. ``load_rows`` reads the
-rows; ``prompt_encoder`` tokenizes a prompt.
+For training loops of your own; a run reads :class:`PromptRows`. Guarantees that every item has the same tensors.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, TemplateError
-from areal_lite.data.chat.prompt_tensors import compute_position_id_with_mask, postprocess_data
-from areal_lite.data.rows.load_rows import Row, load_rows, select_rows
+from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, kept_ends
+from areal_lite.data.rows.dynamic_dataset import DynamicGenRows, make_dataset
+from areal_lite.data.rows.prompt_rows import PromptRows
+from areal_lite.data.vision.multimodal import MultimodalEncoder, MultimodalPrompt
 from areal_lite.data.vision.rope_positions import multimodal_position_ids
 from areal_lite.errors import ConfigError
 
-_log = logging.getLogger(__name__)
-
-TOO_LONG = "too long"
-TEMPLATE_FAILED = "template failed"
-_BAD_ROW = "bad row: "
+Truncation = Literal["error", "left", "right", "middle"]
 
 
-class RLHFDataset(Dataset[dict[str, Any]]):
-    """Rows, and the tensors of their prompts.
-
-    ``rows`` holds the rows as they were read, without the dropped ones. ``dropped`` counts those by reason,
-    :data:`TOO_LONG` or :data:`TEMPLATE_FAILED`; ``first_failure`` is the first message of the chat template. A run
-    reads ``rows`` and adds ``raw_prompt_ids`` and the like itself; the tensors are for training loops of your own.
-
-    Args:
-        data_files: Paths, as :func:`areal_lite.data.rows.load_rows.load_rows` takes them.
-        tokenizer: Hugging Face tokenizer with a chat template; None if only ``rows`` are needed.
-        config: Column names and settings; ``data_files`` replaces its path.
-        processor: Hugging Face processor of a model that reads images or videos.
-        max_samples: Rows before filtering; -1 uses ``config.max_samples``.
-        system_prompt: System message before a prompt that is text.
-
-    Raises:
-        ConfigError: If the rows cannot be loaded, all are dropped, or, with a tokenizer, the prompt column is missing.
-        ValueError: If ``max_samples`` is neither -1 nor positive.
-    """
-
-    def __init__(
-        self,
-        data_files: str | Sequence[str],
-        tokenizer: Any,
-        config: DatasetConfig,
-        processor: Any = None,
-        max_samples: int = -1,
-        seed: int = 1,
-        system_prompt: str | None = None,
-    ) -> None:
-        if max_samples != -1 and max_samples < 1:
-            raise ValueError(f"max_samples is {max_samples}: it must be 1 or more, or -1 for all")
-        path = data_files if isinstance(data_files, str) else list(data_files)
-        most = config.max_samples if max_samples == -1 else max_samples
-        self.config = replace(config, path=path, max_samples=most)
-        self.processor = processor
-        self.tokenizer = tokenizer
-        self.encoder = None if tokenizer is None else PromptEncoder(self.config, tokenizer, processor, system_prompt)
-        self.dropped: Counter[str] = Counter()
-        self.first_failure: str | None = None
-        self.rows: Sequence[Row] = load_rows(self.config, seed=seed)
-        # Rows need no prompt, unless they are tokenized or the config names the column; a generator may not tokenize.
-        reads = tokenizer is not None and (config.datagen is None or config.filter_overlong_prompts)
-        if reads or config.prompt_key != DatasetConfig.prompt_key:
-            self._check_column(self.rows[0], "prompt_key")
-        if config.label_key is not None:
-            self._check_column(self.rows[0], "label_key")
-        num_rows = len(self.rows)
-        self.rows = self.without_overlong(self.rows)
-        if not self.rows:
-            raise ConfigError(
-                f"dataset {self.config.path}: none of {num_rows} rows is left; {self._drop_summary()}: raise "
-                "max_prompt_length, or fix the rows or the template"
-            )
-
-    def __len__(self) -> int:
-        return len(self.rows)
+class RLHFDataset(PromptRows):
+    """Rows, and the tensors of their prompts. See :class:`PromptRows` for arguments and errors."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the row at ``index`` with its prompt replaced by tensors.
@@ -123,65 +61,15 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         item["index"] = extra.get("index") or 0
         item["tools_kwargs"] = extra.get("tools_kwargs") or {}
         item["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
-        if prompt.multi_modal_data:
+        if isinstance(prompt, MultimodalPrompt):
             item["multi_modal_data"] = prompt.multi_modal_data
             item["multi_modal_inputs"] = prompt.multi_modal_inputs
         return item
 
-    def without_overlong(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the rows that pass the config's filter; the others are counted in ``dropped``."""
-        if not self.config.filter_overlong_prompts:
-            return rows
-        limit = self.config.max_prompt_length
-        if limit is None:
-            raise ConfigError("filter_overlong_prompts is set, but max_prompt_length is not: set it as well")
-        measure = functools.partial(_reason_to_drop, self._encoder("filter_overlong_prompts"), limit)
-        if isinstance(rows, list):
-            reasons = [measure(row)["reason"] for row in rows]
-        else:
-            workers = min(self.config.filter_overlong_prompts_workers, len(rows))
-            reasons = rows.map(  # type: ignore[attr-defined]
-                measure,
-                num_proc=workers if workers > 1 else None,
-                remove_columns=rows.column_names,  # type: ignore[attr-defined]
-                keep_in_memory=True,
-                load_from_cache_file=False,
-                desc=f"Filtering prompts longer than {limit} tokens",
-            )["reason"][:]
-        for index, reason in enumerate(reasons):
-            if reason.startswith(_BAD_ROW):
-                raise ConfigError(f"dataset {self.config.path}, row {index}: {reason.removeprefix(_BAD_ROW)}")
-        kept = [index for index, reason in enumerate(reasons) if not reason]
-        if len(kept) == len(rows):
-            return rows
-        self.dropped.update(reason.partition(":")[0] for reason in reasons if reason)
-        failures = (reason for reason in reasons if reason.startswith(TEMPLATE_FAILED))
-        self.first_failure = self.first_failure or next(failures, None)
-        _log.warning("dataset %s: %s", self.config.path, self._drop_summary())
-        return select_rows(rows, kept)
-
-    def _drop_summary(self) -> str:
-        failures = self.dropped[TEMPLATE_FAILED]
-        return (
-            f"dropped {self.dropped[TOO_LONG]} rows with prompts longer than {self.config.max_prompt_length} tokens"
-            + (f", and {failures} rows that failed; first: {self.first_failure}" if failures else "")
-        )
-
-    def _encoder(self, purpose: str) -> PromptEncoder:
-        if self.encoder is None:
-            raise ConfigError(f"dataset {self.config.path}: {purpose} needs a tokenizer: pass one")
-        return self.encoder
-
-    def _check_column(self, row: Row, setting: str) -> None:
-        key = getattr(self.config, setting)
-        if isinstance(row, str | list):  # a prompt without columns
-            return
-        if key not in row:
-            close = difflib.get_close_matches(key, row)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are {sorted(row)}{hint}"
-            )
+    def _encoder_with(self, system_prompt: str | None) -> PromptEncoder:
+        if self.processor is None:
+            return super()._encoder_with(system_prompt)
+        return MultimodalEncoder(self.config, self.tokenizer, system_prompt, self.processor)
 
     def _tensors(self, prompt: EncodedPrompt, prompt_ids: list[int]) -> dict[str, Any]:
         ids = torch.tensor([prompt_ids], dtype=torch.int64)
@@ -192,7 +80,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             ids, mask = postprocess_data(ids, mask, limit, padding)
         positions = None
         if self.processor is not None:
-            positions = multimodal_position_ids(self.processor, ids[0], mask[0], prompt.multi_modal_inputs)
+            inputs = prompt.multi_modal_inputs if isinstance(prompt, MultimodalPrompt) else {}
+            positions = multimodal_position_ids(self.processor, ids[0], mask[0], inputs)
         return {
             "input_ids": ids[0],
             "attention_mask": mask[0],
@@ -200,11 +89,85 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         }
 
 
-def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) -> dict[str, str]:
-    try:
-        length = len(encoder.encode(row).input_ids)
-    except TemplateError as error:  # counted and logged; fatal only if every row fails
-        return {"reason": f"{TEMPLATE_FAILED}: {error}"}
-    except ConfigError as error:
-        return {"reason": f"{_BAD_ROW}{error}"}
-    return {"reason": TOO_LONG if length > limit else ""}
+class DynamicGenDataset(DynamicGenRows, RLHFDataset):
+    """An :class:`RLHFDataset` to which the generator ``config.datagen`` adds rows."""
+
+
+def create_rl_dataset(
+    data_paths: str | Sequence[str],
+    data_config: DatasetConfig,
+    tokenizer: Any,
+    processor: Any,
+    is_train: bool = True,
+    max_samples: int = -1,
+    seed: int = 1,
+    system_prompt: str | None = None,
+) -> Dataset[Any]:
+    """Return the dataset that ``data_config`` names: its ``custom_cls``, rows that grow, or :class:`RLHFDataset`.
+
+    See :func:`make_dataset`, with which it shares arguments and errors.
+    """
+    cls = DynamicGenDataset if data_config.datagen is not None and is_train else RLHFDataset
+    given = {"data_files": data_paths, "tokenizer": tokenizer, "processor": processor, "max_samples": max_samples}
+    return make_dataset(data_config, cls, **given, seed=seed, system_prompt=system_prompt)
+
+
+def postprocess_data(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: Truncation = "error",
+) -> tuple[Tensor, Tensor]:
+    """Return ids and mask padded or truncated to ``max_length``.
+
+    Args:
+        input_ids: ``[B, T]`` int64.
+        attention_mask: ``[B, T]``, 0 at padding.
+        max_length: Length of the result, 1 or more.
+        pad_token_id: Fills ids; the mask is filled with 0.
+        left_pad: Pad before the prompt, so its last token stays last.
+        truncation: For longer prompts, left keeps the last tokens, right the first ones, and middle the first
+            ``max_length // 2`` plus the last ones.
+
+    Returns:
+        Two tensors ``[B, max_length]``.
+
+    Raises:
+        ValueError: If a prompt is longer and ``truncation`` is error, or an argument is invalid.
+    """
+    if truncation not in get_args(Truncation):
+        raise ValueError(f"truncation is {truncation!r}: it must be one of {', '.join(get_args(Truncation))}")
+    if input_ids.ndim != 2 or input_ids.shape != attention_mask.shape:
+        raise ValueError(
+            f"input_ids {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)} must both be [B, T]"
+        )
+    if max_length < 1:
+        raise ValueError(f"max_length is {max_length}: it must be 1 or more")
+    length = input_ids.shape[1]
+    if length <= max_length:
+        return (
+            pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad),
+            pad_sequence_to_length(attention_mask, max_length, 0, left_pad),
+        )
+    head, tail = kept_ends(length, max_length, truncation)
+    return (
+        torch.cat([input_ids[:, :head], input_ids[:, length - tail :]], dim=1),
+        torch.cat([attention_mask[:, :head], attention_mask[:, length - tail :]], dim=1),
+    )
+
+
+def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
+    """Return ``tensors`` with the last dimension padded to ``max_seq_len``; longer ones are unchanged."""
+    missing = max(0, max_seq_len - tensors.shape[-1])
+    return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def compute_position_id_with_mask(mask: Tensor) -> Tensor:
+    """Return positions ``[..., T]`` that count the tokens of a mask ``[..., T]`` from 0.
+
+    Padding before the tokens has position 0; padding after them repeats the last position:
+    ``[0, 0, 1, 1]`` gives ``[0, 0, 0, 1]`` and ``[1, 1, 0, 0]`` gives ``[0, 1, 1, 1]``.
+    """
+    return torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0)

@@ -1,7 +1,7 @@
-"""The order in which rows of a dataset are drawn.
+"""The user's own order of rows: a curriculum. Knows nothing of batches.
 
-Guarantees that an epoch's order depends only on (seed, epoch), or is the user's curriculum. Knows nothing of batches:
-:class:`areal_lite.data.rows.loader.ResumableLoader` counts and restores the position.
+:class:`~areal_lite.data.source.row_streams.CurriculumRows` draws by it in a run, and
+:class:`~areal_lite.data.rows.loader.ResumableLoader` in loops of your own; both count and restore the position.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Sampler
 
 from areal_lite.config.dataset_config import DatasetConfig
@@ -43,38 +42,14 @@ class AbstractSampler(Sampler[int], ABC):
         """Learn from the batch that was just trained on."""
 
 
-class EpochSampler(Sampler[int]):
-    """Every row once per epoch, in a new random order each epoch or in the order of the rows."""
-
-    def __init__(self, data_source: Sized, *, shuffle: bool, seed: int) -> None:
-        self.shuffle = shuffle
-        self.seed = seed
-        self._data_source = data_source
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int, num_rows: int | None = None) -> None:
-        """Set the epoch of the next iteration, over the first ``num_rows`` rows or all rows."""
-        self._epoch = epoch
-        self._num_rows = len(self._data_source) if num_rows is None else num_rows
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.shuffle:
-            return iter(range(self._num_rows))
-        random = np.random.default_rng([self.seed % 2**64, self._epoch])  # leaves global random states alone
-        return iter(random.permutation(self._num_rows).tolist())
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-
-def create_rl_sampler(config: DatasetConfig, dataset: Sized, *, seed: int) -> EpochSampler | AbstractSampler:
-    """Return the curriculum that ``config.sampler`` names; by default an :class:`EpochSampler`.
+def make_curriculum(config: DatasetConfig, dataset: Sized) -> AbstractSampler | None:
+    """Return the curriculum that ``config.sampler`` names, over the rows of ``dataset``; None if it names none.
 
     Raises:
         ConfigError: If the class cannot be loaded, or does not implement :class:`AbstractSampler`.
     """
     if config.sampler is None:
-        return EpochSampler(dataset, shuffle=config.shuffle, seed=seed)
+        return None
     cls: type[AbstractSampler] = load_class(config.sampler, AbstractSampler, where="sampler")
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(

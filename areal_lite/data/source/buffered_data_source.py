@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -23,23 +21,6 @@ def pop_first(source: Any, rollout_id: int | None, buffer: list[SampleGroup], nu
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
-
-
-def highest_reward_first(
-    source: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
-) -> list[SampleGroup]:
-    """Take the groups of the highest mean reward; those without a reward yet come last."""
-    settings = getattr(source, "settings", source)  # slime's args have their own reward_key
-    return sorted(buffer, key=partial(_mean_reward, getattr(settings, "reward_key", None)), reverse=True)[:num_samples]
-
-
-def _mean_reward(reward_key: str | None, group: SampleGroup) -> float:
-    rewards = [
-        sample.get_reward_value(None if isinstance(sample.reward, Real) else reward_key)
-        for sample in group
-        if isinstance(sample.reward, Real) or (reward_key is not None and sample.reward is not None)
-    ]
-    return sum(rewards) / len(rewards) if rewards else -math.inf
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):

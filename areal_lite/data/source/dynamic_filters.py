@@ -1,10 +1,14 @@
-"""Filters for ``should_accept_fn``: they choose the groups to train on and give a reason for each rejection."""
+"""Filters that a config names: of ``should_accept_fn``, which groups train; of ``buffer_filter``, which come first."""
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from numbers import Real
 from typing import Any
 
 from areal_lite.api.engine_api import FilterDecision
+from areal_lite.data.source.source_settings import SampleGroup
 
 
 def nonzero_reward_std(trajectory: dict[str, Any]) -> FilterDecision:
@@ -20,3 +24,20 @@ def nonzero_reward_std(trajectory: dict[str, Any]) -> FilterDecision:
     if len(rewards) > 1:
         return FilterDecision(True)
     return FilterDecision(False, f"all rewards are {rewards.pop():g}")
+
+
+def highest_reward_first(
+    source: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
+) -> list[SampleGroup]:
+    """Take the groups of the highest mean reward; those without a reward yet come last."""
+    settings = getattr(source, "settings", source)  # slime's args have their own reward_key
+    return sorted(buffer, key=partial(_mean_reward, getattr(settings, "reward_key", None)), reverse=True)[:num_samples]
+
+
+def _mean_reward(reward_key: str | None, group: SampleGroup) -> float:
+    rewards = [
+        sample.get_reward_value(None if isinstance(sample.reward, Real) else reward_key)
+        for sample in group
+        if isinstance(sample.reward, Real) or (reward_key is not None and sample.reward is not None)
+    ]
+    return sum(rewards) / len(rewards) if rewards else -math.inf

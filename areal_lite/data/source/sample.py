@@ -82,7 +82,7 @@ class Sample:
         self._row: Any = None
         self._shared_row = row
         self.mini_batch: tuple[Any, int] | None = None
-        """What makes the input of all rows of its mini-batch, and its index there; None for a row alone."""
+        """Function that returns the inputs of its mini-batch's rows, and its index there; None for a row alone."""
         self.prompt = prompt
         self.label = label
         self.metadata: dict[str, Any] = {} if metadata is None else metadata

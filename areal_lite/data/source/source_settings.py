@@ -128,10 +128,13 @@ def checked_row(row: Any) -> Any:
     return row
 
 
-def settings_of(args: Any) -> SourceSettings:
-    """Return the settings that ``args`` name; those that are missing have slime's defaults."""
-    given = _given(args)
-    return SourceSettings(
+def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
+    """Return the dataset that slime's ``args`` name, None without ``rollout_global_dataset``, and the settings.
+
+    Settings that are missing have slime's defaults.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    settings = SourceSettings(
         n_samples_per_prompt=args.n_samples_per_prompt,
         seed=given.get("rollout_seed", 42),
         shuffle=given.get("rollout_shuffle", False),
@@ -140,20 +143,15 @@ def settings_of(args: Any) -> SourceSettings:
         metadata_key=given.get("metadata_key"),
         reward_key=given.get("reward_key"),
         buffer_filter=given.get("buffer_filter_path"),
+        name=str(given.get("prompt_data", "")),
         slime_args=args,
     )
-
-
-def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
-    """Return the dataset that ``args`` name, None without ``rollout_global_dataset``, and the settings."""
-    settings = settings_of(args)
     if not args.rollout_global_dataset:
         return None, settings
-    given = _given(args)
     if missing := [name for name in ("prompt_data", "hf_checkpoint") if name not in given]:
         raise ConfigError(f"rollout_global_dataset is true, and args has no {missing[0]}: set it")
     from areal_lite.data.chat.tokenizer import load_tokenizer
-    from areal_lite.data.rows.rl_dataset import RLHFDataset
+    from areal_lite.data.rows.prompt_rows import PromptRows
 
     longest = given.get("rollout_max_prompt_len")
     config = DatasetConfig(
@@ -165,14 +163,7 @@ def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
         max_prompt_length=longest,
         filter_overlong_prompts=longest is not None,
     )
-    dataset = RLHFDataset(args.prompt_data, load_tokenizer(args.hf_checkpoint), config)
-    settings = replace(settings, name=str(args.prompt_data))
-    if config.apply_chat_template:
-        assert dataset.encoder is not None
-        encoder = dataset.encoder
+    dataset = PromptRows(args.prompt_data, load_tokenizer(args.hf_checkpoint), config)
+    if (encoder := dataset.encoder) is not None and config.apply_chat_template:
         settings = replace(settings, render=lambda row: encoder.encode(row).text)
     return dataset, settings
-
-
-def _given(args: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if value is not None}

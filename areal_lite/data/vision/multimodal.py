@@ -1,7 +1,8 @@
-"""Images and videos of a dataset row, from placeholders in its text to tensors.
+"""Images and videos of a dataset row, from placeholders in its text to tensors, and prompts that have them.
 
-Guarantees that placeholders and media match one to one, in order, and that the row is not modified. The tensors are the
-processor's; :mod:`areal_lite.data.vision.rope_positions` computes token positions.
+For training loops of your own; no run takes images. Guarantees that placeholders and media match one to one, in order,
+and that the row is not modified. The tensors are the processor's; :mod:`areal_lite.data.vision.rope_positions` computes
+token positions.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import io
 import re
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, prompt_messages
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +33,53 @@ DOWNLOAD_TIMEOUT_S = 30.0
 _PLACEHOLDER = re.compile("<(image|video)>")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultimodalPrompt(EncodedPrompt):
+    """A prompt with images or videos; its ids hold a placeholder for each patch."""
+
+    multi_modal_data: dict[str, Any] = field(default_factory=dict)
+    """``image`` (list of PIL images) and ``video`` (list of lists of frames), those that the row has."""
+    multi_modal_inputs: dict[str, Tensor] = field(default_factory=dict)
+    """The processor's other outputs, such as ``pixel_values``."""
+
+
+@dataclass(frozen=True)
+class MultimodalEncoder(PromptEncoder):
+    """Encodes the prompts of rows that may have images and videos."""
+
+    processor: Any = None
+    """The model's Hugging Face processor; required."""
+
+    @property
+    def renderer(self) -> Any:
+        """The owner of the chat template; a processor's template supports images."""
+        return self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+
+    def row_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return build_messages(row, self.config)
+
+    def tokenized(self, row: Mapping[str, Any], messages: list[dict[str, Any]], text: str) -> EncodedPrompt:
+        media = media_values(messages, row, self.config)
+        if not media:
+            return super().tokenized(row, messages, text)
+        data = load_media(media)
+        inputs = processor_inputs(self.processor, text, data)
+        ids = inputs.pop("input_ids")[0].tolist()
+        del inputs["attention_mask"]
+        return MultimodalPrompt(
+            messages=messages, text=text, input_ids=ids, multi_modal_data=data, multi_modal_inputs=inputs
+        )
+
+    def forms(self, prompt: EncodedPrompt) -> dict[str, Any]:
+        limit, length = self.config.max_prompt_length, len(prompt.input_ids)
+        if isinstance(prompt, MultimodalPrompt) and limit is not None and length > limit:
+            raise ValueError(
+                f"the prompt has {length} tokens, but max_prompt_length is {limit}, and images cannot be truncated: "
+                "raise it, or set filter_overlong_prompts"
+            )
+        return super().forms(prompt)
+
+
 def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str, Any]]:
     """Return the row's prompt as messages with each image and video as a separate part.
 
@@ -37,17 +87,11 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     ``{"type": "image"}``; the same for videos. Content that is a list of parts is kept, without the None keys that
     tables add.
     """
-    prompt = row.get(keys.prompt_key)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list | tuple) or not all(isinstance(message, Mapping) for message in prompt):
-        raise ConfigError(
-            f"the prompt in {keys.prompt_key!r} is {str(prompt)[:80]!r} ({type(prompt).__name__}): it must be text or "
-            "a list of messages, {role, content}"
-        )
     columns = {"image": keys.image_key, "video": keys.video_key}
     split = {kind for kind, key in columns.items() if row.get(key) is not None}
-    messages = [{**message, "content": _parts(message.get("content"), split)} for message in prompt]
+    messages = [
+        {**message, "content": _parts(message["content"], split)} for message in prompt_messages(row, keys.prompt_key)
+    ]
     for kind, key in columns.items():
         values = _column(row, key)
         needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
@@ -178,11 +222,6 @@ def concatenate_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[st
 
 
 def _parts(content: Any, split: set[str]) -> Any:
-    if isinstance(content, list | tuple):
-        return [
-            {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
-            for part in content
-        ]
     if not isinstance(content, str) or not split:
         return content
     parts: list[dict[str, Any]] = []

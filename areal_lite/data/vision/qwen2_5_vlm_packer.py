@@ -14,11 +14,10 @@ import numpy as np
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.data.chat.prompt_encoder import render_prompt
 from areal_lite.data.packer.data_packer import RolloutOutput
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker, mask_prefix
 from areal_lite.data.source.sample import Sample
-from areal_lite.data.vision.multimodal import build_messages, load_media, media_values, processor_inputs
+from areal_lite.data.vision.multimodal import MultimodalEncoder, load_media, media_values, processor_inputs
 from areal_lite.errors import ConfigError
 
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -38,6 +37,10 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
             )
         super().setup(tokenizer=tokenizer, processor=processor, config=config)
 
+    @property
+    def encoder(self) -> MultimodalEncoder:
+        return MultimodalEncoder(self.config, self.tokenizer, processor=self.processor)
+
     def get_rollout_input(self, item: Any) -> dict[str, Any]:
         """Return the prompt as input for an engine with a vision tower.
 
@@ -53,11 +56,10 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         if isinstance(item, Mapping) and "multi_modal_data" in item:
             return dict(item)
         row = item if isinstance(item, Mapping) else {config.prompt_key: item}
-        messages = build_messages(row, config)
-        renderer = self.processor if self.processor.chat_template else self.tokenizer
+        messages = self.encoder.messages(row)
         others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
         return others | {
-            config.prompt_key: render_prompt(renderer, messages, config=config, tools=row.get(config.tools_key)),
+            config.prompt_key: self.encoder.rendered(messages, row.get(config.tools_key)),
             "multi_modal_data": load_media(media_values(messages, row, config)),
         }
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.data.batch.data_proto import DataProto
-from areal_lite.data.rows.collate import collate_fn, object_array
+from areal_lite.data.batch.collate import collate_fn
+from areal_lite.data.batch.data_proto import DataProto, object_array
 
 
 def numbered(size: int, **meta_info: Any) -> DataProto:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.data_proto_file import load_data_proto, save_data_proto
-from areal_lite.data.rows.collate import object_array
 from areal_lite.errors import ConfigError, StorageError
 
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.training_batch import check_training_batch, collate_sequences, training_sequences
-from areal_lite.data.rows.collate import object_array
 
 
 def sequence(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TokenSequence:

@@ -79,7 +79,7 @@ def test_template_and_its_variables_come_from_the_config(tokenizer: Any) -> None
 
 @pytest.mark.parametrize("row", [None, 3, []])
 def test_a_row_of_another_kind_is_refused(packer: DataPacker, row: Any) -> None:
-    with pytest.raises(ConfigError, match="give text or a list of messages"):
+    with pytest.raises(ConfigError, match="must be text or a list of messages"):
         packer.get_rollout_input(row)
 
 
@@ -96,7 +96,9 @@ def test_messages_are_refused_if_the_template_is_off(tokenizer: Any) -> None:
     packer = DecoderOnlyLLMDataPacker()
     packer.setup(tokenizer=tokenizer, config=DatasetConfig(path="x", apply_chat_template=False))
     assert packer.get_rollout_input("Tell a joke") == "Tell a joke"
-    with pytest.raises(ConfigError, match="apply_chat_template is false, and a row is .*: rows must be text then"):
+    with pytest.raises(
+        ConfigError, match="apply_chat_template is false, and the prompt in .*: give text, or set apply_chat_template"
+    ):
         packer.get_rollout_input(MESSAGES)
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.data.rows.fingerprint import content_hash
-from areal_lite.data.rows.loader import ResumableLoader
-from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler
+from areal_lite.data.rows.loader import EpochSampler, ResumableLoader
+from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.errors import ConfigError
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
-from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler, create_rl_sampler
+from areal_lite.data.rows.loader import EpochSampler, create_rl_sampler
+from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ import pytest
 from areal_lite.data.source import buffered_data_source
 from areal_lite.data.source.buffered_data_source import (
     RolloutDataSourceWithBuffer,
-    highest_reward_first,
     pop_first,
 )
+from areal_lite.data.source.dynamic_filters import highest_reward_first
 from areal_lite.data.source.rollout_data_source import restarted
 from areal_lite.data.source.sample import Sample
 from areal_lite.data.source.source_settings import SourceSettings
@@ -65,7 +65,7 @@ def test_s20_the_default_filter_is_first_in_first_out():
 
 
 def test_s20_sb20_a_filter_is_a_function_or_its_path():
-    path = "areal_lite.data.source.buffered_data_source.highest_reward_first"
+    path = "areal_lite.data.source.dynamic_filters.highest_reward_first"
     assert make(buffer_filter=path).buffer_filter is highest_reward_first
     assert make(buffer_filter=deleting).buffer_filter is deleting
     with pytest.raises(ConfigError, match="no module 'nowhere'"):

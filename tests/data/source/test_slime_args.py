@@ -5,9 +5,10 @@ from argparse import Namespace
 
 import pytest
 
-from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer, highest_reward_first
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.dynamic_filters import highest_reward_first
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.data.source.source_settings import SourceSettings, settings_of
+from areal_lite.data.source.source_settings import SourceSettings, dataset_of
 from areal_lite.errors import ConfigError
 
 
@@ -96,7 +97,8 @@ def test_the_switch_of_the_chat_template_and_the_longest_prompt(args):
 
 def test_missing_arguments_have_slimes_defaults(args):
     needed = {"rollout_global_dataset": False, "n_samples_per_prompt": 2}
-    found = settings_of(Namespace(**needed))
+    dataset, found = dataset_of(Namespace(**needed))
+    assert dataset is None
     assert found == SourceSettings(n_samples_per_prompt=2, seed=42, prompt_key="input", slime_args=found.slime_args)
     del args.apply_chat_template, args.rollout_shuffle, args.rollout_max_prompt_len
     source = RolloutDataSource(args)

@@ -24,6 +24,7 @@ from tokenizers.processors import TemplateProcessing
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.vision.multimodal import (
+    MultimodalEncoder,
     build_messages,
     concatenate_inputs,
     load_images,
@@ -304,7 +305,7 @@ def test_the_inputs_of_a_batch_are_joined_in_order(processor: Any) -> None:
 
 
 def test_a_prompt_holds_the_frames_of_its_video(processor: Any) -> None:
-    encoder = PromptEncoder(DatasetConfig(path=""), processor.tokenizer, processor)
+    encoder = MultimodalEncoder(DatasetConfig(path=""), processor.tokenizer, processor=processor)
     prompt = encoder.encode({"prompt": [{"role": "user", "content": "<video>?"}], "videos": [[picture()] * 4]})
     assert [frame.getpixel((0, 0)) for frame in prompt.multi_modal_data["video"][0]] == [RED] * 4
     assert prompt.multi_modal_inputs["video_grid_thw"].tolist() == [[2, 2, 4]]
@@ -317,8 +318,8 @@ def test_a_prompt_with_images_needs_a_processor_and_is_not_truncated(processor: 
     text_only = PromptEncoder(DatasetConfig(path="", apply_chat_template_kwargs=template), processor.tokenizer)
     with pytest.raises(ConfigError, match="the row has images or videos, which runs do not read: remove them"):
         text_only.encode(row)
-    encoder = PromptEncoder(
-        DatasetConfig(path="", max_prompt_length=3, truncation="left"), processor.tokenizer, processor
+    encoder = MultimodalEncoder(
+        DatasetConfig(path="", max_prompt_length=3, truncation="left"), processor.tokenizer, processor=processor
     )
     with pytest.raises(ValueError, match="max_prompt_length is 3, and images cannot be truncated"):
         encoder.forms(encoder.encode(row))

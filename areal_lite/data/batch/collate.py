@@ -1,33 +1,24 @@
-"""Dataset rows become the columns of one batch.
+"""Dataset rows become the columns of one batch, for training loops of your own; `areal-lite train` does not use it.
 
 Guarantees one entry per row in every column, in order. Knows nothing about the meaning of a column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from areal_lite.data.batch.data_proto import form_of, object_array
 from areal_lite.errors import ConfigError
-
-ObjectArray = NDArray[np.object_]
-"""``[B]`` of dtype object: one Python value per row, of any type."""
-
-
-def object_array(values: Iterable[Any]) -> ObjectArray:
-    """Return ``values`` as an object array of shape ``[B]``; lists of equal length stay elements."""
-    return np.fromiter(values, dtype=object)
 
 
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns of ``rows``, ready for :meth:`DataProto.from_single_dict`.
 
-    For training loops of your own; `areal-lite train` does not use it. Tensors are stacked along a new first dimension:
-    two of shape ``[T]`` become ``[2, T]``. Anything else, even lists of equal length, becomes an :data:`ObjectArray`.
+    Tensors are stacked along a new first dimension: two of shape ``[T]`` become ``[2, T]``. Anything else, even lists
+    of equal length, becomes an :data:`ObjectArray`.
 
     Raises:
         ValueError: If there are no rows.
@@ -55,13 +46,3 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             )
         columns[key] = torch.stack(values)
     return columns
-
-
-def form_of(value: Any) -> str:
-    """Describe ``value`` for error messages: its type; for a tensor or array also dtype and shape."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of dtype {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"an array of dtype {value.dtype} and shape {list(value.shape)}"
-    name = type(value).__name__
-    return f"an {name}" if name[0] in "aeiou" else f"a {name}"

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.data.rows.collate import collate_fn, object_array
+from areal_lite.data.batch.collate import collate_fn
+from areal_lite.data.batch.data_proto import object_array
 from areal_lite.errors import ConfigError
 
 
