@@ -28,7 +28,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError
 from areal_lite.processes.channel import decode_reply, framed, read_message
 from areal_lite.processes.child_process import start_python
-from areal_lite.rollout.dumps.dump_writer import File, Report, pack_group
+from areal_lite.rollout.dumps.packed_group import File, Report, pack_group
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from areal_lite.api.failure import Failure, FailureKind, attributed_to
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
+from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.errors import ConfigError
@@ -47,23 +48,23 @@ _TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class GroupRunner:
-    """Runs submissions; each ends in exactly one call of ``on_end``, on the loop. ``timeout_s`` is the wall-clock limit
-    of one group."""
+    """Runs submissions; each ends in exactly one call of ``on_end``, on the loop."""
 
     def __init__(
-        self, engine: InferenceEngine, *, timeout_s: float, on_end: Callable[[Submission, Group], None]
+        self, engine: InferenceEngine, faults: FaultsConfig, *, on_end: Callable[[Submission, Group], None]
     ) -> None:
         self.abandoned = 0  # episodes that swallowed their cancellation and were left behind
         self.live: dict[TaskId, Submission] = {}  # submissions that have not ended, waiting or running
         self.workers: Workers | None = None  # where groups run, if not on this loop
         self._engine = engine
-        self._timeout_s = timeout_s
+        self._timeout_s = faults.episode_timeout_s
+        self._on_error = faults.on_error
         self._on_end = on_end
         self.shared = SharedResources()  # objects that all episodes share
         self._first_task_id = self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
-        self._deadlines: Deadlines[Submission] = Deadlines(timeout_s, self._on_deadline)
+        self._deadlines: Deadlines[Submission] = Deadlines(self._timeout_s, self._on_deadline)
 
     def number_from(self, first: int) -> None:
         """Choose task ids from ``first`` on; ids that are beyond it stay as they are."""
@@ -72,18 +73,19 @@ class GroupRunner:
 
     def make(
         self,
-        data: Row,
+        row: Row,
         recipe: EpisodeRecipe,
-        deliver: Callable[[Group], None],
+        group_size: int,
         *,
-        training: bool,
         task_id: TaskId | None = None,
         seed_name: str | None = None,
-        **drawn: Any,
+        **fields: Any,
     ) -> Submission:
-        """Return a new submission with a task id of its own; any thread may call this. ``deliver`` gets the group;
-        ``training`` if it waits for a training step. ``seed_name`` separates its sampling seeds from those of other
-        groups; ``drawn`` is ``feed`` and ``samples`` of a group drawn from a data source."""
+        """Return a new submission of ``group_size`` episodes with a task id of its own; any thread may call this.
+        ``seed_name`` separates its sampling seeds from those of other groups; ``fields`` are others of
+        :class:`Submission`."""
+        if group_size < 1:
+            raise ConfigError(f"group_size is {group_size}: it must be 1 or more")
         with self._ids_lock:
             if task_id is None:
                 task_id = self._next_task_id
@@ -98,15 +100,11 @@ class GroupRunner:
                 self._next_task_id = max(self._next_task_id, task_id + 1)
             submission = self.live[task_id] = Submission(
                 task_id=task_id,
-                data=data,
+                row=row,
                 recipe=recipe,
-                deliver=deliver,
-                training=training,
-                episodes=[
-                    Episode(member_idx=i, seed_name=seed_name or f"task {task_id}") for i in range(recipe.group_size)
-                ],
+                episodes=[Episode(member_idx=i, seed_name=seed_name or f"task {task_id}") for i in range(group_size)],
                 submitted=time.monotonic(),
-                **drawn,
+                **fields,
             )
         return submission
 
@@ -158,12 +156,14 @@ class GroupRunner:
         )
         try:
             with attributed_to(FailureKind.DATA):  # a packer is user code, so it runs here
-                if isinstance(submission.data, UnpreparedRow):
-                    submission.data = submission.data.prepared()
+                row = submission.row
+                submission.data = data = row.prepared() if isinstance(row, UnpreparedRow) else row
             if self.workers is None:
-                data = with_own_containers(dict(submission.data))
-                await run_group(recipe.workflow, self._engine, data, episodes)
-            elif (failure := await self.workers.run(submission, submission.started + self._timeout_s)) is not None:
+                own = with_own_containers(dict(data))
+                await run_group(recipe.workflow, self._engine, own, episodes, self._on_error)
+            elif (
+                failure := await self.workers.run(recipe.sent, data, submission.started + self._timeout_s)
+            ) is not None:
                 return submission.group(EpisodeStatus.FAILED, failure)
             return self._judge(submission)
         except asyncio.CancelledError:

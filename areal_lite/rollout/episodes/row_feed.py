@@ -101,10 +101,13 @@ class RowFeed:
         self._missed_kinds.clear()
         self._handed_over = [group.samples for group in groups]
 
-    def take_back(self, batch: list[Group]) -> None:
-        """Keep the last batch, which never reached its caller, for the next cut."""
+    def take_back(self, batch: list[Group]) -> bool:
+        """Keep the last batch, which never reached its caller, for the next cut; return False for any other."""
+        if [group.samples for group in batch] != self._handed_over:
+            return False
         self._handed_over = []
         self.finished.put_back(batch)
+        return True
 
     def mark_trained(self) -> None:
         self.source.mark_trained(self._handed_over)

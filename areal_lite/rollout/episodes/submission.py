@@ -24,7 +24,6 @@ class EpisodeRecipe:
     workflow: RolloutWorkflow
     sent: PickledObject | None = None  # the workflow as worker processes get it; None without them
     should_accept_fn: ShouldAcceptFn | None = None
-    group_size: int = 1
     is_eval: bool = False
 
 
@@ -33,14 +32,15 @@ class Submission:
     """One row with its recipe; changed only by executor and group runner."""
 
     task_id: TaskId
-    data: Row
+    row: Row  # as it was submitted or drawn
     recipe: EpisodeRecipe
     deliver: Callable[[Group], None]
     training: bool  # True if its group waits for a training step, so that the staleness bound applies
     feed: RowFeed | None = None  # the feed it was drawn from, which decides when an accepted group trains
     samples: SampleGroup = field(default_factory=list)  # the group as it was drawn
-    episodes: list[Episode]
+    episodes: list[Episode]  # as many as its group has; see ``grouped_rollout.run_group``
     submitted: float
+    data: Row | None = None  # the workflow's input, made of ``row`` when the group starts
     started: float = 0.0
     start_order: int = 0
     start_version: int = 0
@@ -66,7 +66,7 @@ class Submission:
             task_id=self.task_id,
             group_id=str(self.task_id),
             status=status,
-            data=self.data,
+            data=self.row if self.data is None else self.data,
             trajectories=trajectories,
             failure=failure,
             rejection=rejection,

@@ -50,7 +50,7 @@ class WorkflowExecutor:
     ) -> None:
         self.gate = gate
         self.ended = EndedGroups(on_end)
-        self.runner = GroupRunner(engine, timeout_s=config.faults.episode_timeout_s, on_end=self._finish)
+        self.runner = GroupRunner(engine, config.faults, on_end=self._finish)
         self.batches = TrainingBatches(
             config, gate=gate, runner=self.runner, ended=self.ended, interrupt=interrupt, start_more=self._pump
         )
@@ -59,11 +59,12 @@ class WorkflowExecutor:
         self._waiting_free: deque[Submission] = deque()
         self._outstanding = 0  # number of running or waiting submissions whose group is for ``wait``
 
-    def submit(self, data: Row, recipe: EpisodeRecipe, task_id: TaskId | None = None) -> Submission:
+    def submit(self, row: Row, recipe: EpisodeRecipe, group_size: int, task_id: TaskId | None = None) -> Submission:
         """Reserve a task id for one row whose group is for :meth:`wait`; any thread may call this. The group starts
         once :meth:`enqueue` was called with it on the loop."""
-        training = not recipe.is_eval
-        return self.runner.make(data, recipe, self._deliver_to_wait, training=training, task_id=task_id)
+        return self.runner.make(
+            row, recipe, group_size, deliver=self._deliver_to_wait, training=not recipe.is_eval, task_id=task_id
+        )
 
     def enqueue(self, submission: Submission) -> None:
         self._outstanding += submission.deliver == self._deliver_to_wait
@@ -113,7 +114,7 @@ class WorkflowExecutor:
         """Put back the groups of a :meth:`wait` whose caller left before they arrived."""
         self._finished.put_back(groups)
 
-    async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe) -> list[Group]:
+    async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe, group_size: int) -> list[Group]:
         """Run all rows at the current version and return their groups in order."""
         self.gate.refuse_paused()
         groups: list[Group | None] = [None] * len(rows)
@@ -127,8 +128,11 @@ class WorkflowExecutor:
                 self._finished.changed()
 
         for index, row in enumerate(rows):
-            name = f"row {index}"
-            self.enqueue(self.runner.make(row, recipe, partial(deliver, index), training=False, seed_name=name))
+            self.enqueue(
+                self.runner.make(
+                    row, recipe, group_size, deliver=partial(deliver, index), training=False, seed_name=f"row {index}"
+                )
+            )
         await self._finished.until(lambda: left == 0)
         return [group for group in groups if group is not None]
 

@@ -23,7 +23,7 @@ from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, TokenPrefix
-from areal_lite.api.record_codec import Plain, ReadColumns
+from areal_lite.api.record_codec import ReadColumns
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.errors import ServerError
@@ -211,7 +211,7 @@ class Worker:
         if (task := self._calls.get(call_id)) is not None:
             task.cancel()
 
-    def _on_ended(self, key: int, counts: dict[str, float], left: Plain, columns: ReadColumns) -> None:
+    def _on_ended(self, key: int, counts: dict[str, float], left: Any, columns: ReadColumns) -> None:
         for name, count in counts.items():
             self._shared.counts[name] = self._shared.counts.get(name, 0.0) + count - self._counts.get(name, 0.0)
         self._counts = counts

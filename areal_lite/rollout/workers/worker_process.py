@@ -36,7 +36,7 @@ from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.episodes.grouped_rollout import run_group
-from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow
+from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
 from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, CallRequest, Reader, pack_end
@@ -81,8 +81,8 @@ class _Workflow:
 
     def _load(self) -> RolloutWorkflow:
         spawn.prepare(self._sent.preparation)
-        workflow, kwargs, size = pickle.loads(self._sent.pickled)
-        return grouped_workflow(workflow, kwargs, size, self._config)
+        workflow, kwargs = pickle.loads(self._sent.pickled)
+        return resolve_workflow(workflow, kwargs, self._config)
 
 
 class WorkerProcess(InferenceEngine):
@@ -184,7 +184,7 @@ class WorkerProcess(InferenceEngine):
         try:
             if group.stopped:
                 raise asyncio.CancelledError
-            await run_group(await workflow.loaded(), self, pickle.loads(data), episodes)
+            await run_group(await workflow.loaded(), self, pickle.loads(data), episodes, self.config.faults.on_error)
         except asyncio.CancelledError:
             was_stopped = group.stopped
             if not was_stopped:

@@ -547,7 +547,7 @@ class Line:
 
     def run(self, key: int, task_id: int = 5, workflow: Any = Scripted, **row: Any) -> list[tuple[Any, ...]]:
         """Return the messages that start a group of one episode."""
-        sent = pickled_workflow(workflow, None, 1, self.config)
+        sent = pickled_workflow(workflow, None, self.config)
         place = {"is_eval": False, "task_id": task_id, "group_id": str(task_id), "version": 0}
         return [("workflow", sent), ("run", key, sent.key, pickle.dumps(row), place, 1, float(key))]
 
