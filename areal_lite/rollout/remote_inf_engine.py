@@ -13,8 +13,8 @@ from areal_lite.config.dotted_path import load_object
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.blocking_and_async import also_async, blocking_and_async
 from areal_lite.rollout.engine_lifecycle import EngineLifecycle
+from areal_lite.rollout.episodes.group_runner import EpisodeRecipe
 from areal_lite.rollout.episodes.grouped_rollout import GroupedRolloutWorkflow
-from areal_lite.rollout.episodes.submission import EpisodeRecipe
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow, resolve_workflow
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightFolder
 

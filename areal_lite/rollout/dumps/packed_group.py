@@ -1,4 +1,4 @@
-"""What the run and the process that writes dumps tell each other: groups as bytes, and reports.
+"""Messages between the run and the process that writes dumps: groups as bytes, and reports.
 
 Packing must cost microseconds, because it happens on the event loop. A group is a pickle, which goes from the run to a
 child and never back: it writes a call or a list of ids once, however many turns share it. What a dump does not show is

@@ -21,8 +21,7 @@ from typing import Any
 
 import orjson
 
-from areal_lite.api.scalars import scope_name
-from areal_lite.api.trajectory import Group
+from areal_lite.api.trajectory import Group, scope_name
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError

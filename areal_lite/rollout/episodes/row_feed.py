@@ -25,7 +25,7 @@ from areal_lite.data.source.rollout_data_source import RolloutDataSource, restar
 from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.rollout.episodes.batch_cut import STALE, OldestGroups
-from areal_lite.rollout.episodes.failure_tally import PASSING
+from areal_lite.rollout.episodes.ended_groups import PASSING
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
 from areal_lite.rollout.episodes.partial_rollout import sampled_group
 

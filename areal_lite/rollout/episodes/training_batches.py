@@ -36,10 +36,9 @@ from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
 from areal_lite.rollout.episodes.batch_cut import STALE, cut_batch
 from areal_lite.rollout.episodes.ended_groups import EndedGroups
-from areal_lite.rollout.episodes.group_runner import GroupRunner
+from areal_lite.rollout.episodes.group_runner import EpisodeRecipe, GroupRunner, Submission
 from areal_lite.rollout.episodes.partial_rollout import record_answers
 from areal_lite.rollout.episodes.row_feed import RowFeed
-from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
 
 
 class TrainingBatches:

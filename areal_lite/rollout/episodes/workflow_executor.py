@@ -31,8 +31,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
 from areal_lite.rollout.episodes.ended_groups import EndedGroups
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
-from areal_lite.rollout.episodes.group_runner import GroupRunner
-from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
+from areal_lite.rollout.episodes.group_runner import EpisodeRecipe, GroupRunner, Submission
 from areal_lite.rollout.episodes.training_batches import TrainingBatches
 
 
@@ -44,11 +43,15 @@ class WorkflowExecutor:
         engine: InferenceEngine,
         config: InferenceEngineConfig,
         *,
-        gate: AdmissionGate,
         on_end: Callable[[Group], None],
         interrupt: Callable[[Sequence[Episode]], Awaitable[None]],
     ) -> None:
-        self.gate = gate
+        self.gate = gate = AdmissionGate(
+            max_concurrent=config.max_concurrent_rollouts,
+            max_staleness=config.max_head_offpolicyness,
+            batch_size=config.consumer_batch_size,
+            extra=config.extra_groups,
+        )
         self.ended = EndedGroups(on_end)
         self.runner = GroupRunner(engine, config.faults, on_end=self._finish)
         self.batches = TrainingBatches(
@@ -117,15 +120,12 @@ class WorkflowExecutor:
     async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe, group_size: int) -> list[Group]:
         """Run all rows at the current version and return their groups in order."""
         self.gate.refuse_paused()
-        groups: list[Group | None] = [None] * len(rows)
-        left = len(rows)
+        loop = asyncio.get_running_loop()
+        ends: list[asyncio.Future[Group]] = [loop.create_future() for _ in rows]
 
         def deliver(index: int, group: Group) -> None:
-            nonlocal left
-            groups[index] = group
-            left -= 1
-            if left == 0:
-                self._finished.changed()
+            if not ends[index].cancelled():  # by a caller that left
+                ends[index].set_result(group)
 
         for index, row in enumerate(rows):
             self.enqueue(
@@ -133,8 +133,7 @@ class WorkflowExecutor:
                     row, recipe, group_size, deliver=partial(deliver, index), training=False, seed_name=f"row {index}"
                 )
             )
-        await self._finished.until(lambda: left == 0)
-        return [group for group in groups if group is not None]
+        return [await end for end in ends]
 
     def set_version(self, version: int) -> None:
         if version < 0:

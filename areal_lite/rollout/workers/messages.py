@@ -1,4 +1,4 @@
-"""What the run and a rollout worker tell each other (:mod:`areal_lite.processes.channel` has the framing).
+"""Messages between the run and a rollout worker (:mod:`areal_lite.processes.channel` has the framing).
 
 Towards the worker, a message is a pickled tuple. From the worker, it is plain data: its kind and arguments, and arrays
 as bytes. :func:`read_report` makes our types of it and nothing else, so the run never loads an object that an episode
@@ -20,12 +20,14 @@ from pydantic import TypeAdapter
 from areal_lite.api import record_codec as codec
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
-from areal_lite.api.io_struct import ModelResponse
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
 
+REPORTS = frozenset({"ready", "generate", "drop", "ended", "blocked", "log"})
+"""Kinds of messages from a worker."""
 RESPONSE_FIELDS = (
     *("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs", "stop_reason"),
     *("latency", "ttft", "started", "attempts", "server"),
@@ -60,20 +62,16 @@ class Reader(asyncio.Protocol):
         self._on_close()
 
 
-class CallRequest(NamedTuple):
-    rid: str
-    gconfig: GenerationHyperparameters
-    top_logprobs: int
-    agent: Any  # ``metadata["agent"]``, which must have a JSON form
-    streams: bool
-    prefix: tuple[int, int, int] | None
-    """The prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``. None
-    outside a group: ``ids`` are the prompt."""
-    ids: list[int]  # the prompt's ids that its group has not sent before
+Place = tuple[int, int, int]
+"""A prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``."""
 
-    def packed(self) -> tuple[Any, codec.Columns]:
-        gconfig = _GCONFIG.dump_json(self.gconfig).decode()
-        return (self.rid, gconfig, *self[2:-1]), [array("i", self.ids).tobytes()]
+
+def pack_call(request: ModelRequest, ids: list[int], place: Place | None) -> tuple[Any, codec.Columns]:
+    """Return a model call. ``ids`` are those of its prompt that its group has not sent before; the prompt if ``place``
+    is None, as outside a group. ``metadata["agent"]`` must have a JSON form."""
+    gconfig = _GCONFIG.dump_json(request.gconfig).decode()
+    agent, streams = request.metadata.get("agent"), request.on_tokens is not None
+    return (request.rid, gconfig, request.top_logprobs, agent, streams, place), [array("i", ids).tobytes()]
 
 
 class EpisodeReply(NamedTuple):
@@ -128,10 +126,15 @@ def read_report(body: bytes | memoryview) -> tuple[Any, ...]:
     """
     (kind, *arguments), columns = decode_reply(body)
     if kind == "generate":
-        *where, (rid, gconfig, top_logprobs, agent, streams, prefix) = arguments
-        ids = array("i", bytes(columns[0])).tolist()
-        place = None if prefix is None else (prefix[0], prefix[1], prefix[2])
-        return kind, *where, CallRequest(rid, _gconfig(gconfig), top_logprobs, agent, streams, place, ids)
+        *where, (rid, gconfig, top_logprobs, agent, streams, place) = arguments
+        request = ModelRequest(
+            input_ids=array("i", bytes(columns[0])).tolist(),
+            gconfig=_gconfig(gconfig),
+            rid=rid,
+            metadata={} if agent is None else {"agent": agent},
+            top_logprobs=top_logprobs,
+        )
+        return kind, *where, request, streams, place
     if kind == "ended":
         return kind, *arguments, columns
     if kind == "log":

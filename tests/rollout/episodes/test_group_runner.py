@@ -16,8 +16,7 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.rollout import workflow_context
 from areal_lite.rollout.episodes import group_runner
-from areal_lite.rollout.episodes.group_runner import GroupRunner
-from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
+from areal_lite.rollout.episodes.group_runner import EpisodeRecipe, GroupRunner, Submission
 from tests.rollout.scripted import on_a_loop
 
 Ended = list[tuple[Submission, Group]]
