@@ -20,21 +20,22 @@ Columns = list[bytes]
 """Arrays as bytes, in the order in which they were packed."""
 ReadColumns = Sequence[bytes | bytearray]
 
-ENDED = ("member_idx", "reward", "has_loss_mask", "status", "failure", "sequences")
-"""Fields of a trajectory: how its episode ended."""
+ENDED = ("member_idx", "reward", "has_loss_mask", "failure", "sequences")
+"""Fields of a trajectory, beside its status: how its episode ended."""
 RECORDED = ("counts", "reward_extra", "scalars", "processes")
 """Fields of a trajectory, and of a running episode: what the episode's code recorded."""
-SEQUENCE = ("reward", "input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
+COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
+"""Fields of a sequence that are arrays."""
 
 _FIELDS: dict[type[Any], Sequence[str]] = {
-    Trajectory: (*ENDED, "extras"),
-    TokenSequence: SEQUENCE,
+    Trajectory: ("status", *ENDED, "extras"),
+    TokenSequence: ("reward", *COLUMNS),
     Failure: tuple(Failure.__dataclass_fields__),
     ProcessRecord: tuple(ProcessRecord.__dataclass_fields__),
     EpisodeStatus: ("value",),
     FailureKind: ("value",),
 }
-_TYPES = {cls.__name__: cls for cls in _FIELDS}
+_TYPES = {cls.__name__: (cls, fields) for cls, fields in _FIELDS.items()}
 _JSON = {type(None), bool, int, float, str}
 
 
@@ -50,7 +51,7 @@ def to_plain(value: Any, columns: Columns) -> Any:
     if isinstance(value, list | tuple):
         return ["list" if isinstance(value, list) else "tuple", *_plain_parts(value, columns)]
     if isinstance(value, dict):
-        return ["dict", *[_plain_parts(item, columns) for item in value.items()]]
+        return ["dict", *[["tuple", *_plain_parts(item, columns)] for item in value.items()]]
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -85,13 +86,11 @@ def from_plain(plain: Any, columns: ReadColumns) -> Any:
         return _tensor(columns[content[0]], *content[1:])
     if kind == "bytes":
         return bytes(columns[content[0]])
-    if kind == "dict":
-        return {from_plain(key, columns): from_plain(value, columns) for key, value in content}
     parts = [from_plain(part, columns) if isinstance(part, list) else part for part in content]
-    if kind in ("list", "tuple"):
-        return parts if kind == "list" else tuple(parts)
-    cls = _TYPES[kind]
-    return cls(**dict(zip(_FIELDS[cls], parts, strict=True)))
+    if kind in _TYPES:
+        cls, fields = _TYPES[kind]
+        return cls(**dict(zip(fields, parts, strict=True)))
+    return {"list": list, "tuple": tuple, "dict": dict}[kind](parts)
 
 
 def _tensor(data: bytes | bytearray, name: str, shape: Sequence[int]) -> Any:

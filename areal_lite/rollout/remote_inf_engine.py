@@ -151,7 +151,7 @@ class RemoteInfEngine(EngineLifecycle):
 
     asubmit = also_async(submit)
     wait, await_results = blocking_and_async(
-        _wait, "await_results", unclaimed=lambda self, groups: self._executor.wait_unclaimed(groups)
+        _wait, "await_results", unclaimed=lambda self, groups: self._executor.finished.put_back(groups)
     )
     rollout_batch, arollout_batch = blocking_and_async(_rollout_batch)
     prepare_batch, aprepare_batch = blocking_and_async(

@@ -2,14 +2,14 @@
 
 Packing must cost microseconds, because it happens on the event loop. A group is a pickle, which goes from the run to a
 child and never back: it writes a call or a list of ids once, however many turns share it. What a dump does not show is
-left out, and arrays are bytes, which takes half the time of pickling arrays.
+left out, and the columns of sequences are bytes, which takes half the time of pickling arrays.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ import numpy as np
 import orjson
 
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
-from areal_lite.api.record_codec import ENDED, RECORDED, SEQUENCE
-from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, Turn
+from areal_lite.api.record_codec import COLUMNS, ENDED, RECORDED
+from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn
 from areal_lite.api.turn_tree import link_turns, turn_sources
 
 File = tuple[str, str, bytes]  # folder and name of a file, and its group; see pack_group
@@ -32,29 +32,30 @@ class Report(NamedTuple):
 
 
 _GROUP = (
-    *("task_id", "group_id", "status", "rejection", "is_eval", "start_version"),
+    *("task_id", "group_id", "rejection", "is_eval", "start_version"),
     *("queued_s", "run_s", "finished_at", "trajectories"),
 )
 _TRAJECTORY = *ENDED, *RECORDED
-_SEQUENCE = *SEQUENCE, "place"
 _CALL = (
     *("output_tokens", "output_logprobs", "output_versions"),
     *("stop_reason", "latency", "started", "rid", "server"),
 )
-_group, _trajectory, _sequence, _call = (attrgetter(*names) for names in (_GROUP, _TRAJECTORY, _SEQUENCE, _CALL))
+_group, _trajectory, _columns, _call = (attrgetter(*names) for names in (_GROUP, _TRAJECTORY, COLUMNS, _CALL))
 
 
 def pack_group(group: Group) -> bytes:
     """Return what :func:`unpack_group` needs."""
     packed = io.BytesIO()
-    _Pickler(packed, pickle.HIGHEST_PROTOCOL).dump((_group(group), row_json(group.data)))
+    pickler = pickle.Pickler(packed, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump((group.status.value, _group(group), row_json(group.data)))
     return packed.getvalue()
 
 
 def unpack_group(packed: bytes) -> tuple[Group, bytes | None]:
     """Return the group without its dataset row, and the row as JSON; None if it has no JSON form."""
-    own, row = pickle.loads(packed)
-    return Group(**dict(zip(_GROUP, own, strict=True)), data={}), row
+    status, own, row = pickle.loads(packed)
+    return Group(status=EpisodeStatus(status), **dict(zip(_GROUP, own, strict=True)), data={}), row
 
 
 def row_json(data: Mapping[str, Any]) -> bytes | None:
@@ -65,19 +66,9 @@ def row_json(data: Mapping[str, Any]) -> bytes | None:
         return None
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray) and value.ndim == 1 and not value.dtype.hasobject:
-            return np.frombuffer, (value.tobytes(), value.dtype.char)
-        if isinstance(value, ModelResponse):
-            prompt = value.prompt
-            return _made_call, (prompt.ids, prompt.length, value.metadata.get("agent"), *_call(value))
-        if isinstance(value, TokenSequence):
-            return _made_sequence, _sequence(value)
-        if isinstance(value, Trajectory):
-            sources = turn_sources(value)  # None if the turns are made: the calls may be gone then
-            return _made_trajectory, (_trajectory(value), sources, value.turns if sources is None else [])
-        return NotImplemented
+def _reduce_call(call: ModelResponse) -> Any:
+    prompt = call.prompt
+    return _made_call, (prompt.ids, prompt.length, call.metadata.get("agent"), *_call(call))
 
 
 def _made_call(ids: list[int], length: int, agent: Any, *own: Any) -> ModelResponse:
@@ -85,14 +76,45 @@ def _made_call(ids: list[int], length: int, agent: Any, *own: Any) -> ModelRespo
     return SharedPromptResponse.of(call, TokenPrefix(ids, length))
 
 
-def _made_sequence(*own: Any) -> TokenSequence:
-    return TokenSequence(**dict(zip(_SEQUENCE, own, strict=True)))
+def _reduce_sequence(sequence: TokenSequence) -> Any:
+    columns = [None if each is None else (each.tobytes(), each.dtype.char) for each in _columns(sequence)]
+    return _made_sequence, (sequence.reward, sequence.place, columns)
 
 
-def _made_trajectory(own: tuple[Any, ...], sources: tuple[Any, Any] | None, turns: list[Turn]) -> Trajectory:
-    trajectory = Trajectory(**dict(zip(_TRAJECTORY, own, strict=True)))
-    if sources is None:
-        trajectory.turns = turns
-    else:
+def _made_sequence(reward: float | None, place: Any, columns: list[tuple[bytes, str] | None]) -> TokenSequence:
+    arrays = [None if each is None else np.frombuffer(*each) for each in columns]
+    return TokenSequence(reward=reward, place=place, **dict(zip(COLUMNS, arrays, strict=True)))
+
+
+def _reduce_trajectory(trajectory: Trajectory) -> Any:
+    sources = turn_sources(trajectory)  # None if the turns are made: the calls may be gone then
+    turns = trajectory.turns if sources is None else None
+    return _made_trajectory, (trajectory.status.value, _trajectory(trajectory), turns, sources)
+
+
+def _made_trajectory(status: str, own: tuple[Any, ...], turns: list[Turn] | None, sources: Any) -> Trajectory:
+    trajectory = Trajectory(status=EpisodeStatus(status), **dict(zip(_TRAJECTORY, own, strict=True)))
+    if turns is None:
         link_turns(trajectory, *sources)
+    else:
+        trajectory.turns = turns
     return trajectory
+
+
+class _Reducers(dict[type[Any], Callable[[Any], Any]]):
+    def __missing__(self, cls: type[Any]) -> Callable[[Any], Any]:
+        """Return the reducer of a base class: a workflow may make responses of a class of its own."""
+        for base in cls.__mro__:
+            if base in self:
+                return self[base]
+        raise KeyError(cls)
+
+
+_REDUCERS = _Reducers(
+    {
+        ModelResponse: _reduce_call,
+        SharedPromptResponse: _reduce_call,
+        TokenSequence: _reduce_sequence,
+        Trajectory: _reduce_trajectory,
+    }
+)

@@ -57,7 +57,7 @@ class WorkflowExecutor:
         self.batches = TrainingBatches(
             config, gate=gate, runner=self.runner, ended=self.ended, interrupt=interrupt, start_more=self._pump
         )
-        self._finished = FinishedGroups()
+        self.finished = FinishedGroups()  # groups for ``wait``
         self._waiting: deque[Submission] = deque()
         self._waiting_free: deque[Submission] = deque()
         self._outstanding = 0  # number of running or waiting submissions whose group is for ``wait``
@@ -79,12 +79,12 @@ class WorkflowExecutor:
         next wait."""
 
         def enough() -> bool:
-            return len(self._finished.groups) >= count
+            return len(self.finished.groups) >= count
 
         def settled() -> bool:
             return enough() or (timeout_s is None and self._starts_nothing)
 
-        submitted = len(self._finished.groups) + self._outstanding
+        submitted = len(self.finished.groups) + self._outstanding
         if count > submitted and timeout_s is None:
             raise ValueError(
                 f"wait(count={count}) but only {submitted} submissions are left to wait for: submit more first"
@@ -93,18 +93,18 @@ class WorkflowExecutor:
             self.gate.refuse_paused()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._finished.until(settled)
+                await self.finished.until(settled)
         except TimeoutError:
             raise TimeoutError(
-                f"{len(self._finished.groups)} of {count} episodes ended within {timeout_s} s; {self.gate.describe()}. "
+                f"{len(self.finished.groups)} of {count} episodes ended within {timeout_s} s; {self.gate.describe()}. "
                 "Nothing is lost: wait again"
             ) from None
         if not enough():
             raise ConfigError(
-                f"wait(count={count}) would never return: {len(self._finished.groups)} of them ended and none is "
+                f"wait(count={count}) would never return: {len(self.finished.groups)} of them ended and none is "
                 f"running, because {self.gate.describe()}. If another thread does, give wait() a timeout"
             )
-        return self._finished.take(count)
+        return self.finished.take(count)
 
     @property
     def _starts_nothing(self) -> bool:
@@ -112,10 +112,6 @@ class WorkflowExecutor:
         gate = self.gate
         may_start = gate.running or gate.paused or gate.held or gate.may_start_training()
         return bool(self._waiting) and not may_start
-
-    def wait_unclaimed(self, groups: list[Group]) -> None:
-        """Put back the groups of a :meth:`wait` whose caller left before they arrived."""
-        self._finished.put_back(groups)
 
     async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe, group_size: int) -> list[Group]:
         """Run all rows at the current version and return their groups in order."""
@@ -188,8 +184,8 @@ class WorkflowExecutor:
         submission.deliver(group)
         self._pump()
         if not self.gate.running:
-            self._finished.changed()  # a wait may have nothing left to wait for
+            self.finished.changed()  # a wait may have nothing left to wait for
 
     def _deliver_to_wait(self, group: Group) -> None:
         self._outstanding -= 1
-        self._finished.put(group)
+        self.finished.put(group)
