@@ -82,7 +82,7 @@ def _reduce_sequence(sequence: TokenSequence) -> Any:
 
 
 def _made_sequence(reward: float | None, place: Any, columns: list[tuple[bytes, str] | None]) -> TokenSequence:
-    arrays = [None if each is None else np.frombuffer(*each) for each in columns]
+    arrays: list[Any] = [None if each is None else np.frombuffer(*each) for each in columns]
     return TokenSequence(reward=reward, place=place, **dict(zip(COLUMNS, arrays, strict=True)))
 
 
