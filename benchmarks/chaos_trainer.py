@@ -34,7 +34,7 @@ from areal_lite.api.trajectory import Group
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.rollout import workflow_context
-from areal_lite.rollout.dumps.dump_writer import File
+from areal_lite.rollout.dumps.packed_group import File
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine

@@ -106,7 +106,10 @@ class InferenceEngine(ABC):
         """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
 
         Groups are drawn from ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so
-        generation continues while the caller trains.
+        generation continues while the caller trains. A ``RolloutDataSource`` decides how many episodes a group has.
+
+        Raises:
+            ConfigError: If ``group_size`` differs from the size of the source's groups.
         """
 
     @abstractmethod

@@ -24,9 +24,9 @@ class Episode:
     calls: list[ModelResponse] = field(default_factory=list)
     """Answers in the order they came."""
     counts: dict[str, float] = field(default_factory=dict)
-    """What its agent counted and its reward's parts; goes to ``Trajectory.counts``."""
+    """Numbers that its agent counted, and the parts of its reward; goes to ``Trajectory.counts``."""
     reward_extra: dict[str, float | str | None] = field(default_factory=dict)
-    """What its reward function returned beside the last reward; goes to ``Trajectory.reward_extra``."""
+    """Values that its reward function returned beside the last reward; goes to ``Trajectory.reward_extra``."""
     scalars: list[tuple[str, float]] = field(default_factory=list)
     """Numbers that its code recorded, by metric name; goes to ``Trajectory.scalars``."""
     processes: list[ProcessRecord] = field(default_factory=list)
@@ -78,7 +78,7 @@ class EpisodeContext(NamedTuple):
     episode: Episode | None = None
     """This episode; the engine records its model calls there."""
     shared: SharedResources | None = None
-    """What all episodes of the engine share; None outside an engine."""
+    """Objects that all episodes of the engine share; None outside an engine."""
     agent: Any = None
     """How an agent reaches its model (``agents.isolation.agent_access.AgentAccess``); None in a workflow."""
 

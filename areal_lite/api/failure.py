@@ -16,7 +16,7 @@ MAX_TRACEBACK = 4000
 
 
 class FailureKind(StrEnum):
-    """What caused a failure."""
+    """The cause of a failure."""
 
     DEADLINE = "deadline"
     """The episode ran longer than ``rollout.faults.episode_timeout_s``."""

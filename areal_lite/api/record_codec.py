@@ -1,102 +1,106 @@
-"""The record of an episode as plain data and bytes: one codec, for dumps and for rollout workers.
+"""The record of an episode between processes: which fields cross, and plain data for those that a child sends.
 
-Packing must cost microseconds, because it happens on the event loop. Arrays become bytes beside the plain part, which
-names them by number: JSON needs no list of numbers for them, and pickle writes bytes twice as fast as arrays. Turns and
-the calls they come from are not here: a dump needs all of them, and a rollout worker none, because the run has them.
+A rollout worker runs users' code, so its messages are JSON, and arrays as bytes beside it, which the JSON names by
+number (:mod:`areal_lite.processes.channel`). :func:`from_plain` makes the types listed here of them and nothing else.
+Turns and the calls they come from do not cross: the run has made the calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, astuple
-from operator import attrgetter
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, ProcessRecord, TokenSequence, Trajectory
 
-Plain = Sequence[Any]
-"""Has JSON's types; a tuple may come back as a list."""
 Columns = list[bytes]
 """Arrays as bytes, in the order in which they were packed."""
 ReadColumns = Sequence[bytes | bytearray]
 
+ENDED = ("member_idx", "reward", "has_loss_mask", "failure", "sequences")
+"""Fields of a trajectory, beside its status: how its episode ended."""
+RECORDED = ("counts", "reward_extra", "scalars", "processes")
+"""Fields of a trajectory, and of a running episode: what the episode's code recorded."""
+COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
+"""Fields of a sequence that are arrays."""
 
-class Form:
-    """Fields of a class, of which the last ``num_columns`` are arrays, as plain data."""
-
-    def __init__(self, *fields: str, num_columns: int = 0) -> None:
-        self._fields = fields
-        self._num_plain = len(fields) - num_columns
-        self._get = attrgetter(*fields)
-
-    def pack(self, value: Any, columns: Columns) -> Plain:
-        """Return the fields; of an array its dtype and its number in ``columns``."""
-        plain: tuple[Any, ...] = self._get(value)
-        at = self._num_plain
-        if at == len(plain):
-            return plain
-        return *plain[:at], *[None if array is None else _add(array, columns) for array in plain[at:]]
-
-    def unpack(self, plain: Plain, columns: ReadColumns) -> dict[str, Any]:
-        """Return the fields by name."""
-        arrays: list[NDArray[Any] | None] = [
-            None if packed is None else np.frombuffer(columns[packed[1]], packed[0])
-            for packed in plain[self._num_plain :]
-        ]
-        return dict(zip(self._fields, (*plain[: self._num_plain], *arrays), strict=True))
+_FIELDS: dict[type[Any], Sequence[str]] = {
+    Trajectory: ("status", *ENDED, "extras"),
+    TokenSequence: ("reward", *COLUMNS),
+    Failure: tuple(Failure.__dataclass_fields__),
+    ProcessRecord: tuple(ProcessRecord.__dataclass_fields__),
+    EpisodeStatus: ("value",),
+    FailureKind: ("value",),
+}
+_TYPES = {cls.__name__: (cls, fields) for cls, fields in _FIELDS.items()}
+_JSON = {type(None), bool, int, float, str}
 
 
-def _add(array: NDArray[Any], columns: Columns) -> tuple[str, int]:
-    columns.append(array.tobytes())
-    return array.dtype.char, len(columns) - 1
-
-
-_TRAJECTORY = Form("member_idx", "reward", "has_loss_mask")
-_SEQUENCE = Form("reward", "input_ids", "loss_mask", "logprobs", "versions", "token_rewards", num_columns=5)
-
-
-def pack_records(episode: Any) -> Plain:
-    """Return what the code of an episode recorded; also of its trajectory."""
-    processes = [asdict(record) for record in episode.processes]
-    return episode.counts, episode.reward_extra, episode.scalars, processes
-
-
-def unpack_records(plain: Plain) -> dict[str, Any]:
-    """Return the fields of :func:`pack_records` by name."""
-    counts, reward_extra, scalars, processes = plain
-    return {
-        "counts": counts,
-        "reward_extra": reward_extra,
-        "scalars": [(name, value) for name, value in scalars],
-        "processes": [ProcessRecord(**record) for record in processes],
-    }
-
-
-def pack_trajectory(trajectory: Trajectory, columns: Columns) -> Plain:
-    """Return how an episode ended, and its sequences, whose arrays are added to ``columns``."""
-    sequences = [_SEQUENCE.pack(sequence, columns) for sequence in trajectory.sequences]
-    return _TRAJECTORY.pack(trajectory, columns), trajectory.status.value, pack_failure(trajectory.failure), sequences
-
-
-def unpack_trajectory(plain: Plain, columns: ReadColumns) -> Trajectory:
-    """Return the trajectory, without turns, records and extras."""
-    own, status, failure, sequences = plain
-    trajectory = Trajectory(
-        **_TRAJECTORY.unpack(own, columns), status=EpisodeStatus(status), failure=unpack_failure(failure)
+def to_plain(value: Any, columns: Columns) -> Any:
+    """Return ``value`` as JSON values, with its arrays added to ``columns``: a list has the kind of what it stands for
+    before the content. TypeError for what no process can send."""
+    kind = type(value)
+    if kind in _FIELDS:
+        return [kind.__name__, *_plain_parts([getattr(value, name) for name in _FIELDS[kind]], columns)]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        columns.append(value.tobytes())
+        return ["array", len(columns) - 1, value.dtype.str, value.shape]
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", *_plain_parts(value, columns)]
+    if isinstance(value, dict):
+        return ["dict", *[["tuple", *_plain_parts(item, columns)] for item in value.items()]]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        columns.append(value)
+        return ["bytes", len(columns) - 1]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        columns.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return ["tensor", len(columns) - 1, str(value.dtype).removeprefix("torch."), value.shape]
+    raise TypeError(
+        f"the workflow's dict holds a {kind.__name__}, which a worker cannot send: return tensors, arrays, numbers, "
+        "texts, and lists and dicts of them, or set rollout.workers: 1"
     )
-    trajectory.sequences += [TokenSequence(**_SEQUENCE.unpack(sequence, columns)) for sequence in sequences]
-    return trajectory
 
 
-def pack_failure(failure: Failure | None) -> Plain | None:
-    """Return a failure as plain data."""
-    return None if failure is None else (failure.kind.value, *astuple(failure)[1:])
+def _plain_parts(values: Iterable[Any], columns: Columns) -> list[Any]:
+    return [value if type(value) in _JSON else to_plain(value, columns) for value in values]  # a call costs more
 
 
-def unpack_failure(plain: Plain | None) -> Failure | None:
-    """Return the failure of :func:`pack_failure`."""
-    return None if plain is None else Failure(FailureKind(plain[0]), *plain[1:])
+def from_plain(plain: Any, columns: ReadColumns) -> Any:
+    """Return the value of :func:`to_plain`."""
+    if not isinstance(plain, list):
+        return plain
+    kind, *content = plain
+    if kind == "array":
+        number, dtype, shape = content
+        array = np.frombuffer(columns[number], dtype)
+        return array if len(shape) == 1 else array.reshape(shape)
+    if kind == "tensor":
+        return _tensor(columns[content[0]], *content[1:])
+    if kind == "bytes":
+        return bytes(columns[content[0]])
+    parts = [from_plain(part, columns) if isinstance(part, list) else part for part in content]
+    if kind in _TYPES:
+        cls, fields = _TYPES[kind]
+        return cls(**dict(zip(fields, parts, strict=True)))
+    return {"list": list, "tuple": tuple, "dict": dict}[kind](parts)
+
+
+def _tensor(data: bytes | bytearray, name: str, shape: Sequence[int]) -> Any:
+    import torch
+
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype: {name}")
+    return (
+        torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )

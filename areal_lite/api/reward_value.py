@@ -24,12 +24,12 @@ def as_reward(value: Any) -> float:
 
 
 class Reward(NamedTuple):
-    """What a reward function returned."""
+    """A reward and what its function returned beside it."""
 
     value: float | list[float]
     """One number, or one for each token of the answer."""
     facts: dict[str, float | str | None]
-    """What it returned beside the reward, by name."""
+    """Numbers and texts beside the reward, by name."""
 
 
 def read_reward(returned: Any) -> Reward:

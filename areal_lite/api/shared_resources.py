@@ -1,4 +1,4 @@
-"""What all episodes of an engine share, such as HTTP clients: made on first use, closed with the engine."""
+"""Objects that all episodes of an engine share, such as HTTP clients: made on first use, closed with the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SharedResources:
 
     def __init__(self) -> None:
         self.counts: dict[str, float] = {}
-        """What they count; the engine reports it with its metrics."""
+        """Numbers that they count; the engine reports them with its metrics."""
         self.while_blocked: list[Callable[[Any, str], None]] = []
         """Called from another thread while an episode blocks the event loop, many times a second: with how that
         episode's agent reaches its model (None in a workflow), and a sentence for people."""

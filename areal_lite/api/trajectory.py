@@ -275,6 +275,11 @@ def _range_of(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | Non
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
+def scope_name(is_eval: bool) -> str:
+    """Return the folder and metric scope of training or evaluation episodes."""
+    return "eval-rollout" if is_eval else "rollout"
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
     """The episodes of one dataset row: the unit of baselines and of the batch."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tens
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
 Arrays = Mapping[str, NDArray[Any]]
-Chain = InteractionWithTokenLogpReward | Sequence[ModelResponse]
+Chain = Sequence[ModelResponse]
+"""The calls on the path of a sequence, in order."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
@@ -38,12 +39,13 @@ def trajectory_of(
     status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
     trajectory = Trajectory(member_idx=member_idx, status=status)
     sequences = trajectory.sequences
-    interactions: list[InteractionWithTokenLogpReward] = []
+    chains: list[Chain] = []
     if returned is not None:
         with attributed_to(FailureKind.OUTPUT):
             if check_returned(returned):
-                interactions = list(returned.values())
+                interactions: Iterable[InteractionWithTokenLogpReward] = returned.values()
                 sequences.extend(TokenSequence(**each.columns(), reward=each.reward) for each in interactions)
+                chains.extend([node.model_response for node in each.chain()] for each in interactions)
             else:
                 arrays = check_tensor_dict(returned)
                 sequences.extend(_row_sequences(arrays))
@@ -55,7 +57,7 @@ def trajectory_of(
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
         trajectory.average_rewards()
-    link_turns(trajectory, interactions, calls)
+    link_turns(trajectory, chains, calls)
     return trajectory
 
 
@@ -72,13 +74,13 @@ def link_turns(trajectory: Trajectory, chains: Sequence[Chain], calls: Sequence[
     trajectory.make_turns = partial(_make_turns, trajectory.sequences, chains, calls)
 
 
-def turn_sources(trajectory: Trajectory) -> tuple[list[Sequence[ModelResponse]], Sequence[ModelResponse]] | None:
+def turn_sources(trajectory: Trajectory) -> tuple[Sequence[Chain], Sequence[ModelResponse]] | None:
     """Return chains and calls of :func:`link_turns`; None if the turns are made."""
     make_turns = trajectory.make_turns
     if not isinstance(make_turns, partial):
         return None
     _, chains, calls = make_turns.args
-    return [_calls_of(chain) for chain in chains], calls
+    return chains, calls
 
 
 def unfinished_trajectory(calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus) -> Trajectory:
@@ -92,7 +94,7 @@ def _make_turns(
     tree = _TurnTree()
     for place, sequence in enumerate(sequences):
         if chains:
-            tree.add_path(sequence, _chain_spans(_calls_of(chains[place])))
+            tree.add_path(sequence, _chain_spans(chains[place]))
         else:  # of equal answers to one prompt, each sequence takes another
             by_length = sorted(calls, key=lambda call: (call.input_len, call_key(call) in tree.calls))
             tree.add_path(sequence, _spans(sequence, by_length))
@@ -249,13 +251,7 @@ def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
         yield sequence
 
 
-def _calls_of(chain: Chain) -> Sequence[ModelResponse]:
-    if isinstance(chain, InteractionWithTokenLogpReward):
-        return [node.model_response for node in chain.chain()]
-    return chain
-
-
-def _chain_spans(chain: Sequence[ModelResponse]) -> Iterator[Span]:
+def _chain_spans(chain: Chain) -> Iterator[Span]:
     at = 0
     for answer in chain:
         start, end = answer.input_len, answer.input_len + answer.output_len

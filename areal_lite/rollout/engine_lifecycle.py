@@ -26,8 +26,7 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
-from areal_lite.rollout.episodes.admission_gate import AdmissionGate
-from areal_lite.rollout.episodes.failure_tally import FailureTally
+from areal_lite.rollout.episodes.ended_groups import FailureTally
 from areal_lite.rollout.episodes.workflow_executor import WorkflowExecutor
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
@@ -55,12 +54,6 @@ class EngineLifecycle(InferenceEngine):
         self._executor = WorkflowExecutor(
             self,
             config,
-            gate=AdmissionGate(
-                max_concurrent=config.max_concurrent_rollouts,
-                max_staleness=config.max_head_offpolicyness,
-                batch_size=config.consumer_batch_size,
-                extra=config.extra_groups,
-            ),
             on_end=self._on_end,
             interrupt=lambda episodes: self._client.interrupt(episodes),
         )

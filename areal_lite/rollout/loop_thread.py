@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import wait
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 import uvloop
@@ -49,32 +49,31 @@ class LoopThread:
                 "a blocking engine method was called inside an episode, where it would wait for itself: "
                 "use its async form (asubmit, await_results, arollout_batch, aprepare_batch)"
             )
-        pending = _PendingCall(self._failing(coroutine), unclaimed)
-        future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
-        try:
+        with self._calling(coroutine, unclaimed) as future:
             while not wait([future], WAKE_S).done:
                 pass
             return future.result()
-        except BaseException:
-            future.cancel()
-            self._leave(pending)
-            raise
 
     async def acall(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
         """Run ``coroutine`` on the loop from any loop; cancelling the caller acts as in :meth:`call`."""
         if self.is_current():
             return await coroutine
+        with self._calling(coroutine, unclaimed) as future:
+            return await asyncio.wrap_future(future)
+
+    @contextlib.contextmanager
+    def _calling(
+        self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None
+    ) -> Iterator[Future[T]]:
         pending = _PendingCall(self._failing(coroutine), unclaimed)
         future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
         try:
-            return await asyncio.wrap_future(future)
+            yield future
         except BaseException:
-            self._leave(pending)
+            future.cancel()
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                self._loop.call_soon_threadsafe(pending.leave)
             raise
-
-    def _leave(self, pending: _PendingCall[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            self._loop.call_soon_threadsafe(pending.leave)
 
     def fail(self, error: Exception) -> None:
         """End the calls that wait, and all later ones until :meth:`end_failing`, with ``error``; returns at once."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from areal_lite.api.engine_api import Row, ShouldAcceptFn
@@ -12,11 +11,11 @@ from areal_lite.api.trajectory import Group, TaskId
 from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.dotted_path import load_object
 from areal_lite.errors import ConfigError
-from areal_lite.rollout.blocking_and_async import Operation, blocking_and_async
+from areal_lite.rollout.blocking_and_async import also_async, blocking_and_async
 from areal_lite.rollout.engine_lifecycle import EngineLifecycle
+from areal_lite.rollout.episodes.group_runner import EpisodeRecipe
 from areal_lite.rollout.episodes.grouped_rollout import GroupedRolloutWorkflow
-from areal_lite.rollout.episodes.submission import EpisodeRecipe
-from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow, pickled_workflow
+from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow, resolve_workflow
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightFolder
 
 __all__ = ["GroupedRolloutWorkflow", "RemoteInfEngine"]
@@ -36,7 +35,6 @@ class RemoteInfEngine(EngineLifecycle):
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None,
         should_accept_fn: ShouldAcceptFn | str | None,
-        group_size: int | None,
         is_eval: bool = False,
     ) -> EpisodeRecipe:
         if isinstance(should_accept_fn, str):
@@ -45,15 +43,16 @@ class RemoteInfEngine(EngineLifecycle):
             raise ConfigError(
                 f"should_accept_fn is {should_accept_fn!r}: give a function tensor dict -> bool, or its path"
             )
-        size = self.config.group_size if group_size is None else group_size
-        what = workflow, workflow_kwargs, size, self.config
+        what = workflow, workflow_kwargs, self.config
         return EpisodeRecipe(
-            workflow=grouped_workflow(*what),
+            workflow=resolve_workflow(*what),
             sent=pickled_workflow(*what) if self.config.workers > 1 else None,
             should_accept_fn=should_accept_fn,
-            group_size=size,
             is_eval=is_eval,
         )
+
+    def _group_size(self, given: int | None) -> int:
+        return self.config.group_size if given is None else given
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer to ``req``; aborts and weight updates do not cut it."""
@@ -71,36 +70,19 @@ class RemoteInfEngine(EngineLifecycle):
     ) -> TaskId:
         """Queue one row and return its task id at once; from any thread, also inside an episode."""
         loop = self.running_loop
-        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
-        submission = self._executor.submit(data, recipe, task_id)
+        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, is_eval)
+        submission = self._executor.submit(data, recipe, self._group_size(group_size), task_id)
         loop.call_soon(self._executor.enqueue, submission)
         return submission.task_id
 
-    async def asubmit(
-        self,
-        data: Row,
-        workflow: WorkflowLike,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: ShouldAcceptFn | str | None = None,
-        group_size: int | None = None,
-        task_id: TaskId | None = None,
-        is_eval: bool = False,
-    ) -> TaskId:
-        """Queue one row and return its task id at once; from any thread, also inside an episode."""
-        return self.submit(data, workflow, workflow_kwargs, should_accept_fn, group_size, task_id, is_eval)
-
-    def _wait(self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True) -> Operation[list[Group]]:
+    async def _wait(self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True) -> list[Group]:
         """Return ``count`` groups of :meth:`submit`; see ``InferenceEngine.wait``."""
-
-        async def wait() -> list[Group]:
-            try:
-                return await self._executor.wait(count, timeout)
-            except TimeoutError:
-                if raise_timeout:
-                    raise
-                return []
-
-        return Operation(wait(), self._executor.wait_unclaimed)
+        try:
+            return await self._executor.wait(count, timeout)
+        except TimeoutError:
+            if raise_timeout:
+                raise
+            return []
 
     def _rollout_batch(
         self,
@@ -110,10 +92,10 @@ class RemoteInfEngine(EngineLifecycle):
         should_accept_fn: ShouldAcceptFn | str | None = None,
         group_size: int | None = None,
         is_eval: bool = False,
-    ) -> Operation[list[Group]]:
+    ) -> Coroutine[Any, Any, list[Group]]:
         """Run all rows now, without the staleness bound; one group per row, in order."""
-        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
-        return Operation(self._executor.rollout_batch(data, recipe))
+        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, is_eval)
+        return self._executor.rollout_batch(data, recipe, self._group_size(group_size))
 
     def _prepare_batch(
         self,
@@ -122,74 +104,60 @@ class RemoteInfEngine(EngineLifecycle):
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: ShouldAcceptFn | str | None = None,
         group_size: int | None = None,
-    ) -> Operation[list[Group]]:
+    ) -> Coroutine[Any, Any, list[Group]]:
         """Return ``consumer_batch_size`` accepted groups; see ``InferenceEngine.prepare_batch``."""
-        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size)
-        return Operation(
-            self._executor.batches.prepare(source, recipe), partial(self._executor.batches.unclaimed, source)
-        )
+        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn)
+        return self._executor.batches.prepare(source, recipe, group_size)
 
-    def _close_source(self, source: Iterable[Any]) -> Operation[None]:
+    async def _close_source(self, source: Iterable[Any]) -> None:
         """Stop drawing from ``source``, cancel its groups that are in no batch yet, and give them back to it."""
-        return Operation(self._executor.batches.close_source(source))
+        await self._executor.batches.close_source(source)
 
-    wait, await_results = blocking_and_async(_wait, "await_results")
-    rollout_batch, arollout_batch = blocking_and_async(_rollout_batch)
-    prepare_batch, aprepare_batch = blocking_and_async(_prepare_batch)
-    close_source, aclose_source = blocking_and_async(_close_source)
-
-    def _pause(self) -> Operation[None]:
+    async def _pause(self) -> None:
         """Start no episode and send no request until :meth:`resume`."""
+        if not self._executor.gate.paused:
+            self._executor.pause()
+            self._client.hold()
 
-        async def pause() -> None:
-            if not self._executor.gate.paused:
-                self._executor.pause()
-                self._client.hold()
-
-        return Operation(pause())
-
-    def _resume(self) -> Operation[None]:
+    async def _resume(self) -> None:
         """End :meth:`pause`."""
-
-        async def resume() -> None:
-            if self._executor.gate.paused:
-                self._client.release()
-                self._executor.resume()
-
-        return Operation(resume())
+        if self._executor.gate.paused:
+            self._client.release()
+            self._executor.resume()
 
     def get_version(self) -> int:
         """Return the policy version."""
         return self._client.version
 
-    def _set_version(self, version: int) -> Operation[None]:
+    async def _set_version(self, version: int) -> None:
         """Set the policy version and start the episodes it lets start."""
+        if self._workers is not None:  # before the episodes that start now
+            self._workers.set_version(version)
+        self._executor.set_version(version)
+        self._client.version = version
 
-        async def set_version() -> None:
-            if self._workers is not None:  # before the episodes that start now
-                self._workers.set_version(version)
-            self._executor.set_version(version)
-            self._client.version = version
-
-        return Operation(set_version())
-
-    def _update_weights(self, weights: PublishedWeights) -> Operation[None]:
+    async def _update_weights(self, weights: PublishedWeights) -> None:
         """Have the servers load ``weights`` and make its version the policy version; if none loaded it, ServerError."""
+        await self._client.update_weights(weights)
+        await self._set_version(weights.version)
 
-        async def update() -> None:
-            await self._client.update_weights(weights)
-            await self._set_version(weights.version).coroutine
-
-        return Operation(update())
-
-    def _update_weights_from_disk(self, path: str, version: int) -> Operation[None]:
+    async def _update_weights_from_disk(self, path: str, version: int) -> None:
         """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version."""
-        return self._update_weights(WeightFolder(path, version))
+        await self._update_weights(WeightFolder(path, version))
 
-    def _probe(self, input_ids: list[int], num_tokens: int) -> Operation[list[tuple[str, list[int], list[float]]]]:
+    async def _probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
         """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
-        return Operation(self._client.probe(input_ids, num_tokens))
+        return await self._client.probe(input_ids, num_tokens)
 
+    asubmit = also_async(submit)
+    wait, await_results = blocking_and_async(
+        _wait, "await_results", unclaimed=lambda self, groups: self._executor.finished.put_back(groups)
+    )
+    rollout_batch, arollout_batch = blocking_and_async(_rollout_batch)
+    prepare_batch, aprepare_batch = blocking_and_async(
+        _prepare_batch, unclaimed=lambda self, batch: self._executor.batches.unclaimed(batch)
+    )
+    close_source, aclose_source = blocking_and_async(_close_source)
     probe, aprobe = blocking_and_async(_probe)
     pause, apause = blocking_and_async(_pause)
     resume, aresume = blocking_and_async(_resume)

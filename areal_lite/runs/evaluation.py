@@ -12,7 +12,7 @@ from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import EpisodeError
-from areal_lite.rollout.episodes.failure_tally import PASSING
+from areal_lite.rollout.episodes.ended_groups import PASSING
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.trainer.rl.validation_metrics import validation_metrics

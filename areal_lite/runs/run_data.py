@@ -152,7 +152,7 @@ class WorkflowChoice:
         kwargs = self.kwargs(config, is_eval=False)
         target = check_workflow(self.workflow, kwargs, allow_sync=allow_sync)
         if config.rollout.workers > 1:
-            pickled_workflow(self.workflow, kwargs, config.rollout.group_size, config.rollout)
+            pickled_workflow(self.workflow, kwargs, config.rollout)
         _check_keys(config, target)
         if config.should_accept_fn is not None:
             load_object(config.should_accept_fn, where="should_accept_fn")

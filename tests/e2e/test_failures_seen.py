@@ -12,7 +12,7 @@ import yaml
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.cli import main as cli
-from areal_lite.rollout.episodes.failure_tally import MAX_CAUSES, FailureTally
+from areal_lite.rollout.episodes.ended_groups import MAX_CAUSES, FailureTally
 
 
 class Fails:

@@ -14,10 +14,10 @@ import pytest
 from areal_lite.api import InferenceEngineConfig, ModelRequest
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
-from areal_lite.api.scalars import Scalars
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.data.source.sample import Sample
+from areal_lite.rollout.episodes.ended_groups import Scalars
 from areal_lite.rollout.episodes.partial_rollout import record_answers
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.client.engine_client import EngineClient

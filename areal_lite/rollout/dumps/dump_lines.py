@@ -21,14 +21,6 @@ def dump_text(lines: Iterator[dict[str, Any]]) -> bytes:
     return b"".join(orjson.dumps(line, option=_JSON) for line in lines)
 
 
-def row_json(data: Mapping[str, Any]) -> bytes | None:
-    """Return a dataset row as JSON; None if it has no JSON form."""
-    try:
-        return orjson.dumps(dict(data), option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:
-        return None
-
-
 def dump_lines(
     group: Group, tokenizer: Any = None, *, row: bytes | None = None, extra: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:

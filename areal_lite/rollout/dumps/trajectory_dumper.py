@@ -21,14 +21,13 @@ from typing import Any
 
 import orjson
 
-from areal_lite.api.scalars import scope_name
-from areal_lite.api.trajectory import Group
+from areal_lite.api.trajectory import Group, scope_name
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError
 from areal_lite.processes.channel import decode_reply, framed, read_message
 from areal_lite.processes.child_process import start_python
-from areal_lite.rollout.dumps.dump_writer import File, Report, pack_group
+from areal_lite.rollout.dumps.packed_group import File, Report, pack_group
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Counts each group and passes it on to be dumped, once, when its end is final; and what pacing costs.
+"""Counts each group and passes it on to be dumped, once, when its end is final; its failures; and what pacing costs.
 
 An accepted group is not final when its episodes end: a batch may find it too old, or its source may take it back. So
 the executor passes what nobody waits for at once, and accepted groups of a data source only when their batch is cut.
@@ -7,18 +7,22 @@ the executor passes what nobody waits for at once, and accepted groups of a data
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from areal_lite.api.scalars import Scalars
-from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
-from areal_lite.rollout.episodes.failure_tally import FailureTally
+from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, scope_name
 
 WINDOW = 4096  # number of latest groups that the shares cover
 MAX_REASONS = 32  # distinct reasons of rejections that are counted apart
 MAX_REASON = 60  # characters of a reason
+MAX_CAUSES = 1000  # distinct causes that are kept; more are counted by kind alone
+MAX_SHORT = 60  # characters of a cause on a progress line
+PASSING = frozenset({FailureKind.ENGINE, FailureKind.DEADLINE})
+"""Kinds that may not occur again when a run is started again."""
 
 
 class EndedGroups:
@@ -103,3 +107,79 @@ def trained_shares(drawn_s: Sequence[float], trained_s: Sequence[float]) -> list
     edges = np.quantile(np.array(drawn_s), [0.25, 0.5, 0.75])
     counts = np.bincount(np.searchsorted(edges, np.array(trained_s)), minlength=4)
     return [float(share) for share in counts / counts.sum()]
+
+
+class FailureTally:
+    """Failed episodes by kind and one-line summary, with an example of each."""
+
+    def __init__(self) -> None:
+        self.episodes: Counter[FailureKind] = Counter()  # failed episodes by kind
+        self._causes: Counter[tuple[FailureKind, str]] = Counter()
+        self._examples: dict[tuple[FailureKind, str], Failure] = {}
+
+    def add(self, group: Group) -> None:
+        failures = [t.failure for t in group.trajectories if t.status is EpisodeStatus.FAILED and t.failure is not None]
+        if not failures and group.status is EpisodeStatus.FAILED and group.failure is not None:
+            failures = [group.failure]
+        for failure in failures:
+            self.episodes[failure.kind] += 1
+            cause = failure.kind, failure.summary
+            if cause not in self._examples and len(self._examples) >= MAX_CAUSES:
+                cause = failure.kind, "other causes"
+            self._causes[cause] += 1
+            self._examples.setdefault(cause, failure)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``failed_episodes`` and ``failed_episodes/KIND`` of each kind that occurred."""
+        by_kind = {f"failed_episodes/{kind}": float(count) for kind, count in self.episodes.items()}
+        return {"failed_episodes": float(self.episodes.total()), **by_kind}
+
+    def top_cause(self) -> str:
+        """Return the most common kind with the beginning of its most common cause; empty without failures."""
+        if not self.episodes:
+            return ""
+        ((kind, _),) = self.episodes.most_common(1)
+        causes = [(count, summary) for (each, summary), count in list(self._causes.items()) if each is kind]
+        return f"{kind}, {max(causes)[1][:MAX_SHORT]}"
+
+    def table(self, limit: int = 10) -> str:
+        """Return the causes as lines of text, with the traceback of the most common one; empty without failures."""
+        if not self._causes:
+            return ""
+        total = self.episodes.total()
+        lines = [f"{total} episode{'s' if total > 1 else ''} failed:"]
+        common = self._causes.most_common(limit)
+        lines += [f"{count:>8}  {kind:<16}  {summary}" for (kind, summary), count in common]
+        if len(self._causes) > limit:
+            lines.append(f"          and {len(self._causes) - limit} other causes")
+        if example := self._examples[common[0][0]].traceback.rstrip():
+            lines += ["An example of the first:", example]
+        return "\n".join(lines)
+
+
+class Scalars:
+    """Recorded values by metric name, apart for training and evaluation. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[bool, dict[str, tuple[float, int]]] = {False: {}, True: {}}
+
+    def add(self, group: Group) -> None:
+        """Add what the accepted episodes of a group recorded and counted, and the numbers beside their rewards."""
+        scope = scope_name(group.is_eval)
+        with self._lock:
+            sums = self._sums[group.is_eval]
+            for trajectory in group.trajectories:
+                if trajectory.status is EpisodeStatus.ACCEPTED:
+                    counts = {f"{scope}/{name}": value for name, value in trajectory.counts.items()}
+                    facts = {f"{scope}/reward_extra/{name}": value for name, value in trajectory.reward_extra.items()}
+                    for name, value in (*trajectory.scalars, *counts.items(), *facts.items()):
+                        if isinstance(value, float | int):
+                            total, count = sums.get(name, (0, 0))
+                            sums[name] = total + value, count + 1
+
+    def take(self, *, is_eval: bool) -> dict[str, float]:
+        """Return the mean of each name since the last call, and forget the values."""
+        with self._lock:
+            sums, self._sums[is_eval] = self._sums[is_eval], {}
+        return {name: total / count for name, (total, count) in sums.items()}

@@ -1,4 +1,4 @@
-"""The life of one group of episodes: started, run, stopped in time, ended exactly once.
+"""The life of one group of episodes: submitted, started, run, stopped in time, ended exactly once.
 
 Knows nothing of queues, batches or staleness: :mod:`areal_lite.rollout.episodes.workflow_executor` decides what starts
 and where a group goes when it ended. There is one task per group, owned here.
@@ -21,21 +21,26 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lite.api import episode_context
-from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
+from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row, ShouldAcceptFn
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
+from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.data.source.sample import with_own_containers
+from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.errors import ConfigError
+from areal_lite.processes.child_process import PickledObject
 from areal_lite.processes.deadlines import Deadlines
 from areal_lite.rollout.episodes.grouped_rollout import run_group
-from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
+from areal_lite.rollout.episodes.row_feed import RowFeed
 from areal_lite.rollout.workers.worker_pool import Workers
 
 logger = logging.getLogger(__name__)
@@ -46,24 +51,87 @@ JUST_BLOCKED_S = 1.0  # seconds after the event loop was blocked in which a dead
 _TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecipe:
+    """The workflow and filter to run on a row, resolved once and shared by many submissions."""
+
+    workflow: RolloutWorkflow
+    sent: PickledObject | None = None  # the workflow as worker processes get it; None without them
+    should_accept_fn: ShouldAcceptFn | None = None
+    is_eval: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Submission:
+    """One row with its recipe; changed only by executor and group runner."""
+
+    task_id: TaskId
+    row: Row  # as it was submitted or drawn
+    recipe: EpisodeRecipe
+    deliver: Callable[[Group], None]
+    training: bool  # True if its group waits for a training step, so that the staleness bound applies
+    feed: RowFeed | None = None  # the feed it was drawn from, which decides when an accepted group trains
+    samples: SampleGroup = field(default_factory=list)  # the group as it was drawn
+    episodes: list[Episode]  # as many as its group has; see ``grouped_rollout.run_group``
+    submitted: float
+    data: Row | None = None  # the workflow's input, made of ``row`` when the group starts
+    started: float = 0.0
+    start_order: int = 0
+    start_version: int = 0
+    extended: bool = False
+    """True if it got its time again, because another episode blocked the event loop at its deadline."""
+    task: asyncio.Task[Group] | None = None
+    stopped_by: Failure | None = None  # reason that the run cancelled it for; None otherwise
+
+    def oldest_version(self) -> int | None:
+        """Return a lower bound on the versions of its tokens; None before the first model call."""
+        versions = [e.oldest_version for e in self.episodes if e.oldest_version is not None]
+        return min(versions, default=None)
+
+    def group(self, status: EpisodeStatus, failure: Failure | None = None, rejection: str | None = None) -> Group:
+        """Return the ended group; episodes with data share its status, others keep their own."""
+        trajectories = [episode.end(status, failure) for episode in self.episodes]
+        if status in (EpisodeStatus.FAILED, EpisodeStatus.CANCELLED):  # trains nothing, whatever had finished
+            for trajectory in trajectories:
+                trajectory.sequences.clear()
+        now = time.monotonic()
+        started = self.started or now
+        return Group(
+            task_id=self.task_id,
+            group_id=str(self.task_id),
+            status=status,
+            data=self.row if self.data is None else self.data,
+            trajectories=trajectories,
+            failure=failure,
+            rejection=rejection,
+            samples=self.samples,
+            is_eval=self.recipe.is_eval,
+            start_order=self.start_order,
+            start_version=self.start_version,
+            queued_s=started - self.submitted,
+            run_s=now - started,
+            finished_at=time.time(),
+        )
+
+
 class GroupRunner:
-    """Runs submissions; each ends in exactly one call of ``on_end``, on the loop. ``timeout_s`` is the wall-clock limit
-    of one group."""
+    """Runs submissions; each ends in exactly one call of ``on_end``, on the loop."""
 
     def __init__(
-        self, engine: InferenceEngine, *, timeout_s: float, on_end: Callable[[Submission, Group], None]
+        self, engine: InferenceEngine, faults: FaultsConfig, *, on_end: Callable[[Submission, Group], None]
     ) -> None:
         self.abandoned = 0  # episodes that swallowed their cancellation and were left behind
         self.live: dict[TaskId, Submission] = {}  # submissions that have not ended, waiting or running
         self.workers: Workers | None = None  # where groups run, if not on this loop
         self._engine = engine
-        self._timeout_s = timeout_s
+        self._timeout_s = faults.episode_timeout_s
+        self._on_error = faults.on_error
         self._on_end = on_end
         self.shared = SharedResources()  # objects that all episodes share
         self._first_task_id = self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
-        self._deadlines: Deadlines[Submission] = Deadlines(timeout_s, self._on_deadline)
+        self._deadlines: Deadlines[Submission] = Deadlines(self._timeout_s, self._on_deadline)
 
     def number_from(self, first: int) -> None:
         """Choose task ids from ``first`` on; ids that are beyond it stay as they are."""
@@ -72,18 +140,19 @@ class GroupRunner:
 
     def make(
         self,
-        data: Row,
+        row: Row,
         recipe: EpisodeRecipe,
-        deliver: Callable[[Group], None],
+        group_size: int,
         *,
-        training: bool,
         task_id: TaskId | None = None,
         seed_name: str | None = None,
-        **drawn: Any,
+        **fields: Any,
     ) -> Submission:
-        """Return a new submission with a task id of its own; any thread may call this. ``deliver`` gets the group;
-        ``training`` if it waits for a training step. ``seed_name`` separates its sampling seeds from those of other
-        groups; ``drawn`` is ``feed`` and ``samples`` of a group drawn from a data source."""
+        """Return a new submission of ``group_size`` episodes with a task id of its own; any thread may call this.
+        ``seed_name`` separates its sampling seeds from those of other groups; ``fields`` are others of
+        :class:`Submission`."""
+        if group_size < 1:
+            raise ConfigError(f"group_size is {group_size}: it must be 1 or more")
         with self._ids_lock:
             if task_id is None:
                 task_id = self._next_task_id
@@ -98,15 +167,11 @@ class GroupRunner:
                 self._next_task_id = max(self._next_task_id, task_id + 1)
             submission = self.live[task_id] = Submission(
                 task_id=task_id,
-                data=data,
+                row=row,
                 recipe=recipe,
-                deliver=deliver,
-                training=training,
-                episodes=[
-                    Episode(member_idx=i, seed_name=seed_name or f"task {task_id}") for i in range(recipe.group_size)
-                ],
+                episodes=[Episode(member_idx=i, seed_name=seed_name or f"task {task_id}") for i in range(group_size)],
                 submitted=time.monotonic(),
-                **drawn,
+                **fields,
             )
         return submission
 
@@ -158,12 +223,14 @@ class GroupRunner:
         )
         try:
             with attributed_to(FailureKind.DATA):  # a packer is user code, so it runs here
-                if isinstance(submission.data, UnpreparedRow):
-                    submission.data = submission.data.prepared()
+                row = submission.row
+                submission.data = data = row.prepared() if isinstance(row, UnpreparedRow) else row
             if self.workers is None:
-                data = with_own_containers(dict(submission.data))
-                await run_group(recipe.workflow, self._engine, data, episodes)
-            elif (failure := await self.workers.run(submission, submission.started + self._timeout_s)) is not None:
+                own = with_own_containers(dict(data))
+                await run_group(recipe.workflow, self._engine, own, episodes, self._on_error)
+            elif (
+                failure := await self.workers.run(recipe.sent, data, submission.started + self._timeout_s)
+            ) is not None:
                 return submission.group(EpisodeStatus.FAILED, failure)
             return self._judge(submission)
         except asyncio.CancelledError:

@@ -91,10 +91,19 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 async def run_group(
-    workflow: RolloutWorkflow, engine: InferenceEngine, data: dict[str, Any], episodes: list[Episode]
+    workflow: RolloutWorkflow,
+    engine: InferenceEngine,
+    data: dict[str, Any],
+    episodes: list[Episode],
+    on_error: OnError = "drop_episode",
 ) -> None:
-    """Run ``workflow`` once on ``data``; each of ``episodes`` that finished gets its trajectory. If none is left to
-    train, its exception is raised."""
+    """Run ``workflow`` on ``data`` once for each of ``episodes``; each that finished gets its trajectory. If none is
+    left to train, its exception is raised.
+
+    ``episodes`` decides the size of the group. A workflow that runs a :class:`GroupedRolloutWorkflow` of its own
+    changes the list: it has as many episodes as that group then."""
+    if len(episodes) > 1:
+        workflow = GroupedRolloutWorkflow(workflow, len(episodes), on_error)
     if isinstance(workflow, GroupedRolloutWorkflow):
         await workflow.run_episodes(engine, data, episodes)
         return

@@ -25,7 +25,7 @@ from areal_lite.data.source.rollout_data_source import RolloutDataSource, restar
 from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.rollout.episodes.batch_cut import STALE, OldestGroups
-from areal_lite.rollout.episodes.failure_tally import PASSING
+from areal_lite.rollout.episodes.ended_groups import PASSING
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
 from areal_lite.rollout.episodes.partial_rollout import sampled_group
 
@@ -101,10 +101,13 @@ class RowFeed:
         self._missed_kinds.clear()
         self._handed_over = [group.samples for group in groups]
 
-    def take_back(self, batch: list[Group]) -> None:
-        """Keep the last batch, which never reached its caller, for the next cut."""
+    def take_back(self, batch: list[Group]) -> bool:
+        """Keep the last batch, which never reached its caller, for the next cut; return False for any other."""
+        if [group.samples for group in batch] != self._handed_over:
+            return False
         self._handed_over = []
         self.finished.put_back(batch)
+        return True
 
     def mark_trained(self) -> None:
         self.source.mark_trained(self._handed_over)

@@ -36,10 +36,9 @@ from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
 from areal_lite.rollout.episodes.batch_cut import STALE, cut_batch
 from areal_lite.rollout.episodes.ended_groups import EndedGroups
-from areal_lite.rollout.episodes.group_runner import GroupRunner
+from areal_lite.rollout.episodes.group_runner import EpisodeRecipe, GroupRunner, Submission
 from areal_lite.rollout.episodes.partial_rollout import record_answers
 from areal_lite.rollout.episodes.row_feed import RowFeed
-from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
 
 
 class TrainingBatches:
@@ -67,24 +66,23 @@ class TrainingBatches:
         self._asking = asyncio.Lock()  # held while a batch is waited for
         self._last_cut: float | None = None
 
-    async def prepare(self, source: Iterable[Any], recipe: EpisodeRecipe) -> list[Group]:
-        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound. Rows of groups that are
+    async def prepare(self, source: Iterable[Any], recipe: EpisodeRecipe, group_size: int | None) -> list[Group]:
+        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound. A data source decides the
+        size of its groups; ``group_size`` is that of plain rows, and may repeat the source's. Rows of groups that are
         too old are drawn again. Groups of another source go back to it, so that ``source`` may start as many as the
         gate allows."""
         self._gate.refuse_paused()
         async with self._asking:
-            feed = self._feed_of(source, recipe)
+            feed = self._feed_of(source, recipe, group_size)
             feed.mark_trained()
             for other, _ in list(self._feeds.values()):
                 if other is not feed and other.ahead:
                     await self._set_aside(other, "a batch of another source was requested")
             return await self._batch_of(feed)
 
-    def unclaimed(self, source: Iterable[Any], batch: list[Group]) -> None:
+    def unclaimed(self, batch: list[Group]) -> None:
         """Put back a batch whose caller left before it arrived; the next call returns it."""
-        if id(source) in self._feeds:
-            feed, _ = self._feeds[id(source)]
-            feed.take_back(batch)
+        if any(feed.take_back(batch) for feed, _ in self._feeds.values()):
             self._gate.cut = False
             self._ended.reopen(batch)
 
@@ -160,21 +158,18 @@ class TrainingBatches:
     def _running(self, feed: RowFeed) -> list[Submission]:
         return [s for s in self._runner.live.values() if s.task is not None and s.feed is feed]
 
-    def _feed_of(self, source: Iterable[Any], recipe: EpisodeRecipe) -> RowFeed:
+    def _feed_of(self, source: Iterable[Any], recipe: EpisodeRecipe, group_size: int | None) -> RowFeed:
         if id(source) in self._feeds:
             feed, _ = self._feeds[id(source)]
         else:
-            settings = SourceSettings(n_samples_per_prompt=recipe.group_size)
-            data_source = (
-                source
-                if isinstance(source, RolloutDataSource)
-                else RolloutDataSourceWithBuffer(IterableRows(source, settings))
-            )
+            if not isinstance(data_source := source, RolloutDataSource):
+                size = self._config.group_size if group_size is None else group_size
+                settings = SourceSettings(n_samples_per_prompt=size)
+                data_source = RolloutDataSourceWithBuffer(IterableRows(source, settings))
             feed = RowFeed(data_source, retries=self._config.faults.failed_group_retries)
-        if feed.source.settings.n_samples_per_prompt != recipe.group_size:
+        if group_size not in (None, drawn := feed.source.settings.n_samples_per_prompt):
             raise ConfigError(
-                f"the data source gives groups of {feed.source.settings.n_samples_per_prompt} and group_size is "
-                f"{recipe.group_size}: make them equal"
+                f"the data source gives groups of {drawn} and group_size is {group_size}: make them equal"
             )
         self._feeds.pop(id(source), None)
         self._feeds[id(source)] = (feed, recipe)
@@ -191,7 +186,8 @@ class TrainingBatches:
         submission = self._runner.make(
             feed.source.unprepared_input(samples),
             recipe,
-            partial(self._deliver, feed),
+            feed.source.settings.n_samples_per_prompt,
+            deliver=partial(self._deliver, feed),
             training=True,
             seed_name=f"group {samples[0].group_index}, attempt {samples[0].attempts}",
             feed=feed,

@@ -31,8 +31,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
 from areal_lite.rollout.episodes.ended_groups import EndedGroups
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
-from areal_lite.rollout.episodes.group_runner import GroupRunner
-from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
+from areal_lite.rollout.episodes.group_runner import EpisodeRecipe, GroupRunner, Submission
 from areal_lite.rollout.episodes.training_batches import TrainingBatches
 
 
@@ -44,26 +43,31 @@ class WorkflowExecutor:
         engine: InferenceEngine,
         config: InferenceEngineConfig,
         *,
-        gate: AdmissionGate,
         on_end: Callable[[Group], None],
         interrupt: Callable[[Sequence[Episode]], Awaitable[None]],
     ) -> None:
-        self.gate = gate
+        self.gate = gate = AdmissionGate(
+            max_concurrent=config.max_concurrent_rollouts,
+            max_staleness=config.max_head_offpolicyness,
+            batch_size=config.consumer_batch_size,
+            extra=config.extra_groups,
+        )
         self.ended = EndedGroups(on_end)
-        self.runner = GroupRunner(engine, timeout_s=config.faults.episode_timeout_s, on_end=self._finish)
+        self.runner = GroupRunner(engine, config.faults, on_end=self._finish)
         self.batches = TrainingBatches(
             config, gate=gate, runner=self.runner, ended=self.ended, interrupt=interrupt, start_more=self._pump
         )
-        self._finished = FinishedGroups()
+        self.finished = FinishedGroups()  # groups for ``wait``
         self._waiting: deque[Submission] = deque()
         self._waiting_free: deque[Submission] = deque()
         self._outstanding = 0  # number of running or waiting submissions whose group is for ``wait``
 
-    def submit(self, data: Row, recipe: EpisodeRecipe, task_id: TaskId | None = None) -> Submission:
+    def submit(self, row: Row, recipe: EpisodeRecipe, group_size: int, task_id: TaskId | None = None) -> Submission:
         """Reserve a task id for one row whose group is for :meth:`wait`; any thread may call this. The group starts
         once :meth:`enqueue` was called with it on the loop."""
-        training = not recipe.is_eval
-        return self.runner.make(data, recipe, self._deliver_to_wait, training=training, task_id=task_id)
+        return self.runner.make(
+            row, recipe, group_size, deliver=self._deliver_to_wait, training=not recipe.is_eval, task_id=task_id
+        )
 
     def enqueue(self, submission: Submission) -> None:
         self._outstanding += submission.deliver == self._deliver_to_wait
@@ -75,12 +79,12 @@ class WorkflowExecutor:
         next wait."""
 
         def enough() -> bool:
-            return len(self._finished.groups) >= count
+            return len(self.finished.groups) >= count
 
         def settled() -> bool:
             return enough() or (timeout_s is None and self._starts_nothing)
 
-        submitted = len(self._finished.groups) + self._outstanding
+        submitted = len(self.finished.groups) + self._outstanding
         if count > submitted and timeout_s is None:
             raise ValueError(
                 f"wait(count={count}) but only {submitted} submissions are left to wait for: submit more first"
@@ -89,18 +93,18 @@ class WorkflowExecutor:
             self.gate.refuse_paused()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._finished.until(settled)
+                await self.finished.until(settled)
         except TimeoutError:
             raise TimeoutError(
-                f"{len(self._finished.groups)} of {count} episodes ended within {timeout_s} s; {self.gate.describe()}. "
+                f"{len(self.finished.groups)} of {count} episodes ended within {timeout_s} s; {self.gate.describe()}. "
                 "Nothing is lost: wait again"
             ) from None
         if not enough():
             raise ConfigError(
-                f"wait(count={count}) would never return: {len(self._finished.groups)} of them ended and none is "
+                f"wait(count={count}) would never return: {len(self.finished.groups)} of them ended and none is "
                 f"running, because {self.gate.describe()}. If another thread does, give wait() a timeout"
             )
-        return self._finished.take(count)
+        return self.finished.take(count)
 
     @property
     def _starts_nothing(self) -> bool:
@@ -109,28 +113,23 @@ class WorkflowExecutor:
         may_start = gate.running or gate.paused or gate.held or gate.may_start_training()
         return bool(self._waiting) and not may_start
 
-    def wait_unclaimed(self, groups: list[Group]) -> None:
-        """Put back the groups of a :meth:`wait` whose caller left before they arrived."""
-        self._finished.put_back(groups)
-
-    async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe) -> list[Group]:
+    async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe, group_size: int) -> list[Group]:
         """Run all rows at the current version and return their groups in order."""
         self.gate.refuse_paused()
-        groups: list[Group | None] = [None] * len(rows)
-        left = len(rows)
+        loop = asyncio.get_running_loop()
+        ends: list[asyncio.Future[Group]] = [loop.create_future() for _ in rows]
 
         def deliver(index: int, group: Group) -> None:
-            nonlocal left
-            groups[index] = group
-            left -= 1
-            if left == 0:
-                self._finished.changed()
+            if not ends[index].cancelled():  # by a caller that left
+                ends[index].set_result(group)
 
         for index, row in enumerate(rows):
-            name = f"row {index}"
-            self.enqueue(self.runner.make(row, recipe, partial(deliver, index), training=False, seed_name=name))
-        await self._finished.until(lambda: left == 0)
-        return [group for group in groups if group is not None]
+            self.enqueue(
+                self.runner.make(
+                    row, recipe, group_size, deliver=partial(deliver, index), training=False, seed_name=f"row {index}"
+                )
+            )
+        return [await end for end in ends]
 
     def set_version(self, version: int) -> None:
         if version < 0:
@@ -185,8 +184,8 @@ class WorkflowExecutor:
         submission.deliver(group)
         self._pump()
         if not self.gate.running:
-            self._finished.changed()  # a wait may have nothing left to wait for
+            self.finished.changed()  # a wait may have nothing left to wait for
 
     def _deliver_to_wait(self, group: Group) -> None:
         self._outstanding -= 1
-        self._finished.put(group)
+        self.finished.put(group)

@@ -15,7 +15,6 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import PickledObject, pickled_object
-from areal_lite.rollout.episodes.grouped_rollout import GroupedRolloutWorkflow
 
 _FORMS = (
     "give a RolloutWorkflow instance, a class with workflow_kwargs, a dotted path 'package.module.Name', "
@@ -28,21 +27,13 @@ _signature: Callable[[Any], inspect.Signature] = functools.lru_cache(32)(inspect
 _PATH_TYPES = {"str", "Path", "PathLike", "None", "Optional", "Union", "pathlib", "os", "typing"}
 
 
-def grouped_workflow(
-    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
-) -> RolloutWorkflow:
-    """Return the workflow that runs a group of episodes; see :func:`resolve_workflow`."""
-    resolved = resolve_workflow(workflow, workflow_kwargs, config)
-    return resolved if group_size == 1 else GroupedRolloutWorkflow(resolved, group_size, config.faults.on_error)
-
-
 def pickled_workflow(
-    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, config: InferenceEngineConfig
 ) -> PickledObject:
-    """Return the arguments of :func:`grouped_workflow` for a worker process."""
+    """Return the arguments of :func:`resolve_workflow` for a worker process."""
     name = workflow if isinstance(workflow, str) else getattr(workflow, "__qualname__", type(workflow).__qualname__)
     return pickled_object(
-        (workflow, workflow_kwargs, group_size),
+        (workflow, workflow_kwargs),
         name=f"rollout.workers is {config.workers}, and workflow {name}",
         hint="Define its class at the top level of a module and pass the class, or its dotted path, with "
         "workflow_kwargs of plain values and importable functions; or set rollout.workers: 1",

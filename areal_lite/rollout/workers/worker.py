@@ -14,7 +14,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +23,17 @@ from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, TokenPrefix
-from areal_lite.api.record_codec import Plain, ReadColumns
+from areal_lite.api.record_codec import ReadColumns
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.errors import ServerError
-from areal_lite.processes.channel import MAX_MESSAGE
+from areal_lite.processes.channel import MAX_MESSAGE, BrokenMessageError
 from areal_lite.processes.child_process import ChildProcess, PickledObject, start_python
 from areal_lite.rollout.workers.messages import (
+    REPORTS,
     RESPONSE_FIELDS,
-    CallRequest,
     EpisodeReply,
+    Place,
     Reader,
     read_end,
     read_report,
@@ -64,14 +65,11 @@ class WorkerGroup:
     def context(self, member_idx: int) -> EpisodeContext:
         return self._context._replace(member_idx=member_idx, episode=self.member(member_idx))
 
-    def prompt(self, call: CallRequest) -> TokenPrefix | None:
-        """Return the prompt of a call, whose ids the group's prompts may share."""
-        if call.prefix is None:
-            return None
-        number, length, num_accepted = call.prefix
-        ids = self._ids.setdefault(number, [])
-        ids += call.ids
-        return TokenPrefix(ids, length, num_accepted)
+    def prompt(self, ids: list[int], number: int, length: int, num_accepted: int) -> TokenPrefix:
+        """Return the prompt of a call from its new ids and its :data:`~messages.Place`."""
+        known = self._ids.setdefault(number, [])
+        known += ids
+        return TokenPrefix(known, length, num_accepted)
 
     def finish(self, was_stopped: bool, failure: Failure | None, replies: Sequence[EpisodeReply] = ()) -> None:
         """Take over what its episodes left; none if the worker died."""
@@ -108,15 +106,6 @@ class Worker:
         self._process: ChildProcess | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._exited = self._disconnected = self._closing = False
-        # A table, not names of methods: the process runs users' code and chooses the kind.
-        self._handlers: dict[str, Callable[..., None]] = {
-            "ready": self._on_ready,
-            "generate": self._on_generate,
-            "drop": self._on_drop,
-            "ended": self._on_ended,
-            "blocked": self._on_blocked,
-            "log": self._on_log,
-        }
 
     async def open(self, settings: PickledObject) -> bool:
         """Start the process and return whether it is ready; if not, it has ended or will soon."""
@@ -174,26 +163,25 @@ class Worker:
 
     def _on_message(self, body: memoryview) -> None:
         kind, *arguments = read_report(body)
-        self._handlers[kind](*arguments)
+        if kind not in REPORTS:  # the process runs users' code and chooses the kind
+            raise BrokenMessageError(f"a worker reports nothing of the kind {kind!r:.80}")
+        getattr(self, f"_on_{kind}")(*arguments)
 
     def _on_ready(self, ready: bool = True) -> None:
         if not self._ready.done():
             self._ready.set_result(ready)
 
-    def _on_generate(self, call_id: int, key: int | None, member_idx: int, call: CallRequest) -> None:
+    def _on_generate(
+        self, call_id: int, key: int | None, member_idx: int, call: ModelRequest, streams: bool, place: Place | None
+    ) -> None:
         group = None if key is None else self.groups.get(key)
-        prefix = None if group is None else group.prompt(call)
-        call_request = ModelRequest(
-            input_ids=call.ids if prefix is None else prefix.tolist(),
-            gconfig=call.gconfig,
-            rid=call.rid,
-            metadata={} if call.agent is None else {"agent": call.agent},
-            on_tokens=(lambda *tokens: self.send("tokens", call_id, *tokens)) if call.streams else None,
-            top_logprobs=call.top_logprobs,
-            prefix=prefix,
-        )
+        if group is not None and place is not None:
+            call.prefix = group.prompt(call.input_ids, *place)
+            call.input_ids = call.prefix.tolist()
+        if streams:
+            call.on_tokens = lambda *tokens: self.send("tokens", call_id, *tokens)
         context = EpisodeContext() if group is None else group.context(member_idx)
-        task = asyncio.get_running_loop().create_task(self._answer(call_id, context, call_request))
+        task = asyncio.get_running_loop().create_task(self._answer(call_id, context, call))
         self._calls[call_id] = task
         task.add_done_callback(lambda _: self._calls.pop(call_id))
 
@@ -211,7 +199,7 @@ class Worker:
         if (task := self._calls.get(call_id)) is not None:
             task.cancel()
 
-    def _on_ended(self, key: int, counts: dict[str, float], left: Plain, columns: ReadColumns) -> None:
+    def _on_ended(self, key: int, counts: dict[str, float], left: Any, columns: ReadColumns) -> None:
         for name, count in counts.items():
             self._shared.counts[name] = self._shared.counts.get(name, 0.0) + count - self._counts.get(name, 0.0)
         self._counts = counts

@@ -15,13 +15,12 @@ import pickle
 from collections.abc import Callable
 
 from areal_lite.api import episode_context
-from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.engine_api import InferenceEngine, Row
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import EpisodeError
 from areal_lite.processes.child_process import PickledObject, pickled_object
-from areal_lite.rollout.episodes.submission import Submission
 from areal_lite.rollout.workers.worker import CLOSE_S, Worker
 
 logger = logging.getLogger(__name__)
@@ -75,17 +74,17 @@ class Workers:
         for worker in self._workers:
             worker.send("version", version)
 
-    async def run(self, submission: Submission, deadline: float) -> Failure | None:
-        """Run the submission's group in a worker; its episodes get their trajectories and records. Return why the group
+    async def run(self, workflow: PickledObject | None, data: Row, deadline: float) -> Failure | None:
+        """Run the group of the running task in a worker; its episodes get trajectories and records. Return why it
         failed; None if it finished. If cancelled, stop the group and wait until it has cleaned up."""
         with attributed_to(FailureKind.DATA):
-            data = pickle.dumps(dict(submission.data), pickle.HIGHEST_PROTOCOL)
+            pickled = pickle.dumps(dict(data), pickle.HIGHEST_PROTOCOL)
         while not (ready := [worker for worker in self._workers if worker.is_ready]):
             self._ready.clear()
             await self._ready.wait()
         worker = min(ready, key=lambda worker: len(worker.groups))
-        assert submission.recipe.sent is not None
-        group = worker.run(submission.recipe.sent, data, episode_context.current(), deadline)
+        assert workflow is not None
+        group = worker.run(workflow, pickled, episode_context.current(), deadline)
         try:
             _, failure = await asyncio.shield(group.end)
         except asyncio.CancelledError:

@@ -36,10 +36,10 @@ from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.episodes.grouped_rollout import run_group
-from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow
+from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
-from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, CallRequest, Reader, pack_end
+from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, Place, Reader, pack_call, pack_end
 from areal_lite.servers.client.answer import continued, own_copy
 
 SEND_S = 600.0  # seconds that the run's process may leave a message unread
@@ -56,7 +56,7 @@ class _RunningGroup:
         self._sent: dict[int, tuple[int, list[int], int]] = {}
         """Number, ids and how many of them were sent, of each list that prompts share, by its identity."""
 
-    def unsent(self, prefix: TokenPrefix) -> tuple[list[int], tuple[int, int, int]]:
+    def unsent(self, prefix: TokenPrefix) -> tuple[list[int], Place]:
         """Return the ids that the run's process lacks, and what it needs to make the prefix."""
         number, ids, length = self._sent.get(id(prefix.ids), (len(self._sent), prefix.ids, 0))
         self._sent[id(ids)] = (number, ids, max(length, prefix.length))
@@ -81,8 +81,8 @@ class _Workflow:
 
     def _load(self) -> RolloutWorkflow:
         spawn.prepare(self._sent.preparation)
-        workflow, kwargs, size = pickle.loads(self._sent.pickled)
-        return grouped_workflow(workflow, kwargs, size, self._config)
+        workflow, kwargs = pickle.loads(self._sent.pickled)
+        return resolve_workflow(workflow, kwargs, self._config)
 
 
 class WorkerProcess(InferenceEngine):
@@ -184,7 +184,7 @@ class WorkerProcess(InferenceEngine):
         try:
             if group.stopped:
                 raise asyncio.CancelledError
-            await run_group(await workflow.loaded(), self, pickle.loads(data), episodes)
+            await run_group(await workflow.loaded(), self, pickle.loads(data), episodes, self.config.faults.on_error)
         except asyncio.CancelledError:
             was_stopped = group.stopped
             if not was_stopped:
@@ -210,15 +210,6 @@ class WorkerProcess(InferenceEngine):
         group = None if context.task_id is None else self._by_task.get(context.task_id)
         prefix = req.prefix or continued(req.input_ids, context.episode)
         ids, place = (req.input_ids, None) if group is None else group.unsent(prefix)
-        call = CallRequest(
-            rid=req.rid,
-            gconfig=req.gconfig,
-            top_logprobs=req.top_logprobs,
-            agent=req.metadata.get("agent"),
-            streams=req.on_tokens is not None,
-            prefix=place,
-            ids=ids,
-        )
         prompt = prefix.tolist() if req.prefix is None else req.input_ids
         call_id = next(self._call_ids)
         future: asyncio.Future[tuple[Any, ...]] = asyncio.get_running_loop().create_future()
@@ -226,7 +217,7 @@ class WorkerProcess(InferenceEngine):
         if group is not None:
             group.calls.add(future)
         try:
-            packed, columns = call.packed()
+            packed, columns = pack_call(req, ids, place)
             key = None if group is None else group.key
             self._send("generate", call_id, key, context.member_idx, packed, columns=columns)
             answer = dict(zip(RESPONSE_FIELDS, await future, strict=True))

@@ -13,8 +13,8 @@ from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, Trajectory
 from areal_lite.api.turn_tree import trajectory_of, unfinished_trajectory
-from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text, row_json
-from areal_lite.rollout.dumps.dump_writer import pack_group, unpack_group
+from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
+from areal_lite.rollout.dumps.packed_group import pack_group, row_json, unpack_group
 from tests.api.test_turn_tree import as_interactions, as_rows, conversations, sequences
 
 

@@ -23,7 +23,8 @@ from areal_lite.errors import ConfigError, StorageError
 from areal_lite.processes.child_process import start_python
 from areal_lite.rollout.dumps import dump_writer, trajectory_dumper
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
-from areal_lite.rollout.dumps.dump_writer import File, Report, pack_group, write_file
+from areal_lite.rollout.dumps.dump_writer import write_file
+from areal_lite.rollout.dumps.packed_group import File, Report, pack_group
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.agents.scripted_engine import tokenizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
-from areal_lite.rollout.episodes import failure_tally
-from areal_lite.rollout.episodes.failure_tally import FailureTally
+from areal_lite.rollout.episodes import ended_groups
+from areal_lite.rollout.episodes.ended_groups import FailureTally
 
 
 def failure(message: str, kind: FailureKind = FailureKind.AGENT) -> Failure:
@@ -53,7 +53,7 @@ def test_a_group_counts_its_failed_members_or_as_one_failure_if_it_failed_as_a_w
 
 
 def test_causes_beyond_the_limit_are_counted_together(monkeypatch) -> None:
-    monkeypatch.setattr(failure_tally, "MAX_CAUSES", 2)
+    monkeypatch.setattr(ended_groups, "MAX_CAUSES", 2)
     tally = FailureTally()
     for message in ("first", "second", "third", "first", "fourth", "fifth"):
         tally.add(group(failure(message)))

@@ -13,11 +13,10 @@ import torch
 
 from areal_lite.api import InferenceEngine, RolloutWorkflow
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
+from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.rollout import workflow_context
 from areal_lite.rollout.episodes import group_runner
-from areal_lite.rollout.episodes.group_runner import GroupRunner
-from areal_lite.rollout.episodes.grouped_rollout import GroupedRolloutWorkflow
-from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
+from areal_lite.rollout.episodes.group_runner import EpisodeRecipe, GroupRunner, Submission
 from tests.rollout.scripted import on_a_loop
 
 Ended = list[tuple[Submission, Group]]
@@ -43,7 +42,7 @@ class Scripted(RolloutWorkflow):
 def make_runner() -> tuple[GroupRunner, Ended]:
     ended: Ended = []
     engine: Any = None  # no workflow here asks a model
-    runner = GroupRunner(engine, timeout_s=3600, on_end=lambda s, group: ended.append((s, group)))
+    runner = GroupRunner(engine, FaultsConfig(), on_end=lambda s, group: ended.append((s, group)))
     return runner, ended
 
 
@@ -53,12 +52,14 @@ def make(
     *,
     task_id: TaskId | None = None,
     seed_name: str | None = None,
+    group_size: int = 1,
     **recipe: Any,
 ) -> Submission:
     return runner.make(
         row,
         EpisodeRecipe(**{"workflow": Scripted()} | recipe),
-        lambda group: None,
+        group_size,
+        deliver=lambda group: None,
         training=True,
         task_id=task_id,
         seed_name=seed_name,
@@ -173,8 +174,7 @@ async def test_a_filter_sees_the_episode_of_each_sequence() -> None:
         return True
 
     runner, ended = make_runner()
-    workflow = GroupedRolloutWorkflow(Forks(), 2)
-    submission = make(runner, {}, workflow=workflow, group_size=2, should_accept_fn=accept)
+    submission = make(runner, {}, workflow=Forks(), group_size=2, should_accept_fn=accept)
     runner.start(submission, version=0)
     assert submission.task is not None
     await submission.task
@@ -213,7 +213,7 @@ async def test_groups_know_when_they_started_and_are_forgotten_after_their_end()
     await asyncio.sleep(0)
     starts = {s.task_id: (group.start_order, group.start_version) for s, group in ended}
     assert starts == {1: (0, 0), 0: (1, 0), 2: (2, 5)}
-    rows = [weakref.ref(submission.data) for submission in made]
+    rows = [weakref.ref(submission.row) for submission in made]
     del made, submission
     ended.clear()
     gc.collect()

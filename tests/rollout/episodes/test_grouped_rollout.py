@@ -206,11 +206,11 @@ class Around(RolloutWorkflow):
         return self.change(await self.group.arun_episode(engine, data))
 
 
-def ends_around(size: int, outcome: Callable[[int], Any], change: Callable[[Any], Any]) -> list[Any]:
+def ends_around(outcome: Callable[[int], Any], change: Callable[[Any], Any]) -> list[Any]:
     """Return the status and rewards of each episode."""
 
     async def main() -> list[Any]:
-        episodes = [Episode(member_idx=n) for n in range(size)]
+        episodes = [Episode()]
         workflow_context.set(workflow_context.get()._replace(episodes=episodes))
         engine: Any = None
         await run_group(Around(outcome, change), engine, {}, episodes)
@@ -220,16 +220,15 @@ def ends_around(size: int, outcome: Callable[[int], Any], change: Callable[[Any]
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_workflow_around_a_group_may_change_what_it_returned(size: int) -> None:
+def test_a_workflow_around_a_group_may_change_what_it_returned() -> None:
     def outcome(member: int) -> Any:
         return None if member == 1 else tensors_of(ANSWER, reward=member)
 
     def doubled(tensors: Any) -> Any:
         return tensors | {"rewards": tensors["rewards"] * 2 + 1}
 
-    assert ends_around(size, outcome, doubled) == [("accepted", [1.0]), ("rejected", []), ("accepted", [5.0])]
-    assert ends_around(size, outcome, lambda _: None) == [("rejected", []), ("rejected", []), ("rejected", [])]
+    assert ends_around(outcome, doubled) == [("accepted", [1.0]), ("rejected", []), ("accepted", [5.0])]
+    assert ends_around(outcome, lambda _: None) == [("rejected", []), ("rejected", []), ("rejected", [])]
 
 
 def test_one_episode_may_return_what_it_made_of_no_group() -> None:
@@ -251,15 +250,15 @@ def test_a_group_whose_episodes_all_fail_raises_the_first_error() -> None:
         asyncio.run(run(fails, []))
 
 
-def test_what_a_workflow_made_without_episodes_of_its_group_is_of_the_last_one() -> None:
+def test_the_workflow_runs_once_for_each_episode_of_the_group() -> None:
     async def main(outcome: Any, size: int) -> list[Any]:
         episodes = [Episode(member_idx=n) for n in range(size)]
         engine: Any = None
         await run_group(ByMember(lambda _: outcome), engine, {}, episodes)
         return [episode.trajectory and episode.trajectory.status for episode in episodes]
 
-    assert asyncio.run(main(tensors_of(ANSWER), 3)) == [None, None, "accepted"]
-    assert asyncio.run(main(None, 3)) == [None] * 3
+    assert asyncio.run(main(tensors_of(ANSWER), 3)) == ["accepted"] * 3
+    assert asyncio.run(main(None, 3)) == ["rejected"] * 3
     assert asyncio.run(main(None, 1)) == ["rejected"]
     with pytest.raises(ValueError) as raised:
         asyncio.run(main("text", 1))

@@ -268,8 +268,10 @@ def test_a_batch_is_owed_until_it_is_trained_or_the_next_one_is_asked_for(
     assert source.num_owed == 2
 
 
-def test_groups_of_another_size_are_refused(start_stub: StartStub, start_engine: StartEngine) -> None:
+def test_a_source_decides_the_size_of_its_groups(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub(), consumer_batch_size=1)
+    (result,) = engine.prepare_batch(source_of(2, members=2), OneTurn)
+    assert len(result.trajectories) == 2
     with pytest.raises(ConfigError, match="gives groups of 2 and group_size is 3"):
         engine.prepare_batch(source_of(2, members=2), OneTurn, group_size=3)
 

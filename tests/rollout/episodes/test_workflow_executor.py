@@ -569,7 +569,7 @@ def test_a_wait_ends_with_an_error_once_groups_of_a_data_source_have_taken_all_p
     engine.submit({}, OneTurn())
     with ThreadPoolExecutor() as thread:
         waits = thread.submit(engine.wait)
-        until(lambda: engine._executor._finished._waiters)
+        until(lambda: engine._executor.finished._waiters)
         let_go(stub)
         with pytest.raises(ConfigError, match="would never return: 0 of them ended"):
             waits.result(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.api.episode_context import Episode
+from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import EpisodeStatus, Trajectory
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.processes.channel import BrokenMessageError, decode_reply, encode_reply
-from areal_lite.rollout.workers.messages import CallRequest, pack_end, read_end, read_report
+from areal_lite.rollout.workers.messages import Place, pack_call, pack_end, read_end, read_report
 from tests.api.test_trajectory import check_paths
 from tests.api.test_turn_tree import as_interactions, as_rows, conversation_ids, conversations, sequences
 
@@ -80,13 +82,18 @@ def test_plain_values_beside_tokens_keep_their_types() -> None:
             arrived_extras({"value": value})
 
 
-@pytest.mark.parametrize("prefix", [None, (1, 3, 0)])
-def test_a_call_arrives_with_its_sampling_parameters(prefix: tuple[int, int, int] | None) -> None:
+@pytest.mark.parametrize("place", [None, (1, 3, 0)])
+def test_a_call_arrives_with_its_sampling_parameters(place: Place | None) -> None:
     gconfig = GenerationHyperparameters(logit_bias={3: 1.0}, stop=["\n"], top_k=5)
-    call = CallRequest("rid", gconfig, 2, "main", True, prefix, [5, 6, 7])
-    plain, columns = call.packed()
+    call = ModelRequest(
+        input_ids=[], gconfig=gconfig, rid="rid", metadata={"agent": "main"}, on_tokens=lambda *_: None, top_logprobs=2
+    )
+    plain, columns = pack_call(call, [5, 6, 7], place)
     body = encode_reply(["generate", 1, None, 0, plain], columns)
-    assert read_report(body) == ("generate", 1, None, 0, call)
+    *where, arrived, streams, place_there = read_report(body)
+    assert where == ["generate", 1, None, 0]
+    assert arrived == replace(call, input_ids=[5, 6, 7], on_tokens=None)
+    assert streams and place_there == (place and [*place])
 
 
 def test_a_report_that_is_no_message_is_refused() -> None:

@@ -547,7 +547,7 @@ class Line:
 
     def run(self, key: int, task_id: int = 5, workflow: Any = Scripted, **row: Any) -> list[tuple[Any, ...]]:
         """Return the messages that start a group of one episode."""
-        sent = pickled_workflow(workflow, None, 1, self.config)
+        sent = pickled_workflow(workflow, None, self.config)
         place = {"is_eval": False, "task_id": task_id, "group_id": str(task_id), "version": 0}
         return [("workflow", sent), ("run", key, sent.key, pickle.dumps(row), place, 1, float(key))]
 
@@ -589,11 +589,11 @@ def test_a_worker_answers_each_group_once_and_keeps_nothing_of_it(line: Line) ->
     assert (kind, record.getMessage()) == ("log", "said")
     line.send(("cancel", 99), ("answer", 99, ANSWER), ("tokens", 99, [4], [-1.0]))  # of what has ended
     line.send(*line.run(1, do="two turns"))
-    kind, call_id, key, member, call = line.next()
-    assert (kind, key, member, call.ids) == ("generate", 1, 0, [1, 2, 3])
+    kind, call_id, key, member, call, _, _ = line.next()
+    assert (kind, key, member, call.input_ids) == ("generate", 1, 0, [1, 2, 3])
     line.send(("answer", call_id, ANSWER), ("answer", call_id, ANSWER), ("tokens", call_id, [4], [-1.0]))
-    kind, call_id, *_, call = line.next()
-    assert (kind, call.ids) == ("generate", [4, 5, 6])  # it has the others
+    kind, call_id, *_, call, _, _ = line.next()
+    assert (kind, call.input_ids) == ("generate", [4, 5, 6])  # it has the others
     assert len(process._groups[1].calls) == len(process._calls) == 1
     line.send(("answer", call_id, ANSWER))
     kind, key, _, left, columns = line.next()
@@ -662,8 +662,8 @@ def test_an_error_of_the_receiver_of_tokens_ends_the_call(line: Line) -> None:
 
     with ThreadPoolExecutor() as thread:
         asked = thread.submit(asyncio.run, ask())
-        _, call_id, key, _, call = line.next()
-        assert (key, call.streams, call.ids, call.prefix) == (None, True, [7], None)
+        _, call_id, key, _, call, streams, place = line.next()
+        assert (key, streams, call.input_ids, place) == (None, True, [7], None)
         line.send(("tokens", call_id, [4], [-1.0]), ("tokens", call_id, [4], [-1.0]))
         with pytest.raises(KeyError, match="full"):
             asked.result(20)
