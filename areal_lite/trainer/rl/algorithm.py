@@ -14,6 +14,7 @@ from torch import Tensor
 
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.chosen_function import chosen_function
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
@@ -38,8 +39,10 @@ class Algorithm:
     def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
         self.config = config
         self.max_new_tokens = max_new_tokens
-        self._estimate = ESTIMATORS.bound(config.advantage, config.advantage_kwargs, where="trainer.advantage")
-        self._loss = POLICY_LOSSES.bound(config.loss, config.loss_kwargs, where="trainer.loss")
+        self._estimate = chosen_function(
+            ESTIMATORS, config.advantage, config.advantage_kwargs, where="trainer.advantage"
+        )
+        self._loss = chosen_function(POLICY_LOSSES, config.loss, config.loss_kwargs, where="trainer.loss")
         self.aggregation = aggregation_of(config.loss, config.loss_aggregation, where="trainer.loss_aggregation")
         self.kl_coef = config.kl.coef if config.kl else 0.0
         self.needs: frozenset[str] = frozenset()  # inputs that the estimator requests

@@ -25,8 +25,8 @@ def algorithm(max_new_tokens: int | None = None, **settings: Any) -> Algorithm:
     return Algorithm(config, max_new_tokens=max_new_tokens)
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES.names())
-@pytest.mark.parametrize("advantage", ESTIMATORS.names())
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None:
     made = algorithm(advantage=advantage, loss=loss, critic=CRITIC if advantage == "gae" else None)
     assert made.needs_proximal_early == (advantage == "optimal_token_baseline")

@@ -95,7 +95,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 CUTS: list[dict[str, Any]] = [
-    *({"loss": loss, "loss_kwargs": CHOICES.get(loss, {})} for loss in POLICY_LOSSES.names()),
+    *({"loss": loss, "loss_kwargs": CHOICES.get(loss, {})} for loss in POLICY_LOSSES),
     *({"loss": loss, "loss_kwargs": options, "proximal": "behaviour"} for loss, options in CHOICES.items()),
     *({"loss_aggregation": mode} for mode in get_args(AggregationMode) if not mode.endswith("norm")),
     {"loss_aggregation": "seq-mean-token-sum-norm", "loss_scale": 32},
