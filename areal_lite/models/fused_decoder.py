@@ -69,7 +69,7 @@ class FusedDecoder:
             if layer is self._layers[-1]:
                 hidden, read = hidden[at], read[at]
             hidden, normed = _add_norm(hidden, layer.output(read), layer.mlp_norm, operations)
-            added = layer.down(_GatedSilu.apply(layer.gate_up(normed), operations))  # type: ignore[no-untyped-call]
+            added = layer.down(operations.gate(layer.gate_up(normed)))
         states: Tensor = self._decoder.norm(hidden + added)
         return states
 
@@ -87,8 +87,7 @@ class _Layer:
             query, key, value = torch.split(states.view(len(states), -1, width), [queries, keys, keys], 1)
             normed = self._norms[0](query), self._norms[1](key)
             states = torch.cat([*normed, value], 1).flatten(1).to(states.dtype)
-        read: Tensor = _Attention.apply(states, tokens, operations)  # type: ignore[no-untyped-call]
-        return read
+        return operations.attend(states, tokens)
 
 
 class _Product:
@@ -156,33 +155,3 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.operations.norm_gradient(grad, grad_total, *ctx.saved_tensors), None, None
-
-
-class _GatedSilu(torch.autograd.Function):
-    """``silu(gate) * up`` of joined rows."""
-
-    @staticmethod
-    def forward(ctx: Any, joined: Tensor, operations: DecoderOperations) -> Tensor:
-        ctx.save_for_backward(joined)
-        ctx.operations = operations
-        return operations.gate(joined)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.operations.gate_gradient(grad, *ctx.saved_tensors), None
-
-
-class _Attention(torch.autograd.Function):
-    """Rotary attention of joined queries, keys and values ``[T, (queries + 2 * keys) * width]``."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
-        read, saved = operations.attend(states, tokens)
-        ctx.save_for_backward(read, *saved)
-        ctx.tokens, ctx.operations = tokens, operations
-        return read
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        read, *saved = ctx.saved_tensors
-        return ctx.operations.attend_gradient(grad, ctx.tokens, read, saved), None, None

@@ -6,12 +6,13 @@ Used in bfloat16 on a CPU where there is a C++ compiler with OpenMP; compiled at
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
@@ -50,7 +51,47 @@ class _Layout(ctypes.Structure):
         queries, keys, width, scale = tokens.heads
         seen, stride = (None, 0) if tokens.seen is None else (*addresses(tokens.seen), tokens.seen.shape[-1])
         arrays = *addresses(tokens.cos, tokens.sin), tokens.starts.ctypes.data, seen
-        return cls(*arrays, stride, len(tokens.starts) - 1, keys, queries // keys, width, scale)
+        return cls(*arrays, stride, len(tokens.lengths), keys, queries // keys, width, scale)
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, library: ctypes.CDLL) -> Tensor:
+        ctx.save_for_backward(joined)
+        ctx.library = library
+        rows, width = len(joined), joined.shape[1] // 2
+        out = joined.new_empty(rows, width)
+        library.gate(*addresses(joined), rows, width, *addresses(out), torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (joined,) = ctx.saved_tensors
+        out = torch.empty_like(joined)
+        rows = *addresses(grad, joined), *grad.shape
+        ctx.library.gate_gradient(*rows, *addresses(out), torch.get_num_threads())
+        return out, None
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, tokens: Tokens, library: ctypes.CDLL) -> Tensor:
+        queries, _, width, _ = tokens.heads
+        turned, read = torch.empty_like(states), states.new_empty(len(states), queries * width)
+        normalizer = tokens.cos.new_empty(len(states), queries)
+        rows = addresses(states, turned, read, normalizer)
+        library.attend(ctypes.byref(_Layout.of(tokens)), *rows, torch.get_num_threads())
+        ctx.save_for_backward(turned, read, normalizer)
+        ctx.tokens, ctx.library = tokens, library
+        return read
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        turned, read, normalizer = ctx.saved_tensors
+        out = torch.empty_like(turned)
+        rows = addresses(grad, turned, read, normalizer, out)
+        ctx.library.attend_gradient(ctypes.byref(_Layout.of(ctx.tokens)), *rows, torch.get_num_threads())
+        return out, None, None
 
 
 class CompiledOperations(DecoderOperations):
@@ -78,42 +119,13 @@ class CompiledOperations(DecoderOperations):
 
     def gate(self, joined: Tensor) -> Tensor:
         """See the base class."""
-        rows, width = len(joined), joined.shape[1] // 2
-        out = joined.new_empty(rows, width)
-        self._library.gate(*addresses(joined), rows, width, *addresses(out), torch.get_num_threads())
+        out: Tensor = _Gate.apply(joined, self._library)  # type: ignore[no-untyped-call]
         return out
 
-    def gate_gradient(self, grad: Tensor, joined: Tensor) -> Tensor:
-        """See the base class."""
-        out = torch.empty_like(joined)
-        rows = *addresses(grad, joined), *grad.shape
-        self._library.gate_gradient(*rows, *addresses(out), torch.get_num_threads())
-        return out
-
-    def attend(self, states: Tensor, tokens: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See the base class."""
-        if not _fits(tokens):
+    def attend(self, states: Tensor, tokens: Tokens) -> Tensor:
+        """See the base class. Bins that are too long, or too few for all threads, are torch's."""
+        pairs = len(tokens.lengths) * tokens.heads.keys  # each thread computes a key head of a bin
+        if pairs < torch.get_num_threads() or max(tokens.lengths) > _LONGEST:
             return super().attend(states, tokens)
-        queries, _, width, _ = tokens.heads
-        turned, read = torch.empty_like(states), states.new_empty(len(states), queries * width)
-        normalizer = tokens.cos.new_empty(len(states), queries)
-        layout = ctypes.byref(_Layout.of(tokens))
-        self._library.attend(layout, *addresses(states, turned, read, normalizer), torch.get_num_threads())
-        return read, (turned, normalizer)
-
-    def attend_gradient(self, grad: Tensor, tokens: Tokens, read: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        """See the base class."""
-        if not _fits(tokens):
-            return super().attend_gradient(grad, tokens, read, saved)
-        turned, normalizer = saved
-        out = torch.empty_like(turned)
-        layout = ctypes.byref(_Layout.of(tokens))
-        rows = addresses(grad, turned, read, normalizer, out)
-        self._library.attend_gradient(layout, *rows, torch.get_num_threads())
-        return out
-
-
-def _fits(tokens: Tokens) -> bool:
-    """Return whether each thread has a key head of a bin, and no bin is too long."""
-    pairs = len(tokens.lengths) * tokens.heads.keys
-    return pairs >= torch.get_num_threads() and int(tokens.lengths.max()) <= _LONGEST
+        read: Tensor = _Attention.apply(states, tokens, self._library)  # type: ignore[no-untyped-call]
+        return read
