@@ -8,6 +8,7 @@ product, and the last layer computes the chosen tokens only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch.nn import functional as F
 
 from areal_lite.models.attention_windows import window_of
 from areal_lite.models.decoder_family import DecoderLayer, fits_kernels, query_key_norms
-from areal_lite.models.kernels.fused_decoder_kernels import fused_decoder_operations
-from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels.fused_decoder_kernels import DecoderOperations, Tokens, fused_decoder_operations
 
 
 class FusedDecoder:
@@ -31,7 +31,9 @@ class FusedDecoder:
     def __init__(self, decoder: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         self._decoder = decoder
         self._dtype = dtype
-        self._layers = [_Layer(DecoderLayer.of(layer), dtype) for layer in decoder.layers]
+        layers = [DecoderLayer.of(layer) for layer in decoder.layers]
+        self._heads = layers[0].heads
+        self._layers = [layer.with_products(partial(_Product, dtype)) for layer in layers]
 
     @staticmethod
     def fits(decoder: Any) -> bool:
@@ -61,11 +63,11 @@ class FusedDecoder:
         at = torch.searchsorted(used, at)
         hidden = self._decoder.embed_tokens(input_ids.flatten()[used])
         cos, sin = self._decoder.rotary_emb(hidden, position_ids.flatten()[used][None])
-        tokens = Tokens(cos[0], sin[0], lengths, seen, self._layers[0].heads)
+        tokens = Tokens(cos[0], sin[0], lengths, seen, self._heads)
         added, operations = torch.zeros_like(hidden, dtype=self._dtype), fused_decoder_operations(self._dtype)
         for layer in self._layers:
             hidden, normed = _add_norm(hidden, added, layer.input_norm, operations)
-            read = layer.attend(layer.qkv(normed), tokens, operations)
+            read = _attend(layer, layer.qkv(normed), tokens, operations)
             if layer is self._layers[-1]:
                 hidden, read = hidden[at], read[at]
             hidden, normed = _add_norm(hidden, layer.output(read), layer.mlp_norm, operations)
@@ -74,20 +76,12 @@ class FusedDecoder:
         return states
 
 
-class _Layer:
-    def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
-        self.input_norm, self.mlp_norm, self.heads = layer.input_norm, layer.mlp_norm, layer.heads
-        self.qkv, self.output = _Product(dtype, *layer.qkv), _Product(dtype, layer.output)
-        self.gate_up, self.down = _Product(dtype, *layer.gate_up), _Product(dtype, layer.down)
-        self._norms = query_key_norms(layer.attention)
-
-    def attend(self, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
-        queries, keys, width, _ = self.heads
-        if self._norms is not None:
-            query, key, value = torch.split(states.view(len(states), -1, width), [queries, keys, keys], 1)
-            normed = self._norms[0](query), self._norms[1](key)
-            states = torch.cat([*normed, value], 1).flatten(1).to(states.dtype)
-        return operations.attend(states, tokens)
+def _attend(layer: DecoderLayer, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
+    if (norms := query_key_norms(layer.attention)) is not None:
+        queries, keys, width, _ = tokens.heads
+        query, key, value = torch.split(states.view(len(states), -1, width), [queries, keys, keys], 1)
+        states = torch.cat([norms[0](query), norms[1](key), value], 1).flatten(1).to(states.dtype)
+    return operations.attend(states, tokens)
 
 
 class _Product:

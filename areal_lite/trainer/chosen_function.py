@@ -34,10 +34,10 @@ def chosen_function(
 
 def _own_function(table: Mapping[str, Any], name: str, where: str) -> Callable[..., Any]:
     if "." in name or ":" in name:
-        function: Any = load_object(name, where=where)
-        if callable(function):
-            return function
-        raise ConfigError(f"{where} is {name!r}, which is {function!r}: it must be a function")
+        function: Callable[..., Any] = load_object(name, where=where)
+        if not callable(function):
+            raise ConfigError(f"{where} is {name!r}, which is {function!r}: it must be a function")
+        return function
     close = difflib.get_close_matches(name, table)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(

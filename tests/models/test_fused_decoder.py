@@ -17,8 +17,8 @@ from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.models import fused_decoder
 from areal_lite.models.decoder_family import Heads
 from areal_lite.models.fused_decoder import FusedDecoder
-from areal_lite.models.kernels import fused_decoder_operations
-from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels import fused_decoder_kernels
+from areal_lite.models.kernels.fused_decoder_kernels import DecoderOperations, Tokens
 from areal_lite.models.policy_model import prepare
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.learner import Learner
@@ -88,8 +88,8 @@ LAYOUTS = {
 def test_in_float32_states_and_gradients_are_those_of_the_model(
     name: str, layout: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_decoder_operations, "_PRODUCTS", 0 if kernel else 1000)
-    monkeypatch.setattr(fused_decoder_operations, "_SCORES", 4 * 12**2)  # one bin at once, or two
+    monkeypatch.setattr(fused_decoder_kernels, "_PRODUCTS", 0 if kernel else 1000)
+    monkeypatch.setattr(fused_decoder_kernels, "_SCORES", 4 * 12**2)  # one bin at once, or two
     model = packed_model(FAMILIES[name])
     assert model._fused
     packed, _ = packed_together(LAYOUTS[layout])
@@ -127,7 +127,7 @@ def heads(queries: int) -> Heads:
 
 
 def test_pieces_hold_as_many_scores_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_decoder_operations, "_SCORES", 2 * 4 * 12**2)
+    monkeypatch.setattr(fused_decoder_kernels, "_SCORES", 2 * 4 * 12**2)
     angles = torch.zeros(50, 8)
     tokens = Tokens(angles, angles, [12, 11, 9, 9, 9], None, heads(4))
     assert list(tokens.pieces()) == [slice(0, 2), slice(2, 5)]
@@ -138,7 +138,7 @@ def test_pieces_hold_as_many_scores_as_fit(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_piece_is_one_bin_or_fits_and_the_next_bin_would_not(lengths: list[int], most: int) -> None:
     angles = torch.zeros(sum(lengths), 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_decoder_operations, "_SCORES", most)
+        patch.setattr(fused_decoder_kernels, "_SCORES", most)
         pieces = list(Tokens(angles, angles, lengths, None, heads(2)).pieces())
     assert [place for piece in pieces for place in range(piece.start, piece.stop)] == list(range(len(lengths)))
     for piece in pieces:
@@ -158,7 +158,7 @@ def test_bins_up_to_the_longest_length_for_products_take_them(beyond: int, monke
         return query
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
-    length = fused_decoder_operations._PRODUCTS + beyond
+    length = fused_decoder_kernels._PRODUCTS + beyond
     angles = torch.zeros(length, 8)
     DecoderOperations().attend(torch.zeros(length, 32), Tokens(angles, angles, [length], None, heads(2)))
     assert masks == [True] * beyond

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.config.trainer_config import AggregationMode, TrainerConfig
-from areal_lite.models.kernels.score_operations import TokenScores
+from areal_lite.models.kernels.score_kernels import TokenScores
 from areal_lite.trainer.forward.packed_model import PackedSequences
 from areal_lite.trainer.learner import Learner, Update
 from areal_lite.trainer.machine_metrics import FlopsMeter

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels import fused_decoder_kernels
-from areal_lite.models.kernels.fused_decoder_kernels import CompiledOperations, fused_decoder_operations
-from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels.fused_decoder_kernels import (
+    CompiledOperations,
+    DecoderOperations,
+    Tokens,
+    fused_decoder_operations,
+)
 
 HALF_STEP = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
