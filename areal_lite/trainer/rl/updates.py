@@ -97,7 +97,8 @@ class LearnerUpdate(ABC):
             with step.clock("forward"), self.learner.autocast():
                 outputs = self.outputs(microbatch.packed)
             if not microbatch.counts:  # a loss of 0 with a gradient, so that this rank joins the backward pass
-                return (outputs[0] * 0.0).sum()
+                nothing: Tensor = (outputs[0] * 0.0).sum()
+                return nothing
             return aggregate(self.losses(step, microbatch.tokens, outputs), weights[microbatch.tokens])
 
         cut = self._cut(step)
