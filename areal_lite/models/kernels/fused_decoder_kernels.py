@@ -112,7 +112,7 @@ class DecoderOperations:
         with torch.autocast("cpu", enabled=False):
             for piece in tokens.pieces():
                 seen = None if tokens.seen is None else tokens.seen[piece]
-                padded = pad_sequence(bins[piece], batch_first=True).transpose(1, 2)
+                padded = pad_sequence(list(bins[piece]), batch_first=True).transpose(1, 2)
                 answers = _read(padded, seen, tokens.heads).transpose(1, 2)
                 read += [one[:length] for one, length in zip(answers, tokens.lengths[piece], strict=True)]
         return torch.cat(read).flatten(1)
