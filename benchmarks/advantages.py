@@ -99,14 +99,14 @@ def main() -> None:
 
     for title, step, names in (
         (f"{1024 // scale:,} groups of 8 episodes of 64 tokens", grouped, GROUPS),
-        (f"32 episodes of {8192 // scale:,} tokens", long, [name for name in ESTIMATORS.names() if name not in GROUPS]),
+        (f"32 episodes of {8192 // scale:,} tokens", long, [name for name in ESTIMATORS if name not in GROUPS]),
     ):
         print(title)
         fields = {name: getattr(step, name) for name in EstimatorInputs.__dataclass_fields__}
         show(title, "inputs", partial(EstimatorInputs, **fields))
         for name in names:
             options = {"gamma": GAMMA, "lam": LAM} if name == "gae" else {}
-            show(title, name, partial(ESTIMATORS.bound(name, options, where="advantage"), step))
+            show(title, name, partial(ESTIMATORS[name], step, **options))
         for level in ("group", "batch"):
             call = partial(
                 normalize_advantages, step.token_rewards, step.episodes, step.group_ids, mean=level, std=level
@@ -114,7 +114,7 @@ def main() -> None:
             show(title, f"normalised over the {level}", call)
 
     assert long.values is not None
-    flat = milliseconds(partial(ESTIMATORS.bound("gae", {"lam": LAM}, where="advantage"), long), repeats)
+    flat = milliseconds(partial(ESTIMATORS["gae"], long, lam=LAM), repeats)
     columns = (long.token_rewards.view(32, -1), long.values.view(32, -1))
     loop = milliseconds(partial(loop_gae, *columns), max(3, repeats // 3))
     figures.append(Figure("GAE with whitening, against a loop over tokens", flat, "ms", ratio=flat / loop))

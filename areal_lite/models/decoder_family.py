@@ -6,6 +6,7 @@ other families run their own forward pass. Layers may have a sliding window, but
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,11 +59,12 @@ class DecoderLayer(NamedTuple):
     attention: Any
     """The model's own, for its sizes and norms."""
     input_norm: Any
-    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
-    output: nn.Linear
+    qkv: Any
+    """Three linear layers, or the product that stands for them; so are the other linear layers."""
+    output: Any
     mlp_norm: Any
-    gate_up: tuple[nn.Linear, nn.Linear]
-    down: nn.Linear
+    gate_up: Any
+    down: Any
     activation: nn.Module
 
     @classmethod
@@ -78,6 +80,15 @@ class DecoderLayer(NamedTuple):
             gate_up=(mlp.gate_proj, mlp.up_proj),
             down=mlp.down_proj,
             activation=mlp.act_fn,
+        )
+
+    def with_products(self, product_of: Callable[..., Any]) -> DecoderLayer:
+        """Return the layer with one product in place of the linear layers that read the same input."""
+        return self._replace(
+            qkv=product_of(*self.qkv),
+            output=product_of(self.output),
+            gate_up=product_of(*self.gate_up),
+            down=product_of(self.down),
         )
 
     @property

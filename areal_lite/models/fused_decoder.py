@@ -8,6 +8,7 @@ product, and the last layer computes the chosen tokens only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch.nn import functional as F
 
 from areal_lite.models.attention_windows import window_of
 from areal_lite.models.decoder_family import DecoderLayer, fits_kernels, query_key_norms
-from areal_lite.models.kernels.fused_decoder_kernels import fused_decoder_operations
-from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels.fused_decoder_kernels import DecoderOperations, Tokens, fused_decoder_operations
 
 
 class FusedDecoder:
@@ -31,7 +31,9 @@ class FusedDecoder:
     def __init__(self, decoder: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         self._decoder = decoder
         self._dtype = dtype
-        self._layers = [_Layer(DecoderLayer.of(layer), dtype) for layer in decoder.layers]
+        layers = [DecoderLayer.of(layer) for layer in decoder.layers]
+        self._heads = layers[0].heads
+        self._layers = [layer.with_products(partial(_Product, dtype)) for layer in layers]
 
     @staticmethod
     def fits(decoder: Any) -> bool:
@@ -61,34 +63,25 @@ class FusedDecoder:
         at = torch.searchsorted(used, at)
         hidden = self._decoder.embed_tokens(input_ids.flatten()[used])
         cos, sin = self._decoder.rotary_emb(hidden, position_ids.flatten()[used][None])
-        tokens = Tokens(cos[0], sin[0], lengths, seen, self._layers[0].heads)
+        tokens = Tokens(cos[0], sin[0], lengths, seen, self._heads)
         added, operations = torch.zeros_like(hidden, dtype=self._dtype), fused_decoder_operations(self._dtype)
         for layer in self._layers:
             hidden, normed = _add_norm(hidden, added, layer.input_norm, operations)
-            read = layer.attend(layer.qkv(normed), tokens, operations)
+            read = _attend(layer, layer.qkv(normed), tokens, operations)
             if layer is self._layers[-1]:
                 hidden, read = hidden[at], read[at]
             hidden, normed = _add_norm(hidden, layer.output(read), layer.mlp_norm, operations)
-            added = layer.down(_GatedSilu.apply(layer.gate_up(normed), operations))  # type: ignore[no-untyped-call]
+            added = layer.down(operations.gate(layer.gate_up(normed)))
         states: Tensor = self._decoder.norm(hidden + added)
         return states
 
 
-class _Layer:
-    def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
-        self.input_norm, self.mlp_norm, self.heads = layer.input_norm, layer.mlp_norm, layer.heads
-        self.qkv, self.output = _Product(dtype, *layer.qkv), _Product(dtype, layer.output)
-        self.gate_up, self.down = _Product(dtype, *layer.gate_up), _Product(dtype, layer.down)
-        self._norms = query_key_norms(layer.attention)
-
-    def attend(self, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
-        queries, keys, width, _ = self.heads
-        if self._norms is not None:
-            query, key, value = torch.split(states.view(len(states), -1, width), [queries, keys, keys], 1)
-            normed = self._norms[0](query), self._norms[1](key)
-            states = torch.cat([*normed, value], 1).flatten(1).to(states.dtype)
-        read: Tensor = _Attention.apply(states, tokens, operations)  # type: ignore[no-untyped-call]
-        return read
+def _attend(layer: DecoderLayer, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
+    if (norms := query_key_norms(layer.attention)) is not None:
+        queries, keys, width, _ = tokens.heads
+        query, key, value = torch.split(states.view(len(states), -1, width), [queries, keys, keys], 1)
+        states = torch.cat([norms[0](query), norms[1](key), value], 1).flatten(1).to(states.dtype)
+    return operations.attend(states, tokens)
 
 
 class _Product:
@@ -156,33 +149,3 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.operations.norm_gradient(grad, grad_total, *ctx.saved_tensors), None, None
-
-
-class _GatedSilu(torch.autograd.Function):
-    """``silu(gate) * up`` of joined rows."""
-
-    @staticmethod
-    def forward(ctx: Any, joined: Tensor, operations: DecoderOperations) -> Tensor:
-        ctx.save_for_backward(joined)
-        ctx.operations = operations
-        return operations.gate(joined)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.operations.gate_gradient(grad, *ctx.saved_tensors), None
-
-
-class _Attention(torch.autograd.Function):
-    """Rotary attention of joined queries, keys and values ``[T, (queries + 2 * keys) * width]``."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
-        read, saved = operations.attend(states, tokens)
-        ctx.save_for_backward(read, *saved)
-        ctx.tokens, ctx.operations = tokens, operations
-        return read
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        read, *saved = ctx.saved_tensors
-        return ctx.operations.attend_gradient(grad, ctx.tokens, read, saved), None, None

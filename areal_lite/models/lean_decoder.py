@@ -6,13 +6,13 @@ model's own forward does. Shares the model's weights; in bfloat16 on a CPU it al
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from areal_lite.models.decoder_family import DecoderLayer
-from areal_lite.models.kernels.lean_decoder_operations import LayerOperations, Turn
+from areal_lite.models.kernels.lean_decoder_kernels import LayerOperations, Turn
 from areal_lite.models.slot_cache import SlotCache, SlotLayer
 
 
@@ -37,17 +37,6 @@ class _Linear:
         return product
 
 
-class _Layer(NamedTuple):
-    attention: Any
-    input_norm: nn.Module
-    qkv: _Linear
-    output: _Linear
-    mlp_norm: nn.Module
-    gate_up: _Linear
-    down: _Linear
-    activation: nn.Module
-
-
 class LeanDecoder:
     """Computes logits with a cache.
 
@@ -62,7 +51,7 @@ class LeanDecoder:
         self._body = model.model
         self._operations = operations
         self._head = self._joined(model.get_output_embeddings())
-        self._layers = [self._lean(DecoderLayer.of(layer)) for layer in self._body.layers]
+        self._layers = [DecoderLayer.of(layer).with_products(self._joined) for layer in self._body.layers]
 
     def weights_changed(self) -> None:
         """Drop the packed copies; the next pass makes new ones."""
@@ -101,18 +90,6 @@ class LeanDecoder:
             hidden, normed = operations.add_norm(hidden, added, next_norm)
         logits: Tensor = self._head(normed.flatten(0, 1)[last])
         return logits
-
-    def _lean(self, layer: DecoderLayer) -> _Layer:
-        return _Layer(
-            attention=layer.attention,
-            input_norm=layer.input_norm,
-            qkv=self._joined(*layer.qkv),
-            output=self._joined(layer.output),
-            mlp_norm=layer.mlp_norm,
-            gate_up=self._joined(*layer.gate_up),
-            down=self._joined(layer.down),
-            activation=layer.activation,
-        )
 
     def _joined(self, *linears: nn.Linear) -> _Linear:
         """Return weight and bias of one product in place of several, of which they become views."""

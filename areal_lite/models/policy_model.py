@@ -85,7 +85,7 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
         check_hub_name(model_path)
     check_scorable(model_path)
     try:
-        with without_progress_bars(), _without_load_report():
+        with quiet_transformers():
             model, report = auto_class.from_pretrained(
                 model_path, dtype=torch.float32, output_loading_info=True, **options
             )
@@ -126,26 +126,18 @@ def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -
 
 
 @contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing progress bars on stderr at each published version."""
-    enabled = transformers_logging.is_progress_bar_enabled()
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers from drawing progress bars at each published version, and from reporting weights: those that
+    are missing are checked here, and unused ones do not matter."""
+    enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Silence transformers' report: missing weights are checked here, unused ones do not matter."""
-    verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        if enabled:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:

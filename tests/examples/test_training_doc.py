@@ -28,8 +28,8 @@ def named_in_table(heading):
 
 
 def test_every_estimator_and_loss_is_in_its_table():
-    assert named_in_table("advantage") == set(ESTIMATORS.names())
-    assert named_in_table("loss") == set(POLICY_LOSSES.names())
+    assert named_in_table("advantage") == set(ESTIMATORS)
+    assert named_in_table("loss") == set(POLICY_LOSSES)
 
 
 def test_every_key_that_chooses_an_algorithm_is_explained():

@@ -17,8 +17,8 @@ from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.models import fused_decoder
 from areal_lite.models.decoder_family import Heads
 from areal_lite.models.fused_decoder import FusedDecoder
-from areal_lite.models.kernels import fused_decoder_operations
-from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels import fused_decoder_kernels
+from areal_lite.models.kernels.fused_decoder_kernels import DecoderOperations, Tokens
 from areal_lite.models.policy_model import prepare
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.learner import Learner
@@ -88,8 +88,8 @@ LAYOUTS = {
 def test_in_float32_states_and_gradients_are_those_of_the_model(
     name: str, layout: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_decoder_operations, "_PRODUCTS", 0 if kernel else 1000)
-    monkeypatch.setattr(fused_decoder_operations, "_SCORES", 4 * 12**2)  # one bin at once, or two
+    monkeypatch.setattr(fused_decoder_kernels, "_PRODUCTS", 0 if kernel else 1000)
+    monkeypatch.setattr(fused_decoder_kernels, "_SCORES", 4 * 12**2)  # one bin at once, or two
     model = packed_model(FAMILIES[name])
     assert model._fused
     packed, _ = packed_together(LAYOUTS[layout])
@@ -126,15 +126,11 @@ def heads(queries: int) -> Heads:
     return Heads(queries, 1, 8, 1.0)
 
 
-def test_pieces_hold_each_bin_once_and_as_many_scores_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_decoder_operations, "_SCORES", 2 * 4 * 12**2)
+def test_pieces_hold_as_many_scores_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decoder_kernels, "_SCORES", 2 * 4 * 12**2)
     angles = torch.zeros(50, 8)
     tokens = Tokens(angles, angles, [12, 11, 9, 9, 9], None, heads(4))
-    assert [(piece.bins, piece.length) for piece in tokens.pieces] == [(2, 12), (3, 9)]
-    rows = torch.zeros(50, 1, 1)
-    for number, piece in enumerate(tokens.pieces, 1):
-        piece.put(rows, torch.full((piece.bins, 1, piece.length, 1), number) + piece.take(rows))
-    assert rows.flatten().tolist() == [1] * 23 + [2] * 27
+    assert list(tokens.pieces()) == [slice(0, 2), slice(2, 5)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,28 +138,30 @@ def test_pieces_hold_each_bin_once_and_as_many_scores_as_fit(monkeypatch: pytest
 def test_a_piece_is_one_bin_or_fits_and_the_next_bin_would_not(lengths: list[int], most: int) -> None:
     angles = torch.zeros(sum(lengths), 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_decoder_operations, "_SCORES", most)
-        pieces = Tokens(angles, angles, lengths, None, heads(2)).pieces
-    first = 0
+        patch.setattr(fused_decoder_kernels, "_SCORES", most)
+        pieces = list(Tokens(angles, angles, lengths, None, heads(2)).pieces())
+    assert [place for piece in pieces for place in range(piece.start, piece.stop)] == list(range(len(lengths)))
     for piece in pieces:
-        bins, longest = piece.bins, piece.length
-        assert longest == max(lengths[first : first + bins])
+        bins, longest = piece.stop - piece.start, max(lengths[piece])
         assert bins == 1 or 2 * bins * longest**2 <= most
-        first += bins
-        if first < len(lengths):
-            assert 2 * (bins + 1) * max(longest, lengths[first]) ** 2 > most
-    assert first == len(lengths)
+        if piece.stop < len(lengths):
+            assert 2 * (bins + 1) * max(longest, lengths[piece.stop]) ** 2 > most
 
 
-def test_bins_of_the_longest_length_for_products_take_them() -> None:
-    longest = fused_decoder_operations._PRODUCTS
-    for length, way in ((longest, fused_decoder_operations._Products), (longest + 1, fused_decoder_operations._Kernel)):
-        angles = torch.zeros(length, 8)
-        (piece,) = Tokens(angles, angles, [length], None, heads(2)).pieces
-        assert fused_decoder_operations._way(piece) is way
-        assert (piece.mask is None) is (way is fused_decoder_operations._Kernel), (
-            "a mask of a long bin takes quadratic memory"
-        )
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_bins_up_to_the_longest_length_for_products_take_them(beyond: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it no mask is made: of a long bin it takes quadratic memory."""
+    masks: list[Any] = []
+
+    def kernel(query: Tensor, *_: Any, is_causal: bool, **__: Any) -> Tensor:
+        masks.append(is_causal)
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    length = fused_decoder_kernels._PRODUCTS + beyond
+    angles = torch.zeros(length, 8)
+    DecoderOperations().attend(torch.zeros(length, 32), Tokens(angles, angles, [length], None, heads(2)))
+    assert masks == [True] * beyond
 
 
 def test_weights_that_stay_the_same_are_rounded_once() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.trainer_config import CorrectionConfig, KLConfig, TrainerConfig
 from areal_lite.models import truncation
-from areal_lite.models.kernels.score_operations import TokenScores
+from areal_lite.models.kernels.score_kernels import TokenScores
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.forward import logprobs
 from areal_lite.trainer.forward.logprobs import ChunkedScores, Scoring, TokenScorer, _score_logits

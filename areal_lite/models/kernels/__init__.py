@@ -1,4 +1,6 @@
-"""Operations of decoders in C++ and in torch, and the compiler for the former.
+"""Operations of decoders in torch and in C++, attention in other layouts, and the compiler.
 
-Each pair (``*_kernels`` and ``*_operations``) computes the same; without a compiler the torch one runs.
+Promises that the compiled operations of a file compute what its torch operations do, to rounding; without a compiler
+the latter run. May import the files of ``models``, but no decoder; called by the decoders, and by the trainer for
+scores. Read compiler, score_kernels, fused_decoder_kernels, then the two files on attention.
 """

@@ -1,21 +1,31 @@
-"""Arithmetic of Llama-like layers beside their matrix products, in C++, with its gradients.
+"""Arithmetic of Llama-like layers beside their matrix products, and its gradients: torch's operations, and C++.
 
-Used in bfloat16 on a CPU where there is a C++ compiler with OpenMP; compiled at the first pass.
+The compiled ones are used in bfloat16 on a CPU where there is a C++ compiler with OpenMP; they are compiled at the
+first pass.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
+from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
-from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
 
+_PRODUCTS = 256
+"""Longest bin whose attention is plain products; torch's kernel is faster above."""
+_SCORES = 1 << 18
+"""Attention scores that are computed at once, as a core's cache holds them, unless those of one bin are more."""
 _LONGEST = 8192
 """Longest bin whose attention is computed here; torch's kernel reads keys in blocks and is faster above."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -29,13 +39,99 @@ _ARGUMENTS = {
 }
 
 
-@cache
-def fused_decoder_operations(dtype: torch.dtype) -> DecoderOperations:
-    """Return the compiled operations if they fit the dtype and can be compiled, else torch's."""
-    library = None
-    if dtype == torch.bfloat16:
-        library = compile_library(_SOURCE, _ARGUMENTS, otherwise="training steps take a quarter longer")
-    return DecoderOperations() if library is None else CompiledOperations(library)
+class Tokens:
+    """The tokens of all bins, one bin after another: their rotary angles, and which of them see one another.
+
+    Args:
+        cos: ``[T, width]``, and ``sin``.
+        lengths: Tokens of each bin.
+        seen: ``[B, 1, L, L]`` bool, True where a query sees a key; None if causal.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, lengths: Sequence[int], seen: Tensor | None, heads: Heads) -> None:
+        # Both halves of a head have the same angles.
+        self.cos, self.sin = (part.float()[:, : part.shape[1] // 2].contiguous() for part in (cos, sin))
+        self.lengths, self.seen, self.heads = list(lengths), seen, heads
+        self.starts = np.cumsum([0, *lengths])  # compiled operations read it in place
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield the bins whose attention is computed at once."""
+        first = 0
+        for end in range(1, len(self.lengths) + 1):
+            longest = max(self.lengths[first : end + 1])
+            if end == len(self.lengths) or self.heads.queries * (end + 1 - first) * longest**2 > _SCORES:
+                yield slice(first, end)
+                first = end
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """Return heads ``[T, heads, width]`` turned by the tokens' angles, float32."""
+        first, second = heads.float().chunk(2, -1)
+        cos, sin = self.cos[:, None], self.sin[:, None]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class DecoderOperations:
+    """Operations on ``T`` tokens. Residuals, norms, scores and softmax are float32; *half* is the dtype of products."""
+
+    def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``hidden + added``, its RMS norm in half, and the factor ``[T, 1]`` that makes a mean square 1.
+
+        Has no gradient of its own: :meth:`norm_gradient` takes a third of the time of autograd's.
+
+        Args:
+            hidden: ``[T, width]`` float32.
+            added: ``[T, width]`` half.
+            scale: ``[width]``.
+        """
+        total = hidden + added
+        power = torch.linalg.vector_norm(total, dim=1, keepdim=True).square_()
+        inverse = power.div_(total.shape[1]).add_(eps).rsqrt_()
+        return total, (total * inverse).mul_(scale).to(added.dtype), inverse
+
+    def norm_gradient(
+        self, grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, inverse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of ``hidden``, ``added`` and ``scale`` from those of the norm and of the sum."""
+        unit = total * inverse
+        product = grad.float() * unit
+        radial = (product @ scale)[:, None].mul_(inverse).div_(-total.shape[1])
+        whole = grad.float().mul_(scale).mul_(inverse).addcmul_(unit, radial).add_(grad_total)
+        return whole, whole.to(grad.dtype), product.sum(0)
+
+    def gate(self, joined: Tensor) -> Tensor:
+        """Return ``silu(gate) * up``, ``[T, width]``, of joined rows ``[T, 2 * width]``."""
+        gate, up = joined.chunk(2, 1)
+        return F.silu(gate) * up
+
+    def attend(self, states: Tensor, tokens: Tokens) -> Tensor:
+        """Return ``[T, queries * width]``, what the queries of ``states [T, (queries + 2 * keys) * width]`` read."""
+        _, keys, width, _ = tokens.heads
+        heads = states.view(len(states), -1, width)
+        turned = torch.cat([tokens.turned(heads[:, :-keys]).to(states.dtype), heads[:, -keys:]], 1)
+        bins, read = torch.split(turned, tokens.lengths), []
+        with torch.autocast("cpu", enabled=False):
+            for piece in tokens.pieces():
+                seen = None if tokens.seen is None else tokens.seen[piece]
+                padded = pad_sequence(list(bins[piece]), batch_first=True).transpose(1, 2)
+                answers = _read(padded, seen, tokens.heads).transpose(1, 2)
+                read += [one[:length] for one, length in zip(answers, tokens.lengths[piece], strict=True)]
+        return torch.cat(read).flatten(1)
+
+
+def _read(states: Tensor, seen: Tensor | None, heads: Heads) -> Tensor:
+    """Return what is read ``[b, queries, l, width]``, from ``[b, queries + 2 * keys, l, width]``."""
+    length = states.shape[2]
+    seen = None if seen is None else seen[..., :length, :length]
+    parts = torch.split(states, [heads.queries, heads.keys, heads.keys], 1)
+    if length > _PRODUCTS:
+        query, key, value = (part.repeat_interleave(heads.queries // part.shape[1], 1) for part in parts)
+        return F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=heads.scale)
+    # Whole matrices, three times as fast; the heads that share a key are rows of one of them.
+    query, key, value = (part.reshape(len(states) * heads.keys, -1, heads.width) for part in parts)
+    scores = torch.bmm(query.float() * heads.scale, key.float().transpose(1, 2)).view(len(states), -1, length, length)
+    hidden = ~(torch.ones(length, length, dtype=torch.bool).tril() if seen is None else seen)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(states.dtype)
+    return torch.bmm(weights.view(len(query), -1, length), value).view(len(states), -1, length, heads.width)
 
 
 class _Layout(ctypes.Structure):
@@ -50,7 +146,47 @@ class _Layout(ctypes.Structure):
         queries, keys, width, scale = tokens.heads
         seen, stride = (None, 0) if tokens.seen is None else (*addresses(tokens.seen), tokens.seen.shape[-1])
         arrays = *addresses(tokens.cos, tokens.sin), tokens.starts.ctypes.data, seen
-        return cls(*arrays, stride, len(tokens.starts) - 1, keys, queries // keys, width, scale)
+        return cls(*arrays, stride, len(tokens.lengths), keys, queries // keys, width, scale)
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, library: ctypes.CDLL) -> Tensor:
+        ctx.save_for_backward(joined)
+        ctx.library = library
+        rows, width = len(joined), joined.shape[1] // 2
+        out = joined.new_empty(rows, width)
+        library.gate(*addresses(joined), rows, width, *addresses(out), torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (joined,) = ctx.saved_tensors
+        out = torch.empty_like(joined)
+        rows = *addresses(grad, joined), *grad.shape
+        ctx.library.gate_gradient(*rows, *addresses(out), torch.get_num_threads())
+        return out, None
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, tokens: Tokens, library: ctypes.CDLL) -> Tensor:
+        queries, _, width, _ = tokens.heads
+        turned, read = torch.empty_like(states), states.new_empty(len(states), queries * width)
+        normalizer = tokens.cos.new_empty(len(states), queries)
+        rows = addresses(states, turned, read, normalizer)
+        library.attend(ctypes.byref(_Layout.of(tokens)), *rows, torch.get_num_threads())
+        ctx.save_for_backward(turned, read, normalizer)
+        ctx.tokens, ctx.library = tokens, library
+        return read
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        turned, read, normalizer = ctx.saved_tensors
+        out = torch.empty_like(turned)
+        rows = addresses(grad, turned, read, normalizer, out)
+        ctx.library.attend_gradient(ctypes.byref(_Layout.of(ctx.tokens)), *rows, torch.get_num_threads())
+        return out, None, None
 
 
 class CompiledOperations(DecoderOperations):
@@ -78,42 +214,22 @@ class CompiledOperations(DecoderOperations):
 
     def gate(self, joined: Tensor) -> Tensor:
         """See the base class."""
-        rows, width = len(joined), joined.shape[1] // 2
-        out = joined.new_empty(rows, width)
-        self._library.gate(*addresses(joined), rows, width, *addresses(out), torch.get_num_threads())
+        out: Tensor = _Gate.apply(joined, self._library)  # type: ignore[no-untyped-call]
         return out
 
-    def gate_gradient(self, grad: Tensor, joined: Tensor) -> Tensor:
-        """See the base class."""
-        out = torch.empty_like(joined)
-        rows = *addresses(grad, joined), *grad.shape
-        self._library.gate_gradient(*rows, *addresses(out), torch.get_num_threads())
-        return out
-
-    def attend(self, states: Tensor, tokens: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See the base class."""
-        if not _fits(tokens):
+    def attend(self, states: Tensor, tokens: Tokens) -> Tensor:
+        """See the base class. Bins that are too long, or too few for all threads, are torch's."""
+        pairs = len(tokens.lengths) * tokens.heads.keys  # each thread computes a key head of a bin
+        if pairs < torch.get_num_threads() or max(tokens.lengths) > _LONGEST:
             return super().attend(states, tokens)
-        queries, _, width, _ = tokens.heads
-        turned, read = torch.empty_like(states), states.new_empty(len(states), queries * width)
-        normalizer = tokens.cos.new_empty(len(states), queries)
-        layout = ctypes.byref(_Layout.of(tokens))
-        self._library.attend(layout, *addresses(states, turned, read, normalizer), torch.get_num_threads())
-        return read, (turned, normalizer)
-
-    def attend_gradient(self, grad: Tensor, tokens: Tokens, read: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        """See the base class."""
-        if not _fits(tokens):
-            return super().attend_gradient(grad, tokens, read, saved)
-        turned, normalizer = saved
-        out = torch.empty_like(turned)
-        layout = ctypes.byref(_Layout.of(tokens))
-        rows = addresses(grad, turned, read, normalizer, out)
-        self._library.attend_gradient(layout, *rows, torch.get_num_threads())
-        return out
+        read: Tensor = _Attention.apply(states, tokens, self._library)  # type: ignore[no-untyped-call]
+        return read
 
 
-def _fits(tokens: Tokens) -> bool:
-    """Return whether each thread has a key head of a bin, and no bin is too long."""
-    pairs = len(tokens.lengths) * tokens.heads.keys
-    return pairs >= torch.get_num_threads() and int(tokens.lengths.max()) <= _LONGEST
+@cache
+def fused_decoder_operations(dtype: torch.dtype) -> DecoderOperations:
+    """Return the compiled operations if they fit the dtype and can be compiled, else torch's."""
+    library = None
+    if dtype == torch.bfloat16:
+        library = compile_library(_SOURCE, _ARGUMENTS, otherwise="training steps take a quarter longer")
+    return DecoderOperations() if library is None else CompiledOperations(library)

@@ -1,8 +1,9 @@
-"""Arithmetic of a layer, and its matrix products of few rows, in C++.
+"""Arithmetic of a Llama-like layer between its matrix products, and products of few rows: torch's operations, and C++.
 
-Compiled when the model is loaded. torch's operations pad the tokens of all slots and read every slot up to the longest
-one; these read each slot up to its own end, and any number of tokens of it. A product of few rows takes as long as
-reading the weight; torch's need several times that. They are used on a CPU where there is a C++ compiler with OpenMP.
+The compiled ones are used on a CPU where there is a C++ compiler with OpenMP; they are compiled when the model is
+loaded. torch's pad the tokens of all slots and read every slot up to the longest one; the compiled ones read each slot
+up to its own end, and any number of tokens of it. A product of few rows takes as long as reading the weight; torch's
+need several times that.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from areal_lite.models.decoder_family import fits_kernels, query_key_norms
+from areal_lite.models.decoder_family import family_of, fits_kernels, query_key_norms
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
-from areal_lite.models.kernels.lean_decoder_operations import LayerOperations, Turn
 from areal_lite.models.policy_model import has_bfloat16
 from areal_lite.models.slot_cache import SlotLayer
 
@@ -31,23 +32,90 @@ _ARGUMENTS = {
 _MIN_FLOAT32 = 20_000_000  # weights; compiling takes longer than what a smaller model gains in a short run
 
 
-def lean_decoder_operations(model: Any) -> LayerOperations:
-    """Return the compiled operations if they fit the model and can be compiled, else torch's."""
-    if model.device.type != "cpu" or not fits_kernels(model):
-        return LayerOperations(model)
-    if model.dtype != torch.bfloat16 and (model.dtype != torch.float32 or model.num_parameters() < _MIN_FLOAT32):
-        return LayerOperations(model)
-    return compiled_operations(model)
+class Turn(NamedTuple):
+    """Rotary angles and mask of a pass."""
+
+    cos: Tensor
+    """``[n, q, 1, width]`` of the tokens' rotary angles."""
+    sin: Tensor
+    """The same; the first half has its sign changed."""
+    mask: Tensor | None
+    """``[n, 1, q * groups, kv]`` added to the scores; None if causal."""
+
+    @classmethod
+    def of(cls, angles: tuple[Tensor, Tensor], mask: Tensor | None, groups: int) -> Turn:
+        """Prepare ``(cos, sin)``, each ``[n, q, width]``, and a mask ``[n, 1, q, kv]`` for all layers."""
+        cos, sin = (part[:, :, None] for part in angles)
+        half = sin.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        return cls(cos.contiguous(), sin, None if mask is None else mask.repeat_interleave(groups, 2))
 
 
-def compiled_operations(model: Any) -> LayerOperations:
-    """Return the compiled operations for a model that they fit, or torch's if they cannot be compiled."""
-    attention = model.model.layers[0].self_attn
-    defines = [f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"]
-    if model.dtype == torch.float32:
-        defines.append("FLOAT32=1")
-    library = compile_library(_SOURCE, _ARGUMENTS, *defines, otherwise="decoding takes up to twice as long")
-    return LayerOperations(model) if library is None else CompiledOperations(model, library)
+class LayerOperations:
+    """Rounds as the model's own forward does."""
+
+    pads = True
+    """True if the slots of a pass need equally many tokens."""
+
+    def __init__(self, model: Any) -> None:
+        family = family_of(model)
+        self._norms_add_one = family is not None and family.norms_add_one
+
+    def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
+        """Store keys and values, and return what is read ``[n, q, queries * width]``.
+
+        Args:
+            states: ``[n, q, heads, width]``: queries, keys, values.
+            attention: The model's own, for its sizes and its norms of queries and keys, if any.
+            cached: Earlier tokens.
+        """
+        groups, half = attention.num_key_value_groups, states.shape[-1] // 2
+        kv_heads = states.shape[2] // (groups + 2)
+        value = states[:, :, -kv_heads:]
+        if (norms := query_key_norms(attention)) is not None:
+            query, key = states[:, :, : -2 * kv_heads], states[:, :, -2 * kv_heads : -kv_heads]
+            states = torch.cat([norms[0](query), norms[1](key)], 2)
+        else:
+            states = states[:, :, :-kv_heads]
+        states = (states * turn.cos).add_(states.roll(half, -1).mul_(turn.sin))
+        query, key = states[:, :, :-kv_heads], states[:, :, -kv_heads:]
+        keys, values = cached.update(key.transpose(1, 2), value.transpose(1, 2))
+        scale = attention.scaling
+        if turn.mask is None:
+            query = query.transpose(1, 2)
+            read = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+        else:  # the heads that share a key are queries of one head, so no key is copied
+            shape = query.shape
+            query = query.reshape(*shape[:2], kv_heads, groups, -1).transpose(1, 2).flatten(2, 3)
+            read = F.scaled_dot_product_attention(query, keys, values, turn.mask, scale=scale)
+            read = read.reshape(len(query), kv_heads, -1, groups, read.shape[-1])
+        return read.transpose(1, 2).flatten(2)
+
+    def norm(self, hidden: Tensor, norm: Any) -> Tensor:
+        """Return the RMS norm."""
+        if self._norms_add_one:
+            scaled: Tensor = norm(hidden)
+            return scaled
+        return F.rms_norm(hidden, hidden.shape[-1:], None, norm.variance_epsilon).mul_(norm.weight)
+
+    def add_norm(self, hidden: Tensor, added: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """Add to ``hidden`` in place, and return it and its RMS norm."""
+        hidden.add_(added)
+        return hidden, self.norm(hidden, norm)
+
+    def gated(self, joined: Tensor, activation: Any) -> Tensor:
+        """Return ``activation(gate) * up`` of joined ``[..., 2 * width]``."""
+        gate, up = joined.chunk(2, -1)
+        active: Tensor = activation(gate)
+        return active.mul_(up)
+
+    def takes(self, states: Tensor, weight: Tensor) -> bool:
+        """Return whether :meth:`product` is faster than any of torch's."""
+        return False
+
+    def product(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product of ``[..., width]`` and ``weight`` ``[outs, width]``."""
+        return F.linear(states, weight, bias)
 
 
 class CompiledOperations(LayerOperations):
@@ -130,3 +198,22 @@ class CompiledOperations(LayerOperations):
             torch.get_num_threads(),
         )
         return out
+
+
+def lean_decoder_operations(model: Any) -> LayerOperations:
+    """Return the compiled operations if they fit the model and can be compiled, else torch's."""
+    if model.device.type != "cpu" or not fits_kernels(model):
+        return LayerOperations(model)
+    if model.dtype != torch.bfloat16 and (model.dtype != torch.float32 or model.num_parameters() < _MIN_FLOAT32):
+        return LayerOperations(model)
+    return compiled_operations(model)
+
+
+def compiled_operations(model: Any) -> LayerOperations:
+    """Return the compiled operations for a model that they fit, or torch's if they cannot be compiled."""
+    attention = model.model.layers[0].self_attn
+    defines = [f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"]
+    if model.dtype == torch.float32:
+        defines.append("FLOAT32=1")
+    library = compile_library(_SOURCE, _ARGUMENTS, *defines, otherwise="decoding takes up to twice as long")
+    return LayerOperations(model) if library is None else CompiledOperations(model, library)

@@ -21,7 +21,7 @@ from areal_lite.files.crash_points import crash_point
 from areal_lite.models.lora import has_adapters, plain_weights, write_adapters
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import full_tensors
-from areal_lite.models.policy_model import without_progress_bars
+from areal_lite.models.policy_model import quiet_transformers
 
 MAX_SHARD_BYTES = 4 << 30
 """Size of one file of weights, and of the memory needed to write it."""
@@ -106,7 +106,7 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
     plain._hf_peft_config_loaded = False  # or transformers would write only the adapters
     parts: list[Path] = []
     for weights in in_parts(full_tensors(plain_weights(model, dtype)), max_shard_bytes):
-        with without_progress_bars():
+        with quiet_transformers():
             plain.save_pretrained(folder, state_dict=weights, max_shard_size=sys.maxsize)
         parts.append((folder / WEIGHTS_FILE).rename(folder / f"{len(parts)}.part"))
     if not parts:

@@ -28,7 +28,7 @@ from areal_lite.files.crash_points import crash_point
 from areal_lite.models.lora import has_adapters, load_adapters
 from areal_lite.models.parallel.ranks import Ranks, gather_json
 from areal_lite.models.parallel.sharding import shard_like
-from areal_lite.models.policy_model import load_pretrained, without_progress_bars
+from areal_lite.models.policy_model import load_pretrained, quiet_transformers
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.seeding import restore_rng_state, rng_state
 
@@ -87,7 +87,7 @@ def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
     counts = {}
     for name, learner in taken.learners.items():
         crash_point("checkpoint:before_model")
-        with without_progress_bars():
+        with quiet_transformers():
             learner.model.save_pretrained(folder / name / "model", state_dict=dict(learner.weights))
         crash_point("checkpoint:after_model")
         save_file(learner.optimizer, folder / name / "optimizer.safetensors")

@@ -1,9 +1,13 @@
-"""Advantages: how much better each trained token was than expected; the estimators by their names in a YAML."""
+"""Advantages: how much better each trained token was than expected; the estimators by their names in a YAML.
+
+Promises pure functions in which groups are known by id, and whose advantages are 0 where a group does not say which
+answer was better. Imports only torch; called by ``rl/algorithm``. Read inputs, grouping, then the
+files of estimators.
+"""
 
 from areal_lite.trainer.estimators import group_estimators as by_group
 from areal_lite.trainer.estimators import return_estimators as by_return
 from areal_lite.trainer.estimators.inputs import Estimate, Estimator, EstimatorInputs, Turns
-from areal_lite.trainer.registry import Registry
 
 __all__ = ["COMPARES_GROUP", "ESTIMATORS", "Estimate", "Estimator", "EstimatorInputs", "Turns"]
 
@@ -15,6 +19,4 @@ _OTHERS: tuple[Estimator, ...] = by_return.gae, by_return.reinforce, by_return.r
 COMPARES_GROUP = frozenset(estimator.__name__ for estimator in _COMPARING)
 """Estimators that learn nothing from a group of one."""
 
-ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
-for _estimator in (*_COMPARING, *_OTHERS):
-    ESTIMATORS.register(_estimator.__name__)(_estimator)
+ESTIMATORS = {estimator.__name__: estimator for estimator in (*_COMPARING, *_OTHERS)}

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from areal_lite.errors import ConfigError
 from areal_lite.models.kernels.exact_attention import MIN_ROWS
-from areal_lite.models.kernels.score_kernels import score_operations
-from areal_lite.models.kernels.score_operations import TokenScores
+from areal_lite.models.kernels.score_kernels import TokenScores, score_operations
 from areal_lite.models.truncation import Truncation, truncate_
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 

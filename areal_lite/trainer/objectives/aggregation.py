@@ -41,20 +41,6 @@ class LossTerms:
     chosen: Tensor | None = None
     """``[T]`` bool, the tokens chosen by a loss that chooses among a whole minibatch; None for other losses."""
 
-    def __post_init__(self) -> None:
-        if self.losses.ndim != 1:
-            raise ValueError(f"losses are {list(self.losses.shape)}: give [T], one per token, not averaged")
-        for name, values in {**self.statistics, "chosen": self.chosen}.items():
-            if values is None:
-                continue
-            if not isinstance(values, Tensor) or values.shape != self.losses.shape:
-                actual = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                raise ValueError(
-                    f"{name} is {actual}: give a tensor {list(self.losses.shape)} as for losses, one for each token"
-                )
-        if self.chosen is not None and self.chosen.dtype != torch.bool:
-            raise ValueError(f"chosen has dtype {self.chosen.dtype}: give bool, True for the chosen tokens")
-
 
 def token_weights(mode: AggregationMode, episodes: Tensor, *, scale: float | None = None) -> Tensor:
     """Return ``[T]`` float64, the weight of each token's loss in the loss of one optimizer update of ``episodes [T]``.

@@ -1,5 +1,5 @@
-"""Policy losses per token, by name; each is a pure function of detached data and the policy's log-probs. At the end,
-the losses of values, and of pairs of answers (``[P]``).
+"""Policy losses per token, by name; each is a pure function of detached data and the policy's log-probs. The loss of
+values is at the end.
 
 The trust region is drawn around the proximal policy. The weight ``proximal / behaviour`` for tokens sampled by
 another policy multiplies the losses afterwards (corrections.py), so every loss has a decoupled form. Without a
@@ -18,15 +18,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from areal_lite.config.trainer_config import AggregationMode
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import LossTerms, episode_mean, episode_sum
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio
-from areal_lite.trainer.registry import Registry
-
-POLICY_LOSSES: Registry[Callable[..., LossTerms]] = Registry("policy loss")
 
 ONE_TOKEN_AT_A_TIME = frozenset({"ppo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "kl_cov", "m2po"})
 """Losses in which a token depends on no other token, once the chosen tokens are fixed."""
@@ -63,7 +59,6 @@ def aggregation_of(loss: str, configured: AggregationMode | None = None, *, wher
     return configured or ("seq-mean-token-mean" if loss in ("gspo", "gmpo", "sapo") else "token-mean")
 
 
-@POLICY_LOSSES.register("ppo")
 def ppo(
     inputs: PolicyInputs, *, clip_eps: float = 0.2, clip_eps_high: float | None = None, dual_clip: float | None = None
 ) -> LossTerms:
@@ -84,7 +79,6 @@ def ppo(
     return LossTerms(losses, _statistics(log_ratio, **shares, clip_fraction_lower=capped))
 
 
-@POLICY_LOSSES.register("gspo")
 def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float | None = 4e-4) -> LossTerms:
     """Return the clipped loss with one ratio per episode, the geometric mean of its tokens' ratios. Each token carries
     its own gradient of that ratio, so advantages may differ along an episode (GSPO-token). Source: GSPO
@@ -96,7 +90,6 @@ def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float |
     return LossTerms(losses, _statistics(log_ratio, **_sides(clipped, above=inputs.advantages > 0)))
 
 
-@POLICY_LOSSES.register("gmpo")
 def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | None = None) -> LossTerms:
     """Return the episode's ``-A * ratio`` at each of its tokens; the ratio is a geometric mean of clipped ratios.
     Clipping is per token, to log-ratios of ``-clip_eps`` to ``clip_eps_high`` nats, on the side that the advantage
@@ -111,7 +104,6 @@ def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | 
     return LossTerms(losses, _statistics(log_ratio, **_sides(clipped, above=sign > 0)))
 
 
-@POLICY_LOSSES.register("cispo")
 def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float | None = 0.28) -> LossTerms:
     """Return ``-clip(ratio) * A * log p`` without gradient through the ratio: clipped tokens still train. A
     ``clip_eps`` of 1 leaves ratios below 1 unclipped. Source: CISPO, MiniMax-M1 (arXiv:2506.13585)."""
@@ -122,7 +114,6 @@ def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float |
     return LossTerms(losses, _statistics(log_ratio, **_sides(clipped != ratio, above=ratio > 1)))
 
 
-@POLICY_LOSSES.register("sapo")
 def sapo(inputs: PolicyInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossTerms:
     """Return ``-A * (4 / tau) * sigmoid(tau * (ratio - 1))``: a smooth gate instead of a clip; its steepness ``tau``
     depends on the sign of the advantage. Source: SAPO (arXiv:2511.20347)."""
@@ -132,15 +123,12 @@ def sapo(inputs: PolicyInputs, *, tau_positive: float = 1.0, tau_negative: float
     return LossTerms(losses, _statistics(log_ratio))
 
 
-@POLICY_LOSSES.register("gpg")
-@POLICY_LOSSES.register("reinforce")
 def reinforce(inputs: PolicyInputs) -> LossTerms:
     """Return ``-A * log p``. Source: REINFORCE (Williams, 1992); GPG (arXiv:2504.02546) has the same loss."""
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     return LossTerms(-inputs.advantages * inputs.policy, _statistics(log_ratio))
 
 
-@POLICY_LOSSES.register("clip_cov")
 def clip_cov(
     inputs: PolicyInputs,
     *,
@@ -166,7 +154,6 @@ def clip_cov(
     return LossTerms(losses, _statistics(log_ratio, clip_fraction=dropped), dropped)
 
 
-@POLICY_LOSSES.register("kl_cov")
 def kl_cov(inputs: PolicyInputs, *, token_share: float = 2e-4, kl_coef: float = 1.0) -> LossTerms:
     """Return ``-A * ratio``, plus ``kl_coef * |log ratio|`` for the ``token_share`` (at least one token) of the
     minibatch with the highest covariance. Source: KL-Cov (arXiv:2505.22617)."""
@@ -179,7 +166,6 @@ def kl_cov(inputs: PolicyInputs, *, token_share: float = 2e-4, kl_coef: float = 
     return LossTerms(losses, _statistics(log_ratio), penalised)
 
 
-@POLICY_LOSSES.register("m2po")
 def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
     """Return ``-A * ratio`` without the tokens whose log-prob changed most since they were sampled: those of the
     largest ``|policy - behaviour|`` are dropped until the mean square of the rest (nats squared) is at most
@@ -193,6 +179,11 @@ def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
         keep = _mask_at(order[means <= max_second_moment], order)
     losses = torch.where(keep, -inputs.advantages * log_ratio.exp(), 0.0)
     return LossTerms(losses, _statistics(log_ratio, clip_fraction=~keep), keep)
+
+
+POLICY_LOSSES: dict[str, Callable[..., LossTerms]] = {
+    loss.__name__: loss for loss in (ppo, gspo, gmpo, cispo, sapo, reinforce, clip_cov, kl_cov, m2po)
+} | {"gpg": reinforce}
 
 
 def _clip(ratio: Tensor, eps: float, eps_high: float | None) -> Tensor:
@@ -249,28 +240,3 @@ def value_loss(values: Tensor, proximal_values: Tensor, returns: Tensor, *, clip
         clipped_error = (clipped - returns).square()
     statistics = {"value_clip_fraction": (clipped_error > error).to(values.dtype)}
     return LossTerms(torch.maximum(error, clipped_error) / 2, statistics)
-
-
-def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> LossTerms:
-    """Return the DPO loss of each pair, given the log-probs ``[P]`` of whole answers under the policy minus those under
-    the frozen reference. ``beta`` times this is the implicit reward; ``label_smoothing`` is the share of pairs assumed
-    to be mislabelled, 0 to 0.5. Source: DPO (arXiv:2305.18290); label smoothing makes it conservative DPO."""
-    chosen, rejected = beta * chosen, beta * rejected
-    margin = chosen - rejected
-    losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
-    return LossTerms(losses, _pair_statistics(chosen, rejected))
-
-
-def reward_model_loss(chosen: Tensor, rejected: Tensor) -> LossTerms:
-    """Return ``-log sigmoid(chosen - rejected)`` of each pair of scores ``[P]``: Bradley-Terry (arXiv:2203.02155)."""
-    return LossTerms(-logsigmoid(chosen - rejected), _pair_statistics(chosen, rejected))
-
-
-def _pair_statistics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    chosen, rejected = chosen.detach(), rejected.detach()
-    return {
-        "accuracy": (chosen > rejected).to(chosen.dtype),
-        "margin": chosen - rejected,
-        "chosen_reward": chosen,
-        "rejected_reward": rejected,
-    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.chosen_function import chosen_function
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
@@ -38,8 +40,10 @@ class Algorithm:
     def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
         self.config = config
         self.max_new_tokens = max_new_tokens
-        self._estimate = ESTIMATORS.bound(config.advantage, config.advantage_kwargs, where="trainer.advantage")
-        self._loss = POLICY_LOSSES.bound(config.loss, config.loss_kwargs, where="trainer.loss")
+        self._estimate = chosen_function(
+            ESTIMATORS, config.advantage, config.advantage_kwargs, where="trainer.advantage"
+        )
+        self._loss = chosen_function(POLICY_LOSSES, config.loss, config.loss_kwargs, where="trainer.loss")
         self.aggregation = aggregation_of(config.loss, config.loss_aggregation, where="trainer.loss_aggregation")
         self.kl_coef = config.kl.coef if config.kl else 0.0
         self.needs: frozenset[str] = frozenset()  # inputs that the estimator requests
@@ -173,19 +177,23 @@ class Algorithm:
 
     def _check(self, key: str, returned: Estimate | LossTerms, episodes: Tensor) -> None:
         """Raise a ConfigError unless the function of config ``key`` returned the right type, one float per token."""
-        kind, names, hint = _RETURNS[key]
+        kind, hint = _RETURNS[key]
         where = f"trainer.{key} {getattr(self.config, key)!r} returns"
+        names = [field.name for field in fields(kind)]
         if not isinstance(returned, kind):
             raise ConfigError(f"{where} a {type(returned).__name__}: return {kind.__name__}({', '.join(names)})")
-        for name in names:
-            values = getattr(returned, name)
+        columns = {name: getattr(returned, name) for name in names}
+        statistics = columns.pop("statistics", {})
+        for name, values in {**columns, **statistics}.items():
             if values is None:
                 continue
+            wanted = "bools" if name == "chosen" else "numbers" if name in statistics else "floats"
             if not isinstance(values, Tensor):
-                raise ConfigError(f"{where} {name} as {type(values).__name__}: give a float tensor; {hint}")
-            if values.shape != episodes.shape or not values.is_floating_point():
+                raise ConfigError(f"{where} {name} as {type(values).__name__}: give a tensor of {wanted}; {hint}")
+            fits = {"bools": values.dtype == torch.bool, "numbers": True, "floats": values.is_floating_point()}
+            if values.shape != episodes.shape or not fits[wanted]:
                 raise ConfigError(
-                    f"{where} {name} of shape {list(values.shape)} and {values.dtype}: give floats of shape "
+                    f"{where} {name} of shape {list(values.shape)} and {values.dtype}: give {wanted} of shape "
                     f"{list(episodes.shape)}, one for each token; {hint}"
                 )
 
@@ -283,8 +291,8 @@ class Algorithm:
             ) from error
 
 
-_RETURNS: dict[str, tuple[type, tuple[str, ...], str]] = {
-    "advantage": (Estimate, ("advantages", "returns"), "inputs.per_token(values) expands one value per episode"),
-    "loss": (LossTerms, ("losses",), "the trainer averages them, and inputs.episodes is the episode of each token"),
+_RETURNS: dict[str, tuple[type[Estimate | LossTerms], str]] = {
+    "advantage": (Estimate, "inputs.per_token(values) expands one value per episode"),
+    "loss": (LossTerms, "the trainer averages them, and inputs.episodes is the episode of each token"),
 }
-"""Expected return type, per-token fields and a hint, per config key."""
+"""Expected return type and a hint, per config key."""

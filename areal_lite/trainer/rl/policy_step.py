@@ -40,7 +40,6 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """``[T]`` per-token statistics that the losses recorded, NaN where none."""
-    measured: bool = False  # True if every rank has the statistics of all tokens, because nothing trained
     choice: Tensor | None = None  # ``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses
 
     @classmethod
@@ -194,12 +193,11 @@ class Step:
         }
 
     def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
-        tokens, own = self.tokens, self.tokens.computed
-        proximal = tokens.proximal + tokens.log_kept
-        recorded = ~tokens.behaviour.isnan()
-        if not self.measured:
-            proximal = ranks.sum_(torch.where(own, proximal, 0.0))
-            recorded &= ranks.sum_(own.float()) > 0
+        tokens = self.tokens
+        nothing = torch.full_like(tokens.proximal, math.nan)
+        own = ~self.statistics.get("entropy", nothing).isnan()  # what this rank computed, or measured without training
+        proximal = ranks.sum_(torch.where(own, tokens.proximal + tokens.log_kept, 0.0))
+        recorded = ~tokens.behaviour.isnan() & (ranks.sum_(own.float()) > 0)
         return mismatch_statistics(
             proximal[recorded],
             tokens.behaviour[recorded],

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch, Step
 from areal_lite.trainer.rl.step_tokens import StepCut, split_groups
 from areal_lite.trainer.rl.token_facts import TokenFacts, token_facts
-from areal_lite.trainer.rl.updates import CriticUpdate, LearnerPasses, OnSkip, PolicyUpdate
+from areal_lite.trainer.rl.updates import CriticUpdate, OnSkip, PolicyUpdate
 from areal_lite.trainer.seeding import seed_process
 
 logger = logging.getLogger(__name__)
@@ -87,16 +86,15 @@ class PolicyTrainer:
             self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
         self.learner = Learner(self._policy, config, config, total_steps=config.steps)
         self._meter = FlopsMeter(self.device, dtype)
-        passes_of = partial(LearnerPasses, config=config, algorithm=self.algorithm, meter=self._meter, on_skip=on_skip)
-        self._passes = passes_of(self.learner, "policy")
-        self._policy_update = PolicyUpdate(self._passes, self._policy, config, self.algorithm)
+        shared = config, self.algorithm, self._meter, on_skip
+        self._policy_update = PolicyUpdate(self.learner, *shared)
         self.critic: Learner | None = None
         self._critic_update: CriticUpdate | None = None
         if config.critic is not None:
             path = config.critic.model_path or model_path
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.steps)
-            self._critic_update = CriticUpdate(passes_of(self.critic, "critic"), config.critic)
+            self._critic_update = CriticUpdate(self.critic, *shared)
         self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
         self._adapts_kl = config.kl is not None and config.kl.target is not None
@@ -162,14 +160,13 @@ class PolicyTrainer:
         if (reference := self._reference) is None:
             return
         off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
-        with step.clock("reference"), off:
-            scored = self._passes.scored(
+        with off:
+            self._policy_update.fill(
                 step,
+                "reference",
                 step.all_indices,
-                reference,
                 lambda packed: {"reference": reference(packed, truncated=False).logprobs},
             )
-        step.tokens.fill(step.all_indices, scored)
 
     def score_values(self, step: Step) -> None:
         if self._critic_update is not None:

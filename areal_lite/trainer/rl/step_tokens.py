@@ -7,7 +7,7 @@ was cut. A micro-batch indexes into ``[T]``, so every cut reads and writes the s
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -82,11 +82,6 @@ class StepTokens:
     def behaviour_or_proximal(self) -> Tensor:
         """Return renormalized behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
         return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour - self.log_kept)
-
-    def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
-        at = self.chosen(sequences)
-        for name, values in scores.items():
-            getattr(self, name)[at] = values[at]
 
     def chosen(self, sequences: Sequence[int]) -> Tensor:
         """Return ``[T]`` bool, True at the tokens of the sequences."""

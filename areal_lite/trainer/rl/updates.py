@@ -6,17 +6,16 @@ Guarantees that results do not depend on how the step is cut into micro-batches 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lite.config.trainer_config import AggregationMode, CriticConfig, TrainerConfig
-from areal_lite.models.kernels.score_operations import TokenScores
-from areal_lite.trainer.forward.logprobs import TokenScorer
+from areal_lite.config.trainer_config import AggregationMode, TrainerConfig
+from areal_lite.models.kernels.score_kernels import TokenScores
 from areal_lite.trainer.forward.packed_model import PackedSequences
 from areal_lite.trainer.learner import Learner, Update
 from areal_lite.trainer.machine_metrics import FlopsMeter
@@ -33,37 +32,42 @@ OnSkip = Callable[[dict[str, Any]], None]
 """Called with step, role, loss, gradient norm and task ids of a skipped non-finite update."""
 
 
-class LearnerPasses:
-    """Runs a learner on a step; ``role`` is its name in reports of skipped updates."""
+class LearnerUpdate(ABC):
+    """Runs a learner on a step: forward passes alone, and updates with the losses of a subclass."""
+
+    role: ClassVar[str]  # name in reports of skipped updates
+    prefix: ClassVar[str] = ""  # of its metrics
 
     def __init__(
-        self,
-        learner: Learner,
-        role: str,
-        config: TrainerConfig,
-        algorithm: Algorithm,
-        meter: FlopsMeter,
-        on_skip: OnSkip | None,
+        self, learner: Learner, config: TrainerConfig, algorithm: Algorithm, meter: FlopsMeter, on_skip: OnSkip | None
     ) -> None:
         self.learner = learner
-        self.meter = meter
-        self._role = role
+        self.scorer: Any = learner.module
         self._config = config
         self._algorithm = algorithm
+        self._meter = meter
         self._on_skip = on_skip
+
+    @abstractmethod
+    def losses(self, step: Step, at: Tensor, outputs: Any) -> Tensor:
+        """Return the losses ``[N]`` of the tokens ``at`` from the model's outputs there; record their statistics."""
+
+    def outputs(self, packed: PackedSequences) -> Any:
+        """Return what the losses need, with gradient; a tensor, or a tuple whose first entry has a gradient."""
+        return self.scorer(packed)
 
     @torch.no_grad()
     def scored(
-        self, step: Step, chosen: Sequence[int], model: Any, score: Callable[[PackedSequences], dict[str, Tensor]]
+        self, step: Step, chosen: Sequence[int], score: Callable[[Microbatch], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
 
         def run(max_tokens: int) -> dict[str, Tensor]:
             scored: dict[str, Tensor] = {}
-            for microbatch in self._cut(step, model, chosen)(max_tokens):
-                self.meter.count(model.flops(microbatch.packed))
+            for microbatch in self._cut(step)(chosen, max_tokens):
+                self._meter.count(self.scorer.flops(microbatch.packed))
                 with self.learner.autocast():
-                    scores = score(microbatch.packed)
+                    scores = score(microbatch)
                 for name, values in scores.items():
                     column = scored.setdefault(name, torch.zeros_like(step.tokens.proximal))
                     if microbatch.counts:
@@ -72,97 +76,83 @@ class LearnerPasses:
 
         return {name: self.learner.ranks.sum_(values) for name, values in self.learner.within_memory(run).items()}
 
-    def update(
-        self,
-        step: Step,
-        counted: Sequence[int],
-        computed: Sequence[int],
-        mode: AggregationMode,
-        loss: Callable[[Microbatch, Tensor], Tensor],
-    ) -> Update:
+    def fill(
+        self, step: Step, phase: str, chosen: Sequence[int], score: Callable[[PackedSequences], dict[str, Tensor]]
+    ) -> None:
+        """Write the values of ``score`` into the columns of the step that they name."""
+        with step.clock(phase):
+            scored = self.scored(step, chosen, lambda microbatch: score(microbatch.packed))
+        at = step.tokens.chosen(chosen)
+        for name, values in scored.items():
+            getattr(step.tokens, name)[at] = values[at]
+
+    def update_once(self, step: Step, counted: Sequence[int], computed: Sequence[int], mode: AggregationMode) -> Update:
         """Make one update: ``computed`` sequences go through the model, ``counted`` ones are averaged over."""
         at = step.tokens.chosen(counted)
         weights = torch.zeros_like(step.tokens.proximal)
         weights[at] = token_weights(mode, step.tokens.episodes[at], scale=self._config.loss_scale).float()
-        cut = self._cut(step, self.learner.module, computed)
-        update = self.learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
+
+        def loss(microbatch: Microbatch) -> Tensor:
+            self._meter.count(self.learner.passes * self.scorer.flops(microbatch.packed))
+            with step.clock("forward"), self.learner.autocast():
+                outputs = self.outputs(microbatch.packed)
+            if not microbatch.counts:  # a loss of 0 with a gradient, so that this rank joins the backward pass
+                nothing: Tensor = (outputs[0] * 0.0).sum()
+                return nothing
+            return aggregate(self.losses(step, microbatch.tokens, outputs), weights[microbatch.tokens])
+
+        cut = self._cut(step)
+        update = self.learner.update(lambda max_tokens: cut(computed, max_tokens), loss, clock=step.clock)
         if not update.applied:
             task_ids = list(dict.fromkeys(step.sequences[index].task_id for index in counted))
-            skipped = {"step": self.learner.steps_done, "role": self._role, **update._asdict(), "task_ids": task_ids}
+            skipped = {"step": self.learner.steps_done, "role": self.role, **update._asdict(), "task_ids": task_ids}
             logger.warning("skipped a non-finite update: %s", skipped | {"task_ids": len(task_ids)})
             if self._on_skip is not None:
                 self._on_skip(skipped)
         self.learner.check(update)
         return update
 
-    def _cut(self, step: Step, model: Any, chosen: Sequence[int]) -> Callable[[int], Iterator[Microbatch]]:
+    def finish(self, step: Step, updates: Sequence[Update]) -> None:
+        """Count the step, and record loss and gradient norm averaged over its updates; 0 if there was none."""
+        metrics = {
+            "loss": float(np.mean([update.loss for update in updates])) if updates else 0.0,
+            "grad_norm": float(np.mean([update.grad_norm for update in updates])) if updates else 0.0,
+            "skipped_updates": float(sum(not update.applied for update in updates)),
+            "learning_rate": self.learner.learning_rate,
+        }
+        step.metrics |= {f"{self.prefix}{name}": value for name, value in metrics.items()}
+        self.learner.steps_done += 1
+
+    def _cut(self, step: Step) -> StepCut:
         together = step.episodes if self._algorithm.couples_tokens else None
-        cut = StepCut(step.sequences, model, ranks=self.learner.ranks, device=step.scores.device, together=together)
-        return partial(cut, chosen)
+        ranks, device = self.learner.ranks, step.scores.device
+        return StepCut(step.sequences, self.scorer, ranks=ranks, device=device, together=together)
 
 
-def zero_loss(outputs: Tensor) -> Tensor:
-    """Return a loss of 0 with a gradient, so that this rank joins the backward pass."""
-    return (outputs * 0.0).sum()
-
-
-def mean_update(updates: Sequence[Update], rate: float) -> dict[str, float]:
-    """Return loss and gradient norm averaged over a step's updates; 0 if there was none."""
-    return {
-        "loss": float(np.mean([update.loss for update in updates])) if updates else 0.0,
-        "grad_norm": float(np.mean([update.grad_norm for update in updates])) if updates else 0.0,
-        "skipped_updates": float(sum(not update.applied for update in updates)),
-        "learning_rate": rate,
-    }
-
-
-class CriticUpdate:
-    def __init__(self, passes: LearnerPasses, config: CriticConfig) -> None:
-        self._passes = passes
-        self._learner = passes.learner
-        self._scorer: Any = passes.learner.module
-        self._clip_eps = config.clip_eps
+class CriticUpdate(LearnerUpdate):
+    role, prefix = "critic", "critic_"
 
     def score(self, step: Step) -> None:
-        with step.clock("values"):
-            scored = self._passes.scored(
-                step, step.all_indices, self._scorer, lambda packed: {"values": self._scorer(packed)}
-            )
-        step.tokens.fill(step.all_indices, scored)
+        self.fill(step, "values", step.all_indices, lambda packed: {"values": self.scorer(packed)})
 
     def update(self, step: Step) -> None:
-        tokens = step.tokens
+        self.finish(step, [self.update_once(step, chosen, chosen, "token-mean") for chosen in step.minibatches])
 
-        def loss(microbatch: Microbatch, weights: Tensor) -> Tensor:
-            at = microbatch.tokens
-            self._passes.meter.count(self._learner.passes * self._scorer.flops(microbatch.packed))
-            with step.clock("forward"), self._learner.autocast():
-                values = self._scorer(microbatch.packed)
-            if not microbatch.counts:
-                return zero_loss(values)
-            terms = value_loss(values, tokens.values[at], tokens.returns[at], clip=self._clip_eps)
-            step.record_statistics(at, terms.statistics)
-            return aggregate(terms.losses, weights[at])
-
-        rate = self._learner.learning_rate
-        updates = [self._passes.update(step, chosen, chosen, "token-mean", loss) for chosen in step.minibatches]
-        self._learner.steps_done += 1
-        step.metrics |= {f"critic_{name}": value for name, value in mean_update(updates, rate).items()}
+    def losses(self, step: Step, at: Tensor, outputs: Any) -> Tensor:
+        assert self._config.critic is not None
+        clip = self._config.critic.clip_eps
+        terms = value_loss(outputs, step.tokens.values[at], step.tokens.returns[at], clip=clip)
+        step.record_statistics(at, terms.statistics)
+        return terms.losses
 
 
-class PolicyUpdate:
-    def __init__(self, passes: LearnerPasses, scorer: TokenScorer, config: TrainerConfig, algorithm: Algorithm) -> None:
-        self._passes = passes
-        self._learner = passes.learner
-        self._scorer = scorer
-        self._config = config
-        self._algorithm = algorithm
+class PolicyUpdate(LearnerUpdate):
+    role = "policy"
 
     def update(self, step: Step) -> None:
         config, tokens = self._config, step.tokens
-        rate = self._learner.learning_rate
         updates: list[Update] = []
-        if config.critic is None or self._learner.steps_done >= config.critic.updates_before_policy:
+        if config.critic is None or self.learner.steps_done >= config.critic.updates_before_policy:
             trains = self._with_gradient(step)
             computed = [[i for i in chosen if trains[step.episodes[i]]] for chosen in step.minibatches]
             later = [index for chosen in computed[1:] for index in chosen]
@@ -172,61 +162,50 @@ class PolicyUpdate:
             if config.proximal == "trainer":
                 # The first minibatch is scored by the same weights in its own pass: its ratio is exactly 1.
                 tokens.known[tokens.chosen(step.minibatches[0])] = False
-            if not any(computed):
-                self._measure(step)
-            loss = partial(self._loss, step)
             for chosen, computing in zip(step.minibatches, computed, strict=True):
                 if self._algorithm.chooses:
                     self._choose(step, chosen, first=not updates)
-                mode = self._algorithm.aggregation
-                updates.append(self._passes.update(step, chosen, computing, mode, loss))
-        self._learner.steps_done += 1
-        step.metrics |= mean_update(updates, rate)
+                if not any(computed):
+                    self._measure(step, chosen)
+                updates.append(self.update_once(step, chosen, computing, self._algorithm.aggregation))
+        self.finish(step, updates)
+
+    def outputs(self, packed: PackedSequences) -> TokenScores:
+        scores: TokenScores = self.scorer(packed, entropy_grad=self._config.entropy_coef != 0)
+        return scores
+
+    def losses(self, step: Step, at: Tensor, outputs: TokenScores) -> Tensor:
+        step.tokens.computed[at] = True
+        step.tokens.policy[at] = outputs.logprobs.detach()
+        return self._token_losses(step, at, outputs)
 
     def score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
         """Fill in the current weights' log-probs of the chosen sequences, as those of the start of the step."""
 
         def score(packed: PackedSequences) -> dict[str, Tensor]:
-            scores = self._scorer(packed)
+            scores = self.scorer(packed)
             return self._at_start(scores) | {"sum_squared_probs": scores.sum_squared_probs}
 
-        with step.clock("proximal"):
-            scored = self._passes.scored(step, chosen, self._scorer, score)
-        step.tokens.fill(chosen, scored)
+        self.fill(step, "proximal", chosen, score)
         step.tokens.known |= step.tokens.chosen(chosen)
 
     def _at_start(self, scores: TokenScores) -> dict[str, Tensor]:
         """Return the columns of the step that the weights at its start give."""
         columns = {"proximal": scores.logprobs.detach()}
-        truncation = self._scorer.truncation
+        truncation = self.scorer.truncation
         return columns if truncation is None or truncation.reported else columns | {"log_kept": scores.log_kept}
 
-    @torch.no_grad()
-    def _measure(self, step: Step) -> None:
+    def _measure(self, step: Step, chosen: Sequence[int]) -> None:
         """Record the statistics of the policy in a step that trains nothing, because no episode has a gradient."""
 
-        def score(packed: PackedSequences) -> dict[str, Tensor]:
-            scores = self._scorer(packed)
-            own = {"policy": scores.logprobs, "entropy": scores.entropy, "kept_mass": scores.log_kept.exp()}
-            return own | self._at_start(scores)
+        def record(microbatch: Microbatch) -> dict[str, Tensor]:
+            scores = self.scorer(microbatch.packed)
+            if microbatch.counts:
+                self._token_losses(step, microbatch.tokens, scores)
+            return {}
 
         with step.clock("proximal"):
-            scored = self._passes.scored(step, step.all_indices, self._scorer, score)
-        tokens, everywhere = step.tokens, torch.ones_like(step.tokens.known)
-        policy, entropy, kept_mass = (scored.pop(name) for name in ("policy", "entropy", "kept_mass"))
-        if not bool(tokens.known.all()):
-            tokens.fill(step.all_indices, scored)
-        if not self._algorithm.needs_proximal_early:
-            tokens.correction = self._algorithm.correction(
-                tokens.proximal, tokens.behaviour_or_proximal(), tokens.episodes
-            )
-        own = {"entropy": entropy, "correction_weight": tokens.correction}
-        if self._scorer.truncation is not None:
-            own["kept_mass"] = kept_mass
-        step.record_statistics(
-            everywhere, self._algorithm.policy_loss(self._inputs(step, policy, everywhere)).statistics | own
-        )
-        step.measured = True
+            self.scored(step, chosen, record)
 
     @torch.no_grad()
     def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
@@ -234,9 +213,7 @@ class PolicyUpdate:
         at, policy = step.tokens.chosen(chosen), step.tokens.proximal
         if not first or self._config.proximal == "behaviour":
             with step.clock("choice"):
-                policy = self._passes.scored(
-                    step, chosen, self._scorer, lambda packed: {"": self._scorer(packed).logprobs}
-                )[""]
+                policy = self.scored(step, chosen, lambda microbatch: {"": self.scorer(microbatch.packed).logprobs})[""]
         step.choice = None
         choice = self._algorithm.policy_loss(self._inputs(step, policy[at], at)).chosen
         assert choice is not None
@@ -261,15 +238,8 @@ class PolicyUpdate:
         trains[step.tokens.episodes[step.tokens.advantages != 0]] = True
         return [bool(value) for value in trains.tolist()]
 
-    def _loss(self, step: Step, microbatch: Microbatch, weights: Tensor) -> Tensor:
-        tokens, config, at = step.tokens, self._config, microbatch.tokens
-        self._passes.meter.count(self._learner.passes * self._scorer.flops(microbatch.packed))
-        with step.clock("forward"), self._learner.autocast():
-            scores = self._scorer(microbatch.packed, entropy_grad=config.entropy_coef != 0)
-        if not microbatch.counts:
-            return zero_loss(scores.logprobs)
-        tokens.computed[at] = True
-        tokens.policy[at] = scores.logprobs.detach()
+    def _token_losses(self, step: Step, at: Tensor, scores: TokenScores) -> Tensor:
+        tokens, config = step.tokens, self._config
         if not bool(tokens.known[at].all()):
             for name, values in self._at_start(scores).items():
                 getattr(tokens, name)[at] = values
@@ -279,7 +249,7 @@ class PolicyUpdate:
                 tokens.proximal[at], tokens.behaviour_or_proximal()[at], tokens.episodes[at]
             )
         own = {"entropy": scores.entropy, "correction_weight": tokens.correction[at]}
-        if self._scorer.truncation is not None:
+        if self.scorer.truncation is not None:
             own["kept_mass"] = scores.log_kept.exp()
         step.record_statistics(at, terms.statistics | own)
         losses = tokens.correction[at] * terms.losses
@@ -291,4 +261,4 @@ class PolicyUpdate:
                 losses = losses + config.kl.coef * penalty
         if config.entropy_coef != 0:
             losses = losses - config.entropy_coef * scores.entropy
-        return aggregate(losses, weights[at])
+        return losses

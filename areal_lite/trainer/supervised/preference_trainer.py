@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig
@@ -19,7 +20,6 @@ from areal_lite.models.policy_model import resolve_device
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model
 from areal_lite.trainer.objectives.aggregation import LossTerms
-from areal_lite.trainer.objectives.policy_loss import dpo_loss, reward_model_loss
 from areal_lite.trainer.rl.step_tokens import Microbatch
 from areal_lite.trainer.supervised.supervised_trainer import C, Item, SupervisedStep, SupervisedTrainer, masked_sequence
 
@@ -103,3 +103,28 @@ def _pair_sums(values: Tensor, of_token: Tensor) -> tuple[Tensor, Tensor]:
     sequences, index = torch.unique(of_token, return_inverse=True)
     sums = values.new_zeros(len(sequences)).index_add(0, index, values).view(-1, 2)
     return sums[:, 0], sums[:, 1]
+
+
+def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> LossTerms:
+    """Return the DPO loss of each pair, given the log-probs ``[P]`` of whole answers under the policy minus those under
+    the frozen reference. ``beta`` times this is the implicit reward; ``label_smoothing`` is the share of pairs assumed
+    to be mislabelled, 0 to 0.5. Source: DPO (arXiv:2305.18290); label smoothing makes it conservative DPO."""
+    chosen, rejected = beta * chosen, beta * rejected
+    margin = chosen - rejected
+    losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+    return LossTerms(losses, _pair_statistics(chosen, rejected))
+
+
+def reward_model_loss(chosen: Tensor, rejected: Tensor) -> LossTerms:
+    """Return ``-log sigmoid(chosen - rejected)`` of each pair of scores ``[P]``: Bradley-Terry (arXiv:2203.02155)."""
+    return LossTerms(-logsigmoid(chosen - rejected), _pair_statistics(chosen, rejected))
+
+
+def _pair_statistics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "accuracy": (chosen > rejected).to(chosen.dtype),
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }

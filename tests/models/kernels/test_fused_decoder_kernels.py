@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from torch import Tensor
 
 from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels import fused_decoder_kernels
-from areal_lite.models.kernels.fused_decoder_kernels import CompiledOperations, fused_decoder_operations
-from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
+from areal_lite.models.kernels.fused_decoder_kernels import (
+    CompiledOperations,
+    DecoderOperations,
+    Tokens,
+    fused_decoder_operations,
+)
 
 HALF_STEP = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
@@ -56,6 +61,13 @@ def assert_rounded(found: Tensor, exact: Tensor, atol: float = 1e-6) -> None:
     assert (found != exact.bfloat16())[large].sum() <= 5 + 0.05 * large.sum()
 
 
+def with_gradient(operation: Callable[..., Tensor], states: Tensor, grad: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """Return the operation's result, and the gradient of ``states`` from that of the result."""
+    states = states.detach().requires_grad_()
+    result = operation(states, *given)
+    return result.detach(), torch.autograd.grad(result, states, grad)[0]
+
+
 @needs_compiler
 @pytest.mark.parametrize("shape", [(1, 48), (7, 33)])
 @pytest.mark.usefixtures("threads")
@@ -89,8 +101,9 @@ def test_the_gate_and_its_gradient_for_numbers_of_any_size() -> None:
     joined = torch.cat([gate.bfloat16(), half(5, 400), half(5, 448)], -1)
     bounded = joined.float().clamp(min=-80.0)
     grad = half(5, 448)
-    assert_rounded(compiled().gate(joined), PLAIN.gate(bounded), atol=1e-30)
-    assert_rounded(compiled().gate_gradient(grad, joined), PLAIN.gate_gradient(grad.float(), bounded), atol=1e-30)
+    found = with_gradient(compiled().gate, joined, grad)
+    for one, exact in zip(found, with_gradient(PLAIN.gate, bounded, grad.float()), strict=True):
+        assert_rounded(one, exact, atol=1e-30)
 
 
 def tokens_of(lengths: list[int], heads: Heads, *, trees: bool) -> Tokens:
@@ -104,22 +117,38 @@ def tokens_of(lengths: list[int], heads: Heads, *, trees: bool) -> Tokens:
     return Tokens(cos, sin, lengths, seen, heads)
 
 
+def exact_attention(turned: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return what each query reads, and the log of its softmax denominator, in float32, bin by bin."""
+    queries, keys, _, scale = tokens.heads
+    parts = []
+    for number, rows in enumerate(turned.split(tokens.lengths)):
+        length = len(rows)
+        query, key, value = rows[:, :queries], *rows[:, queries:].repeat_interleave(queries // keys, 1).chunk(2, 1)
+        seen = torch.ones(length, length).tril() if tokens.seen is None else tokens.seen[number, 0, :length, :length]
+        scores = torch.einsum("qhd,khd->qhk", query, key).mul(scale).masked_fill(seen[:, None] == 0, -torch.inf)
+        parts.append((torch.einsum("qhk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)))
+    read, normalizer = zip(*parts, strict=True)
+    return torch.cat(read), torch.cat(normalizer)
+
+
 def assert_attention(tokens: Tokens, scale: float = 1.0) -> None:
     (queries, keys, width, _), rows = tokens.heads, len(tokens.cos)
-    states, grad = half(rows, (queries + 2 * keys) * width, scale=scale), half(rows, queries * width)
-    read, saved = compiled().attend(states, tokens)
-    turned, _ = saved
-    exact = states.view(rows, -1, width).float()
-    exact[:, :-keys] = tokens.turned(exact[:, :-keys])
-    assert_rounded(turned, exact.flatten(1), atol=1e-6 * (1 + scale))
-    still = Tokens(
-        torch.ones(rows, width), torch.zeros(rows, width), tokens.lengths.tolist(), tokens.seen, tokens.heads
-    )
-    exact, kept = PLAIN.attend(turned.float(), still)
-    assert_rounded(read, exact, atol=2e-5 * (1 + scale**2))
-    found = compiled().attend_gradient(grad, tokens, read, saved)
-    back = PLAIN.attend_gradient(grad.float(), still, read.float(), kept).view(rows, -1, width)
-    back[:, :-keys] = tokens.turned(back[:, :-keys], back=True)
+    states = half(rows, (queries + 2 * keys) * width, scale=scale).requires_grad_()
+    grad = half(rows, queries * width)
+    read = compiled().attend(states, tokens)
+    (found,) = torch.autograd.grad(read, states, grad, retain_graph=True)
+    turned: Tensor = read.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+    exact = states.detach().view(rows, -1, width).float().requires_grad_()
+    turning = torch.cat([tokens.turned(exact[:, :-keys]), exact[:, -keys:]], 1)
+    assert_rounded(turned, turning.detach().flatten(1), atol=1e-6 * (1 + scale))
+    # From here on exact, but for what was rounded before: the turned states, and in the gradient what was read.
+    still = turned.float().view(rows, -1, width).requires_grad_()
+    exactly_read, normalizer = exact_attention(still, tokens)
+    assert_rounded(read.detach(), exactly_read.detach().flatten(1), atol=2e-5 * (1 + scale**2))
+    by_head = grad.float().view(rows, queries, width)
+    rounding = ((exactly_read - read.view(rows, queries, width).float()) * by_head).sum(-1).detach()
+    (below,) = torch.autograd.grad((exactly_read * by_head).sum() + (normalizer * rounding).sum(), still)
+    (back,) = torch.autograd.grad(turning, exact, below)
     assert_rounded(found, back.flatten(1), atol=1e-4 * (1 + scale**2))
 
 
@@ -162,10 +191,9 @@ def test_bins_that_are_too_long_or_too_few_are_torchs(
     torch.manual_seed(0)
     tokens = tokens_of(lengths, Heads(2, 2, 8, 0.25), trees=False)
     states, grad = half(sum(lengths), 48), half(sum(lengths), 16)
-    results = []
-    for operations in (PLAIN, compiled()):
-        read, saved = operations.attend(states, tokens)
-        results.append(torch.cat([read, operations.attend_gradient(grad, tokens, read, saved)], 1))
+    results = [
+        torch.cat(with_gradient(operations.attend, states, grad, tokens), 1) for operations in (PLAIN, compiled())
+    ]
     assert torch.equal(*results) != kernel
     assert (results[0] - results[1]).norm() < 0.01 * results[0].norm()
 

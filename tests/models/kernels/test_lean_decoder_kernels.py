@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.models.kernels.lean_decoder_kernels import (
     CompiledOperations,
+    LayerOperations,
+    Turn,
     compiled_operations,
     lean_decoder_operations,
 )
-from areal_lite.models.kernels.lean_decoder_operations import LayerOperations, Turn
 from areal_lite.models.slot_cache import SlotCache, SlotLayer
 from tests.models.test_lean_decoder import MODELS, run, tiny
 

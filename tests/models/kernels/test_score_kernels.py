@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.models.kernels import score_kernels
-from areal_lite.models.kernels.score_kernels import CompiledScores, score_operations
-from areal_lite.models.kernels.score_operations import ScoreOperations
+from areal_lite.models.kernels.score_kernels import CompiledScores, ScoreOperations, score_operations
 from areal_lite.models.truncation import Truncation
 from tests.models.kernels.test_fused_decoder_kernels import assert_rounded, half, needs_compiler
 

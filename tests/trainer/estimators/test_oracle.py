@@ -42,7 +42,7 @@ def upstream(key: str, field: str, dtype: torch.dtype) -> Tensor:
 
 
 def advantages(name: str, given: EstimatorInputs, **options: float | bool) -> Tensor:
-    estimate: Estimate = ESTIMATORS.bound(name, options, where="trainer.advantage")(given)
+    estimate: Estimate = ESTIMATORS[name](given, **options)
     assert estimate.advantages.dtype == given.token_rewards.dtype
     return estimate.advantages
 
@@ -60,7 +60,7 @@ def test_gae_skips_tool_tokens_and_whitens_over_trained_tokens_only(key: str, dt
     rewards, mask = split(key)
     gamma, lam = (float(part[1:]) for part in key.removeprefix("adv.gae.").split(".rewards")[0].split("_"))
     given = step(mask, rewards, dtype)
-    estimate = ESTIMATORS.bound("gae", {"gamma": gamma, "lam": lam}, where="trainer.advantage")(given)
+    estimate = ESTIMATORS["gae"](given, gamma=gamma, lam=lam)
     assert_matches(estimate.advantages, upstream(key, "advantages", dtype))
     assert_matches(estimate.returns, upstream(key, "returns", dtype))
 
@@ -117,7 +117,7 @@ def test_remax_subtracts_the_greedy_reward_from_the_return(key: str, dtype: torc
     """A7."""
     rewards, mask = split(key)
     given = step(mask, rewards, dtype)
-    estimate = ESTIMATORS.bound("remax", {}, where="trainer.advantage")(given)
+    estimate = ESTIMATORS["remax"](given)
     assert_matches(estimate.advantages, upstream(key, "advantages", dtype))
     assert_matches(estimate.returns, upstream(key, "returns", dtype))
 
@@ -206,7 +206,7 @@ def test_gae_equals_rl2_and_slime(key: str) -> None:
         token_rewards=(inputs("rewards_dense") * trained)[chosen],
         values=inputs("values")[chosen],
     )
-    estimate = ESTIMATORS.bound("gae", {"gamma": gamma, "lam": lam}, where="trainer.advantage")(given)
+    estimate = ESTIMATORS["gae"](given, gamma=gamma, lam=lam)
     assert estimate.returns is not None
     ours = estimate.returns - given.values if key.startswith("slime") else estimate.advantages
     here = trained[chosen]
@@ -236,7 +236,7 @@ def test_discounted_returns_minus_a_penalty_equal_slimes() -> None:
     assert_matches(ours, case("slime.rpp_returns", "returns")[mask])
 
 
-@pytest.mark.parametrize("name", ESTIMATORS.names())
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_episode_without_trained_tokens_only_changes_the_baseline(name: str) -> None:
     """mask_dead: episode 2 of group 1 has no token, but its answer was judged."""
     given = with_whole_turns(step("mask_dead", "rewards_outcome", torch.float64))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.chosen_function import chosen_function
 from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs
 from areal_lite.trainer.estimators.return_estimators import discounted_sums
 from tests.trainer.turn_data import with_whole_turns
@@ -37,7 +38,7 @@ def make_step(
 
 
 def run(name: str, step: EstimatorInputs, **options: Any) -> Tensor:
-    result: Tensor = ESTIMATORS.bound(name, options, where="trainer.advantage")(step).advantages
+    result: Tensor = ESTIMATORS[name](step, **options).advantages
     return result
 
 
@@ -93,9 +94,9 @@ def test_a_non_finite_number_stays_in_its_episode() -> None:
 def test_gae_uses_the_critic_at_lambda_0_and_the_rewards_at_lambda_1() -> None:
     """A1: returns are taken before whitening."""
     step = replace(make_step([1.0, 5.0], "ab", [3, 1]), values=torch.tensor([0.5, 0.25, 0.5, 4.0], dtype=torch.float64))
-    trusting = ESTIMATORS.bound("gae", {"gamma": 1.0, "lam": 0.0}, where="a")(step)
+    trusting = ESTIMATORS["gae"](step, gamma=1.0, lam=0.0)
     torch.testing.assert_close(trusting.returns, torch.tensor([0.25, 0.5, 1.0, 5.0], dtype=torch.float64))
-    rewarded = ESTIMATORS.bound("gae", {"gamma": 0.5, "lam": 1.0}, where="a")(step)
+    rewarded = ESTIMATORS["gae"](step, gamma=0.5, lam=1.0)
     torch.testing.assert_close(rewarded.returns, torch.tensor([0.25, 0.5, 1.0, 5.0], dtype=torch.float64))
     for estimate in (trusting, rewarded):
         assert abs(estimate.advantages.mean()) < 1e-12
@@ -109,7 +110,7 @@ def test_one_token_cannot_be_whitened_and_gets_0(name: str) -> None:
     assert run(name, step).tolist() == [0.0]
 
 
-@pytest.mark.parametrize("name", ESTIMATORS.names())
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_step_without_trained_tokens_has_no_advantages(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.float64)
     step = with_whole_turns(with_probabilities(make_step([1.0, 0.0], "aa", [0, 0])))
@@ -299,4 +300,4 @@ def test_options_have_the_documented_defaults(name: str, defaults: dict[str, Any
 def test_unknown_estimator_options_are_refused() -> None:
     assert run("grpo", make_step([1.0, 0.0], "aa"), divide_by_std=False).tolist() == [0.5, -0.5]
     with pytest.raises(ConfigError, match="'dr_grpo' has no argument 'gamma'"):
-        ESTIMATORS.bound("dr_grpo", {"gamma": 1.0}, where="trainer.advantage")
+        chosen_function(ESTIMATORS, "dr_grpo", {"gamma": 1.0}, where="trainer.advantage")

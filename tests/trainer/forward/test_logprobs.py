@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
-from areal_lite.models.kernels import score_operations
+from areal_lite.models.kernels import score_kernels
 from areal_lite.models.kernels.exact_attention import MIN_ROWS
-from areal_lite.models.kernels.score_operations import TokenScores
+from areal_lite.models.kernels.score_kernels import TokenScores
 from areal_lite.models.policy_model import load_policy
 from areal_lite.trainer.forward import logprobs
 from areal_lite.trainer.forward.logprobs import ChunkedScores, Scoring, TokenScorer
@@ -214,8 +214,8 @@ def test_logits_that_exist_at_once_have_a_fixed_size(
 def test_a_cpu_works_on_as_many_rows_as_its_cache_holds(
     device: str, vocabulary: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(score_operations, "_BLOCK_BYTES", 4 * 4 * 7)
-    blocks = [*score_operations._blocks(torch.empty(8, vocabulary, device=device))]
+    monkeypatch.setattr(score_kernels, "_BLOCK_BYTES", 4 * 4 * 7)
+    blocks = [*score_kernels._blocks(torch.empty(8, vocabulary, device=device))]
     assert [block.start for block in blocks] == list(range(0, 8, rows))
     assert [block.stop for block in blocks] == [*range(0, 8, rows)][1:] + [8]
 

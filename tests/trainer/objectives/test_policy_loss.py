@@ -47,7 +47,7 @@ def flat(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def loss_called(name: str) -> Callable[..., LossTerms]:
-    return POLICY_LOSSES.get(name, where="loss")
+    return POLICY_LOSSES[name]
 
 
 def oracle_inputs(mask: Tensor, dtype: torch.dtype, *, advantages: str = "advantages") -> PolicyInputs:
@@ -353,7 +353,7 @@ def test_defaults_are_those_of_the_papers() -> None:
             for option in inspect.signature(loss_called(name)).parameters.values()
             if option.kind is option.KEYWORD_ONLY
         }
-        for name in POLICY_LOSSES.names()
+        for name in POLICY_LOSSES
     }
     assert defaults == {
         "ppo": {"clip_eps": 0.2, "clip_eps_high": None, "dual_clip": None},
@@ -425,7 +425,7 @@ def test_gmpo_excludes_episodes_without_tokens() -> None:
     assert aggregate(gmpo(data).losses, token_weights(EPISODE_MEAN, data.episodes)).item() == -1.0
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_fresh_data_gives_the_policy_gradient(name: str) -> None:
     """Fresh data: every loss has the gradient -A, or -A spread over an episode where it has one ratio."""
     data = small([-1.0, -2.0, -0.5], proximal=[-1.0, -2.0, -0.5], advantages=[2.0, 2.0, -3.0], episodes=[0, 0, 1])
@@ -438,7 +438,7 @@ def test_fresh_data_gives_the_policy_gradient(name: str) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_extreme_inputs_do_not_overflow(name: str, dtype: torch.dtype) -> None:
     """Advantages of a million, log-ratios of 80 nats either way; one token, one episode, episodes of one token."""
     for size, far, stale, shape in itertools.product(
@@ -457,7 +457,7 @@ def test_extreme_inputs_do_not_overflow(name: str, dtype: torch.dtype) -> None:
         assert all(bool(found.isfinite().all()) for found in (terms.losses, gradient, *terms.statistics.values()))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_an_empty_step_gives_a_zero_that_backpropagates(name: str) -> None:
     data = small([])
     loss = aggregate(loss_called(name)(data).losses, token_weights(TOKEN_MEAN, data.episodes))
@@ -479,7 +479,7 @@ def of_tokens(whole: PolicyInputs, here: Tensor, **changes: Tensor | None) -> Po
     return PolicyInputs(**{name: getattr(whole, name)[here] for name in names}, **changes)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_an_episodes_losses_do_not_depend_on_other_episodes(name: str) -> None:
     """After tokens are selected in the whole minibatch."""
     whole = oracle_inputs(inputs("mask").bool(), torch.float64)
@@ -510,7 +510,7 @@ def test_token_selection_does_not_depend_on_order_or_rounding(name: str) -> None
 
 def test_losses_of_episodes_average_over_episodes() -> None:
     """L2, L8 and SAPO, unless options say otherwise."""
-    averages = {name: aggregation_of(name, where="w") for name in POLICY_LOSSES.names()}
+    averages = {name: aggregation_of(name, where="w") for name in POLICY_LOSSES}
     assert {name for name, mode in averages.items() if mode == EPISODE_MEAN} == {"gspo", "gmpo", "sapo"}
     assert set(averages.values()) == {EPISODE_MEAN, TOKEN_MEAN}
     assert aggregation_of("sapo", TOKEN_MEAN, where="w") is TOKEN_MEAN

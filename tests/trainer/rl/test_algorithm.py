@@ -25,8 +25,8 @@ def algorithm(max_new_tokens: int | None = None, **settings: Any) -> Algorithm:
     return Algorithm(config, max_new_tokens=max_new_tokens)
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES.names())
-@pytest.mark.parametrize("advantage", ESTIMATORS.names())
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None:
     made = algorithm(advantage=advantage, loss=loss, critic=CRITIC if advantage == "gae" else None)
     assert made.needs_proximal_early == (advantage == "optimal_token_baseline")
@@ -139,18 +139,18 @@ def plain(inputs: PolicyInputs) -> Any:
         ("advantage", "whole_numbers", r"of shape \[5\] and torch.int64: give floats"),
         ("advantage", "bare", r"returns a Tensor: return Estimate\(advantages, returns\)"),
         ("advantage", "with_returns_of_episodes", r"returns returns of shape \[2\]"),
-        ("advantage", "listed", "returns advantages as list: give a float tensor"),
+        ("advantage", "listed", "returns advantages as list: give a tensor of floats"),
         ("advantage", "broken", "does not work with its options {}: RuntimeError"),
         (
             "loss",
             "of_answers",
             r"returns losses of shape \[2\] .* \[5\], one for each token; .*inputs.episodes",
         ),
-        ("loss", "averaged", r"losses are \[\]: give \[T\], .* not averaged"),
+        ("loss", "averaged", r"losses of shape \[\] .* \[5\], one for each token; the trainer averages them"),
         ("loss", "detached", "without a gradient: compute them from inputs.policy"),
-        ("loss", "averaged_statistic", r"mine is \[\]: give a tensor \[5\]"),
-        ("loss", "chosen_by_ratio", "chosen has dtype torch.float32: give bool"),
-        ("loss", "plain", r"returns a Tensor: return LossTerms\(losses\)"),
+        ("loss", "averaged_statistic", r"mine of shape \[\] .*: give numbers of shape \[5\]"),
+        ("loss", "chosen_by_ratio", r"chosen of shape \[5\] and torch.float32: give bools"),
+        ("loss", "plain", r"returns a Tensor: return LossTerms\(losses, statistics, chosen\)"),
     ],
 )
 def test_a_user_function_with_a_wrong_return_value_is_named(key: str, name: str, says: str) -> None:

@@ -164,7 +164,7 @@ OBJECTIVES: list[dict[str, Any]] = [
 ]
 NEEDS_MORE = {"gae", "turn_grpo", "turn_returns"}
 """A critic and turn estimators: another cut into turns changes credit."""
-WHOLE_EPISODES = sorted(set(ESTIMATORS.names()) - NEEDS_MORE)
+WHOLE_EPISODES = sorted(set(ESTIMATORS) - NEEDS_MORE)
 
 
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=lambda changes: ",".join(map(str, changes.values()))[:60])

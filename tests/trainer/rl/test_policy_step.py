@@ -108,13 +108,14 @@ def test_a_computed_token_without_a_weight_is_rejected() -> None:
     assert (metrics["rejected_tokens"], metrics["computed_tokens"], metrics["trained_tokens"]) == (2, 3, 4)
 
 
-def test_engine_and_trainer_are_compared_at_computed_tokens_or_at_all_that_were_measured() -> None:
+def test_engine_and_trainer_are_compared_at_the_tokens_that_the_trainer_scored() -> None:
     step = step_of([sequence([5, 6, 7, 8], [1, 2, 3], behaviour=[0, -1, -2, -4], versions=[0, 0, 0, 0])])
     step.tokens.proximal[:] = torch.tensor([-1.0, -2.5, -2.0])
-    step.tokens.computed[:2] = True
-    assert metrics_of(step)["engine_mismatch/log_prob_diff_max"] == 0.5
-    step.measured = True
-    assert metrics_of(step)["engine_mismatch/log_prob_diff_max"] == 2.0
+    assert "engine_mismatch/log_prob_diff_max" not in metrics_of(step)
+    for scored, largest in (([True, True, False], 0.5), ([True, True, True], 2.0)):
+        at = torch.tensor(scored)
+        step.record_statistics(at, {"entropy": torch.ones(int(at.sum()))})
+        assert metrics_of(step)["engine_mismatch/log_prob_diff_max"] == largest
 
 
 def test_penalised_rewards_are_those_of_the_tokens_where_an_episode_has_any() -> None:

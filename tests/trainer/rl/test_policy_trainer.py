@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +26,7 @@ from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, PolicyTrainer
-from areal_lite.trainer.rl.updates import zero_loss
+from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
 from tests.trainer.training_data import drawn_batch, packed_together, sequence, training_batch
 
 
@@ -95,7 +96,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 CUTS: list[dict[str, Any]] = [
-    *({"loss": loss, "loss_kwargs": CHOICES.get(loss, {})} for loss in POLICY_LOSSES.names()),
+    *({"loss": loss, "loss_kwargs": CHOICES.get(loss, {})} for loss in POLICY_LOSSES),
     *({"loss": loss, "loss_kwargs": options, "proximal": "behaviour"} for loss, options in CHOICES.items()),
     *({"loss_aggregation": mode} for mode in get_args(AggregationMode) if not mode.endswith("norm")),
     {"loss_aggregation": "seq-mean-token-sum-norm", "loss_scale": 32},
@@ -152,13 +153,13 @@ def test_a_loss_chooses_among_a_later_minibatch_with_the_weights_of_then(tiny: P
     trainer = make_trainer(tiny, minibatches_per_step=2, **changes)
     updates: list[int] = []
     trainer.learner.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    score, scored = trainer._passes.scored, []
+    score, scored = trainer._policy_update.scored, []
 
     def spy(step: Any, chosen: Any, *rest: Any) -> dict[str, torch.Tensor]:
         scored.append((list(chosen), len(updates)))
         return score(step, chosen, *rest)
 
-    trainer._passes.scored = spy  # type: ignore[method-assign]
+    trainer._policy_update.scored = spy  # type: ignore[method-assign]
     step = trainer.begin(training_batch(drawn_batch(0)), version=5)
     trainer.score_proximal(step)
     trainer.estimate_advantages(step)
@@ -206,8 +207,8 @@ def first_gradients(model_path: Path, kl_coef: float) -> dict[str, torch.Tensor]
     """Return those of the first of two updates, where the pass that scores tokens ahead errs a little."""
     options = {"token_share": 1.0, "kl_coef": kl_coef}
     trainer = make_trainer(model_path, loss="kl_cov", loss_kwargs=options, minibatches_per_step=2)
-    score, seen = trainer._passes.scored, []
-    trainer._passes.scored = lambda *given: {name: v * 1.001 for name, v in score(*given).items()}  # type: ignore[method-assign]
+    score, seen = trainer._policy_update.scored, []
+    trainer._policy_update.scored = lambda *given: {name: v * 1.001 for name, v in score(*given).items()}  # type: ignore[method-assign]
     trainer.learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(trainer)))
     trainer.train_step(training_batch(drawn_batch(0)), version=5)
     return seen[0]
@@ -705,12 +706,19 @@ def test_the_entropy_term_is_as_strong_as_its_coefficient(tiny: Path) -> None:
     assert trainer.train_step(batch, version=0)["entropy"] > entropy
 
 
-def test_a_pass_that_only_keeps_step_with_other_ranks_adds_nothing() -> None:
-    outputs = torch.ones(3, requires_grad=True)
-    loss = zero_loss(outputs)
-    loss.backward()
-    assert outputs.grad is not None
-    assert (loss.item(), outputs.grad.tolist()) == (0.0, [0.0] * 3)
+def test_a_pass_that_only_keeps_step_with_other_ranks_adds_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_fillers(self: StepCut, *given: Any) -> Iterator[Microbatch]:
+        for microbatch in cut(self, *given):
+            yield microbatch
+            yield dataclasses.replace(microbatch, counts=False)
+
+    found, cut = [], StepCut.__call__
+    for fillers in (False, True):
+        monkeypatch.setattr(StepCut, "__call__", with_fillers if fillers else cut)
+        trainer = make_trainer(tiny, advantage="gae", critic=CriticConfig(learning_rate=1e-3))
+        metrics = trainer.train_step(training_batch(drawn_batch(1)), version=5)
+        found.append((gradients(trainer), metrics["loss"], metrics["critic_loss"], metrics["entropy"]))
+    torch.testing.assert_close(*found)
 
 
 def test_operations_of_a_pass_are_those_of_its_products(tiny: Path) -> None:

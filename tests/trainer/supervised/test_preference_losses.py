@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from areal_lite.trainer.objectives.policy_loss import dpo_loss, reward_model_loss
+from areal_lite.trainer.supervised.preference_trainer import dpo_loss, reward_model_loss
 from tests.trainer.oracle_cases import assert_matches, case, inputs
 
 
