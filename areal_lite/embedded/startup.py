@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,6 +18,7 @@ from aiohttp import web
 
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.processes.http_limits import HttpLimits, SurplusConnection
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.servers.programs.embedded_settings import check_model_path, check_port, check_text_model, cpu_threads
 from areal_lite.servers.programs.server_program import ServedModel
@@ -25,6 +26,9 @@ from areal_lite.servers.programs.server_program import ServedModel
 if TYPE_CHECKING:
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
     from areal_lite.embedded.routes.http_server import ModelServer
+
+_LIMITS = HttpLimits(max_body_bytes=64 * 2**20)
+_TOO_MANY = b'{"error": {"message": "too many connections: close some"}}'
 
 AddRoutes: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
 """Adds routes to the server's application; they generate with ``events``."""
@@ -176,20 +180,39 @@ async def _serve_until_signal(
 
 @asynccontextmanager
 async def listening(
-    server: ModelServer, *, host: str, port: int, add_routes: AddRoutes | None = None
+    server: ModelServer,
+    *,
+    host: str,
+    port: int,
+    add_routes: AddRoutes | None = None,
+    limits: HttpLimits = _LIMITS,
 ) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
-    server.model.start(asyncio.get_running_loop())
-    app = server.app(host=host)
+    loop = asyncio.get_running_loop()
+    server.model.start(loop)
+    app = server.app(host=host, limits=limits)
     if add_routes is not None:
         add_routes(server.generation, app)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+    def protocol() -> asyncio.BaseProtocol:
+        assert runner.server is not None
+        is_surplus = len(runner.server.connections) >= limits.max_connections
+        return SurplusConnection(_TOO_MANY) if is_surplus else runner.server()
+
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=1.0,
+        keepalive_timeout=limits.request_timeout_s,
+        lingering_time=min(10.0, limits.request_timeout_s),
+    )
     await runner.setup()
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=4096)
-        await web.SockSite(runner, listener).start()
-        yield listener.getsockname()[1]
+        with closing(await loop.create_server(protocol, sock=listener, backlog=4096)):
+            yield listener.getsockname()[1]
     finally:
         await runner.cleanup()
         server.model.close()

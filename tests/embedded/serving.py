@@ -15,6 +15,7 @@ import torch
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.embedded.startup import build, listening
+from areal_lite.processes.http_limits import HttpLimits
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.programs.embedded_settings import server_config
 from areal_lite.servers.programs.server_program import ServedModel
@@ -71,14 +72,20 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    path: Path, *, seed: int = 0, weight_version: str = "0", deterministic: bool = False, **settings: Any
+    path: Path,
+    *,
+    seed: int = 0,
+    weight_version: str = "0",
+    deterministic: bool = False,
+    limits: HttpLimits | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Client]:
     """Serve ``path`` in float32 on one thread."""
     config = server_config(**{"dtype": "float32", "device": "cpu", "num_threads": 1} | settings)
     served = ServedModel(model_path=str(path), seed=seed, weight_version=weight_version, deterministic=deterministic)
     server = build(config, path, served)
     async with (
-        listening(server, host="127.0.0.1", port=0) as port,
+        listening(server, host="127.0.0.1", port=0, **({} if limits is None else {"limits": limits})) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers={"Content-Type": "application/json"}) as session,
     ):
         yield Client(session, server.model.scheduler, f"127.0.0.1:{port}")

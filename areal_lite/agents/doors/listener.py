@@ -26,6 +26,7 @@ from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
+from areal_lite.processes.http_limits import BodyError, HttpLimits, SurplusConnection, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,9 @@ class Listener:
 
     def __init__(self, service: AgentService, *, request_timeout_s: float = 30.0, max_connections: int = 8192) -> None:
         self.service = service
-        self._request_timeout_s = request_timeout_s
-        self._max_connections = max_connections
+        self._limits = HttpLimits(
+            max_body_bytes=MAX_BODY_BYTES, request_timeout_s=request_timeout_s, max_connections=max_connections
+        )
         self._runner: web.ServerRunner | None = None
         self._responder: BlockedLoopResponder | None = None
         self.port = 0
@@ -48,10 +50,10 @@ class Listener:
         """Start to listen; ``shared`` says when the loop is blocked."""
         server = _Server(
             self._handle,
-            max_connections=self._max_connections,
+            max_connections=self._limits.max_connections,
             access_log=None,
             auto_decompress=False,
-            keepalive_timeout=self._request_timeout_s,  # also closes connections that wait for the rest of a head
+            keepalive_timeout=self._limits.request_timeout_s,
             lingering_time=1,
         )
         self._runner = web.ServerRunner(server, handler_cancellation=True, shutdown_timeout=1)
@@ -95,25 +97,14 @@ class Listener:
         return web.Response(status=reply.status, headers=reply.headers, body=reply.body)
 
     async def _read(self, request: web.BaseRequest) -> bytes:
-        if (request.content_length or 0) > MAX_BODY_BYTES:
-            raise RequestError(f"the body has {request.content_length} bytes: at most {MAX_BODY_BYTES}", status=413)
-        if request.headers.get("Expect", "").lower() == "100-continue":
+        fits = (request.content_length or 0) <= self._limits.max_body_bytes
+        if fits and request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
-        if request.content.is_eof():
-            return request.content.read_nowait()
-        body = bytearray()
         try:
-            async with asyncio.timeout(self._request_timeout_s):
-                async for chunk in request.content.iter_any():
-                    body += chunk
-                    if len(body) > MAX_BODY_BYTES:
-                        raise RequestError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
-        except TimeoutError:
-            raise RequestError(f"the body did not arrive within {self._request_timeout_s:g} s", status=408) from None
-        except web.RequestPayloadError:
-            raise RequestError("the body is not valid HTTP: send what Content-Length announces") from None
-        return bytes(body)
+            return await read_body(request, self._limits)
+        except BodyError as error:
+            raise RequestError(str(error), status=error.status) from None
 
 
 def _check(request: web.BaseRequest) -> None:
@@ -152,17 +143,9 @@ class _Server(web.Server):
 
     def __call__(self) -> Any:
         if len(self._connections) >= self._max_connections:
-            return _Surplus()
+            error = RequestError("too many connections: close some", status=503, code="too_many_connections")
+            return SurplusConnection(orjson.dumps(Api.error(error)))
         return _Connection(self, loop=self._loop, **self._options)
-
-
-class _Surplus(asyncio.Protocol):
-    def connection_made(self, transport: Any) -> None:
-        error = RequestError("too many connections: close some", status=503, code="too_many_connections")
-        body = orjson.dumps(Api.error(error))
-        head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        transport.close()
 
 
 def _error_response(error: RequestError, path: str = "") -> web.Response:

@@ -60,11 +60,14 @@ class ChatTemplate:
             return self.write_first(messages, count)
         if mark.after_calls is not None:  # the next message is prompted alike, whatever the answer
             return self.write_first(messages, count) + (mark.after_calls if last.get("tool_calls") else mark.text)
+        own = self.write_first(messages, count)
         try:
             text = self.write([*messages[:count], {"role": "user", "content": content_like("x", messages)}])
         except ConfigError:
-            return self.write_first(messages, count)
-        return text[: text.rindex(mark.text) + len(mark.text)] if mark.text in text else text
+            return own
+        text = text[: text.rindex(mark.text) + len(mark.text)] if mark.text in text else text
+        # Some templates take the thoughts out of an answer once a question follows; they train from its own text.
+        return text if mark.before is None or text.startswith(own) else own + mark.before + mark.text
 
     def end_mark(self, question: Sequence[Message]) -> EndMark | None:
         """Return the end mark of an answer to ``question``; None if there is none."""
@@ -89,8 +92,11 @@ class ChatTemplate:
             return EndMark("", last[last.find(mark) :])
         if mark is None:
             mark = next(iter(_special_tokens(self.tokenizer, continued)), None)
-            if mark is None or mark not in self.write([user], prompt=True):
-                return None if mark is None else EndMark(mark, "", True)
+            if mark is None:
+                return None
+            if mark not in self.write([user], prompt=True):
+                before = continued.partition(mark)[0]
+                return EndMark(mark, "", True, before=before.removeprefix(last) if before.startswith(last) else None)
             return self._next_role(question, continued) if self.end_of_turn == "next_role" else None
         if (eos := self.tokenizer.eos_token) and eos in same:
             mark = same[same.find(mark) : same.find(eos) + len(eos)] or mark
@@ -128,6 +134,8 @@ class EndMark(NamedTuple):
     """True if it is written only once another message follows."""
     after_calls: str | None = None
     """Under the rule next_role: the end after tool calls."""
+    before: str | None = None
+    """Text between an answer and a mark that is written only once another message follows; None if it replaces some."""
 
 
 def content_like(text: str, messages: Sequence[Message]) -> Any:

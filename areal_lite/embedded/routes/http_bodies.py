@@ -7,7 +7,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from areal_lite.processes.http_limits import HttpLimits, read_body
 from areal_lite.servers.dialects.sglang_errors import wrong_type
+
+LIMITS = web.AppKey("limits", HttpLimits)
 
 
 def reply_json(body: Any, *, status: int = 200) -> web.Response:
@@ -20,9 +23,14 @@ def failure(error: Exception, **fields: Any) -> web.Response:
     return reply_json({"success": False, "message": str(error), **fields}, status=400)
 
 
+async def body_of(request: web.Request) -> bytes:
+    """Return the body; raises BodyError if it is too large, too slow or broken."""
+    return await read_body(request, request.app[LIMITS])
+
+
 async def json_of(request: web.Request) -> Any:
-    """Return the parsed body; raises BadRequest if there is none."""
-    raw = await request.read()
+    """Return the parsed body; raises BadRequest if there is none, and BodyError."""
+    raw = await body_of(request)
     if not raw:
         raise wrong_type("body: Field required, a JSON object.")
     try:

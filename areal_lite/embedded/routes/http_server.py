@@ -1,6 +1,6 @@
 """SGLang's native HTTP dialect of one served model.
 
-Guarantees: an invalid request gets a 4xx with a JSON body; a web page's request is refused.
+Guarantees: an invalid request gets a 4xx with a JSON body; a web page's request is refused; a slow client is cut off.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from aiohttp import web
 from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.control_routes import ControlRoutes
 from areal_lite.embedded.routes.generation_routes import GenerationRoutes
-from areal_lite.embedded.routes.http_bodies import reply_json
+from areal_lite.embedded.routes.http_bodies import LIMITS, reply_json
 from areal_lite.embedded.routes.weight_routes import WeightRoutes
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
+from areal_lite.processes.http_limits import BodyError, HttpLimits
 from areal_lite.servers.dialects.sglang_errors import BadRequest
-
-_MAX_BODY_BYTES = 64 * 2**20
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -33,12 +32,10 @@ class ModelServer:
     weights: WeightRoutes
     control: ControlRoutes
 
-    def app(self, *, host: str) -> web.Application:
+    def app(self, *, host: str, limits: HttpLimits) -> web.Application:
         """Return the application with all routes, for a server bound to ``host``."""
-        app = web.Application(
-            middlewares=[_programs_only(loopback_names(host)), _errors_as_json],
-            client_max_size=_MAX_BODY_BYTES,
-        )
+        app = web.Application(middlewares=[_programs_only(loopback_names(host)), _errors_as_json])
+        app[LIMITS] = limits
         for routes in (self.generation, self.weights, self.control):
             routes.add_to(app.router)
         return app
@@ -63,8 +60,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except BadRequest as error:
         return reply_json(error.body, status=error.status)
-    except web.HTTPRequestEntityTooLarge:
-        message = f"the body is larger than {_MAX_BODY_BYTES} bytes; send shorter prompts, or fewer at once."
-        return reply_json({"error": {"message": message}}, status=413)
+    except BodyError as error:
+        hint = "; send shorter prompts, or fewer at once." if error.status == 413 else ""
+        return reply_json({"error": {"message": f"{error}{hint}"}}, status=error.status)
     except web.HTTPException as error:
         return reply_json({"detail": error.reason}, status=error.status)

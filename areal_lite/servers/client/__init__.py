@@ -1,5 +1,5 @@
 """Requests to the servers, from a prompt to sampled tokens.
 
 Read engine_client (one model call over aborts, failures and updates), then answer (its tokens so far), request_sender
-(one generation call over servers that fail) and server_requests (one HTTP request).
+(one generation call over servers that fail), server_requests (one HTTP request) and connector (addresses of servers).
 """

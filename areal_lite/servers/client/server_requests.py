@@ -20,6 +20,7 @@ import orjson
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
+from areal_lite.servers.client.connector import Connector
 from areal_lite.servers.client.model_identity import read_config
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import (
@@ -88,11 +89,8 @@ class ServerRequests:
     def open(self) -> None:
         count = 1 if self._config.router is None else len(self._config.addresses)
         # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            limit_per_host=count * self._config.faults.max_connections_per_server,
-            keepalive_timeout=4,
-            ttl_dns_cache=300,
+        connector = Connector(
+            limit=0, limit_per_host=count * self._config.faults.max_connections_per_server, keepalive_timeout=4
         )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.faults.connect_timeout_s)
         self._session = aiohttp.ClientSession(

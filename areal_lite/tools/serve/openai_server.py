@@ -26,6 +26,7 @@ from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.__main__ import main
 from areal_lite.embedded.routes.generation_routes import GenerationRoutes
+from areal_lite.embedded.routes.http_bodies import body_of
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer, FullWindow
 from areal_lite.servers.dialects.sglang import SGLang
@@ -93,7 +94,7 @@ def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Applicat
     service = OpenService(generation, model_path)
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        reply = await service.handle(request.method, request.raw_path, request.headers, await request.read())
+        reply = await service.handle(request.method, request.raw_path, request.headers, await body_of(request))
         if not isinstance(reply.body, bytes):
             return await send_stream(request, reply)
         return web.Response(status=reply.status, headers=reply.headers, body=reply.body)

@@ -14,7 +14,8 @@ import pytest
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
-from tests.agents.raw_http import CHAT, HELLO, Answered, listening, new_session, request, send
+from areal_lite.processes.http_limits import HttpLimits
+from tests.agents.raw_http import CHAT, HELLO, Answered, listening, new_session, read_one, request, send
 from tests.agents.scripted_engine import ScriptedEngine
 from tests.embedded.serving import serving
 from tests.fixtures.tiny_model import build_tiny_model
@@ -372,6 +373,68 @@ def test_a_web_page_cannot_use_the_embedded_server(tmp_path: Path) -> None:
                 plain.post("/flush_cache") as reply,
             ):
                 assert reply.status == 200  # no body, so no content type
+
+    asyncio.run(run())
+
+
+def test_the_embedded_server_cuts_off_slow_clients_and_waits_for_slow_answers(tmp_path: Path) -> None:
+    body = json.dumps({"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}).encode()
+    head = f"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    limits = HttpLimits(max_body_bytes=10_000, request_timeout_s=0.5)
+
+    async def run() -> None:
+        async with serving(build_tiny_model(tmp_path, seed=0), limits=limits) as client, asyncio.timeout(20):
+            assert (await client.call("/pause_generation", {}))[0] == 200
+            slow_answer = asyncio.create_task(client.call("/generate", json.loads(body)))
+
+            async def until_closed(sent: bytes) -> bytes:
+                reader, writer = await asyncio.open_connection(*client.address.split(":"))
+                writer.write(sent)
+                reply = await reader.read()
+                writer.close()
+                return reply
+
+            late = await asyncio.gather(
+                until_closed(b""),
+                until_closed(b"POST /generate HTTP/1.1\r\n" + head[:-2]),
+                until_closed(b"POST /generate HTTP/1.1\r\n" + head + body[:5]),
+                until_closed(b"POST /nowhere HTTP/1.1\r\n" + head + body[:5]),
+                until_closed(b"POST /flush_cache HTTP/1.1\r\n" + head + body[:5]),  # reads no body
+                until_closed(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"),  # idle after a reply
+            )
+            assert [one[9:12] for one in late] == [b"", b"", b"408", b"404", b"200", b"200"]
+            assert b"did not arrive within 0.5 s" in late[2]
+            assert (await client.call("/generate", raw=b" " * 10_001))[0] == 413
+            assert not slow_answer.done()
+            assert (await client.call("/continue_generation", {}))[0] == 200
+            assert (await slow_answer)[0] == 200
+
+    asyncio.run(run())
+
+
+def test_the_embedded_server_refuses_connections_over_the_limit_and_serves_later_ones(tmp_path: Path) -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    limits = HttpLimits(max_body_bytes=10_000, max_connections=2)
+
+    async def run() -> None:
+        async with serving(build_tiny_model(tmp_path, seed=0), limits=limits) as client, asyncio.timeout(20):
+            address = client.address.split(":")
+            opened = [await asyncio.open_connection(*address) for _ in range(2)]
+            for reader, writer in opened:
+                writer.write(health)
+                assert (await read_one(reader)).status == 200  # type: ignore[union-attr]
+            surplus, unused = await asyncio.open_connection(*address)
+            refused = await read_one(surplus)
+            assert refused is not None and refused.status == 503 and "too many connections" in refused.error
+            assert await surplus.read() == b""
+            for _, writer in (*opened, (surplus, unused)):
+                writer.close()
+            later = None
+            while later is None or later.status != 200:  # until the server saw them close
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(health)
+                later = await read_one(reader)
+                writer.close()
 
     asyncio.run(run())
 

@@ -104,6 +104,21 @@ def test_the_end_marks_of_known_templates(name: str, mark: str) -> None:
     assert end_mark(name) == mark
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("Apriel-1.6-15b-Thinker-fixed", "{}\n[BEGIN FINAL RESPONSE]\n{}\n<|end|>"),
+        ("tencent-Hy3", "{}</think:opensource>{}<｜hy_eos:opensource｜>"),
+    ],
+)
+def test_thoughts_train_where_the_next_question_writes_the_end_mark_and_takes_the_thoughts_away(
+    name: str, wanted: str
+) -> None:
+    found = outcome(name, "thinking")
+    assert found.answers == [wanted.format("thought one", "answer one"), wanted.format("thought two", "answer two")]
+    assert Shortfall.NO_THOUGHT not in found.shortfalls
+
+
 @pytest.mark.parametrize("case", CONVERSATIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_next_role_trains_the_token_of_the_next_message_where_there_is_no_end_mark(name: str, case: str) -> None:
