@@ -114,7 +114,7 @@ class AgentService:
                 raise
             if path == _COUNT_TOKENS:
                 return _json({"input_tokens": await session.count_tokens(call.request)})
-            if call.request.stream:
+            if call.request.options.stream:
                 return await _stream(call)
             return _json(call.reply(await session.answer(call.request, call.id)))
         except RequestError as error:

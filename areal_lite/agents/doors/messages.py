@@ -106,7 +106,7 @@ class Messages(Api):
         return {**self._head(), "content": _blocks(answer.message), **_stop(answer), "usage": _usage(answer)}
 
     def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.request.model}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.request.options.model}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -165,7 +165,7 @@ class Responses(Api):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": None,
-            "model": self.request.model,
+            "model": self.request.options.model,
             "output": output,
             "parallel_tool_calls": True,
             "tool_choice": "auto",

@@ -73,14 +73,14 @@ class ChatSession:
         self.refusal: RequestError | None = None
 
     async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[ChatAnswer]:
-        """Return ``request.n`` answers to one prompt."""
+        """Return ``request.options.n`` answers to one prompt."""
         with self._inside_episode():
             try:
-                if request.n == 1:
+                if request.options.n == 1:
                     answers = [await self._answer(request, 0, answer_id, on_text)]
                 else:
                     async with asyncio.TaskGroup() as tasks:
-                        ids = [answer_id, *(f"{answer_id}-{k}" for k in range(1, request.n))]
+                        ids = [answer_id, *(f"{answer_id}-{k}" for k in range(1, request.options.n))]
                         choices = [self._answer(request, k, name, on_text) for k, name in enumerate(ids)]
                         running = [tasks.create_task(choice) for choice in choices]
                     answers = [task.result() for task in running]
@@ -154,7 +154,7 @@ class ChatSession:
                     self._gconfig, request, choice=index, prompt_tokens=len(prompt), agent_samples=self._agent_samples
                 ),
                 tokenizer=self._renderer.tokenizer,
-                top_logprobs=request.top_logprobs,
+                top_logprobs=request.options.top_logprobs,
                 metadata={"agent": agent},
                 on_tokens=None if on_text is None else on_tokens,
             )
