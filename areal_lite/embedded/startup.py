@@ -12,24 +12,33 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aiohttp import web
 
 from areal_lite.config.server_config import EmbeddedServerConfig
+from areal_lite.embedded.routes.http_server import Routes, application
 from areal_lite.errors import ConfigError
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.servers.programs.embedded_settings import check_model_path, check_port, check_text_model, cpu_threads
 from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:
+    from areal_lite.embedded.model_thread import ModelThread
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
-    from areal_lite.embedded.routes.http_server import ModelServer
 
 AddRoutes: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
 """Adds routes to the server's application; they generate with ``events``."""
 Extend: TypeAlias = "Callable[[Path, GenerationRoutes, web.Application], None]"
 """The same, given the folder of the model first."""
+
+
+class ModelServer(NamedTuple):
+    """A model in its thread, and the routes to it."""
+
+    model: ModelThread
+    generation: GenerationRoutes
+    others: tuple[Routes, ...]
 
 
 def resolve_model_path(model_path: str) -> Path:
@@ -92,7 +101,6 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     from areal_lite.embedded.model_thread import ModelThread
     from areal_lite.embedded.routes.control_routes import ControlRoutes
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
-    from areal_lite.embedded.routes.http_server import ModelServer
     from areal_lite.embedded.routes.weight_routes import WeightRoutes
     from areal_lite.embedded.scheduler import BatchLimits, Scheduler
     from areal_lite.models.policy_model import resolve_device, resolve_dtype
@@ -148,7 +156,7 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
         "device": device,
         "num_threads": cpu_threads(config),
     }
-    return ModelServer(thread, generation, weights, ControlRoutes(thread, weights, description))
+    return ModelServer(thread, generation, (weights, ControlRoutes(thread, weights, description)))
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -180,7 +188,7 @@ async def listening(
 ) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
     server.model.start(asyncio.get_running_loop())
-    app = server.app(host=host)
+    app = application((server.generation, *server.others), host=host)
     if add_routes is not None:
         add_routes(server.generation, app)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)

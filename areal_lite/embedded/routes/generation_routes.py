@@ -20,7 +20,7 @@ from areal_lite.embedded.generate_body import GenerationLimits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.model_thread import ModelThread
-from areal_lite.embedded.routes.http_bodies import fields_of, json_of, reply_json
+from areal_lite.embedded.routes.http_server import fields_of, json_of, reply_json
 from areal_lite.embedded.routes.weight_routes import WeightRoutes
 from areal_lite.servers.dialects.sglang_errors import BadRequest, invalid_value
 
