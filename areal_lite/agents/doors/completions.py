@@ -10,12 +10,11 @@ from typing import Any
 
 from areal_lite.agents.doors.api import Api, event
 from areal_lite.agents.session.answer_grammar import answer_grammar
-from areal_lite.agents.session.chat_answer import ChatAnswer
+from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import json_object, wrong
 from areal_lite.agents.session.request_options import MAX_TOP_LOGPROBS, request_options
-from areal_lite.agents.session.text_stream import Piece
 
 
 class _Choices(Api):

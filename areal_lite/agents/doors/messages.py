@@ -8,10 +8,9 @@ from typing import Any
 import orjson
 
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
-from areal_lite.agents.session.chat_answer import ChatAnswer
+from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed, wrong
-from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
     "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",

@@ -33,16 +33,30 @@ _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_pr
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conversation:
-    """The checked messages of an earlier request; a request that begins with them checks only its new ones."""
+    """The checked messages of a request; a later request that begins with them checks only its new ones."""
 
-    body: bytes
-    """The request's body; empty if the API is not chat completions."""
-    known: RequestBodyCache | None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
+    keys: list[Hashable] = field(default_factory=list)
+    raw: list[Any] = field(default_factory=list)
+    body: bytes = b""
+    """The HTTP body, if the API is chat completions."""
+    known: RequestBodyCache | None = None
     """The body's beginning in the request that it extends."""
-    raw: list[Any]
-    messages: list[dict[str, Any]]
-    keys: list[Hashable]
-    path: list[Hashable]
+    path: list[Hashable] = field(default_factory=list)
+    """Nodes of the history: those of the conversation that it extends; all of them once it is recorded."""
+
+    def extended(self, raw: list[Any], body: bytes) -> Conversation:
+        """Check the messages ``raw`` and return the conversation with them at its end."""
+        parsed = [parse_message(message, f"messages[{len(self.raw) + i}]") for i, message in enumerate(raw)]
+        return Conversation(
+            messages=self.messages + [message for message, _ in parsed],
+            keys=self.keys + [key for _, key in parsed],
+            raw=self.raw + raw,
+            body=body,
+            known=self.known_body,
+            path=self.path,
+        )
 
     @functools.cached_property
     def known_body(self) -> RequestBodyCache | None:
@@ -54,13 +68,9 @@ class Conversation:
 class ChatRequest:
     """One checked request for answers, from whichever API."""
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
-    keys: list[Hashable] = field(default_factory=list)
-    raw: list[Any] = field(default_factory=list)
-    body: bytes = b""
-    """The HTTP body, if the API is chat completions."""
+    conversation: Conversation = field(default_factory=Conversation)
     extends: Conversation | None = None
+    """The earlier conversation that it begins with."""
     prompt: str | list[int] | None = None
     """A prompt without chat template, as text or ids, instead of messages."""
     tools: list[dict[str, Any]] | None = None
@@ -70,6 +80,10 @@ class ChatRequest:
     grammar: dict[str, str] = field(default_factory=dict)
     """Grammar of the answer by kind, ``json_schema``, ``regex`` or ``ebnf``; empty if free."""
     options: RequestOptions
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.conversation.messages
 
     @property
     def render_key(self) -> bytes:
@@ -97,14 +111,8 @@ def parse_chat_request(
         raise wrong("messages", raw, "send a list of at least one")
     if extends is None and (extends := find(raw)) is not None:
         raw = raw[len(extends.raw) :]
-    known = len(extends.raw) if extends else 0
-    new = [parse_message(message, f"messages[{known + index}]") for index, message in enumerate(raw)]
-    messages, keys = [message for message, _ in new], [key for _, key in new]
     return ChatRequest(
-        messages=extends.messages + messages if extends else messages,
-        keys=extends.keys + keys if extends else keys,
-        raw=extends.raw + raw if extends else raw,
-        body=sent,
+        conversation=(extends or Conversation()).extended(raw, sent),
         extends=extends,
         tools=tools,
         template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),

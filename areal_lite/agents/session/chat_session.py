@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal_lite.agents.session.agent_names import AgentNames
-from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer
+from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer, Piece
 from areal_lite.agents.session.chat_history import ChatHistory
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.chat_sampling import request_gconfig
 from areal_lite.agents.session.request_fields import RequestError
-from areal_lite.agents.session.text_stream import Piece
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
