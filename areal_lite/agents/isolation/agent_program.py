@@ -33,7 +33,7 @@ KEPT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """What one program may use; None is unlimited."""
+    """Limits of one program; None is unlimited."""
 
     cpu_s: int | None = 3600
     """CPU seconds of each process."""
@@ -53,11 +53,11 @@ async def run_program(
     names = [str(part) for part in command]
     loop, ended, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
     tails = _Tail(), _Tail()
-    left: tuple[float, str, str] = (0.0, "", "")
+    left = 0.0, "", ""
 
     def end() -> None:
         nonlocal left
-        left = (time.monotonic() - began, *(tail.text() for tail in tails))
+        left = time.monotonic() - began, tails[0].text(), tails[1].text()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(ended.set)
 

@@ -151,7 +151,7 @@ class ChatHistory:
     def _path(self, request: ChatRequest, *, grows: bool = False) -> list[Hashable]:
         """Return the nodes of a request from its root on, as far as they are known; all of them if it ``grows``."""
         root, conversation = request.render_key, request.conversation
-        path = conversation.path.copy() if conversation.path[:1] == [root] else [root]
+        path: list[Hashable] = conversation.path.copy() if conversation.path[:1] == [root] else [root]
         for key in conversation.keys[len(path) - 1 :]:
             node = self._nodes.get((path[-1], key))
             if node is None:

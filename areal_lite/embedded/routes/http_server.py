@@ -1,4 +1,4 @@
-"""What all routes share: JSON bodies and replies, and the checks around every request.
+"""JSON bodies and replies of all routes, and the checks around every request.
 
 Guarantees: an invalid request gets a 4xx with a JSON body; a web page's request is refused.
 """
