@@ -47,7 +47,7 @@ class AnswerReader:
         self._request = request
         self._tools = request.tools if request.parse_tools else None
         self._skip_special_tokens = gconfig.skip_special_tokens
-        self._stops = [*(gconfig.stop or []), *request.options.stop]
+        self._stops = [*(gconfig.stop or []), *(request.options.stop or [])]
         self._parser = renderer.answer_parser if request.prompt is None else None
         self._prompt = prompt
         self._stream: TextStream | None = None

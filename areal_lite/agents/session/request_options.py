@@ -25,9 +25,9 @@ IGNORED = {
     "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
 """Fields without effect on the tokens: accepted and ignored."""
-_SAMPLING = {
+_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-}  # fmt: skip
+)  # fmt: skip
 _HINTS = {
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -43,12 +43,19 @@ _HINTS = {
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 """Tokenizers raise on larger numbers."""
 _Positive = Annotated[int, Field(ge=1)]
-_Text = Annotated[str, Field(min_length=1)]
+_Stops = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(max_length=4),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class RequestOptions(BaseModel):
-    """Options by their names in a chat completion; the other APIs give theirs by these names."""
+    """Options by their names in a chat completion; the other APIs give theirs by these names.
+
+    None where nothing is given: pydantic copies a default that can change, which took half of a request's checks.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -60,14 +67,12 @@ class RequestOptions(BaseModel):
     """Goes before ``max_tokens``, its older name."""
     max_tokens: _Positive | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    stop: Annotated[
-        list[_Text], Field(max_length=4), BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
-    ] = []
-    stop_token_ids: list[TokenId] = []
+    stop: _Stops | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: dict[str, Any] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
@@ -78,10 +83,10 @@ class RequestOptions(BaseModel):
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0, le=2)] | None = None
-    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
 
     modalities: tuple[Literal["text"]] | None = Field(default=None, strict=False)
-    functions: Annotated[list[Any], Field(max_length=0)] = []
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["auto", "none"] = "auto"
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
@@ -96,12 +101,12 @@ class RequestOptions(BaseModel):
     @property
     def stream_usage(self) -> bool:
         """True if a stream ends with a chunk of usage."""
-        return self.stream_options.get("include_usage") is True
+        return self.stream_options is not None and self.stream_options.get("include_usage") is True
 
     @property
     def sampling(self) -> dict[str, float]:
         """The given options that change the distribution."""
-        return self.model_dump(include=_SAMPLING, exclude_none=True)
+        return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
 
 
 def request_options(body: dict[str, Any]) -> RequestOptions:
