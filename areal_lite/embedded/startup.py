@@ -10,7 +10,6 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
     from areal_lite.embedded.model_thread import ModelThread
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
 
-AddRoutes: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
+Extend: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
 """Adds routes to the server's application; they generate with ``events``."""
-Extend: TypeAlias = "Callable[[Path, GenerationRoutes, web.Application], None]"
-"""The same, given the folder of the model first."""
 
 
 class ModelServer(NamedTuple):
@@ -76,7 +73,7 @@ def serve(
 
     Args:
         on_ready: Called with host and port once the server answers requests.
-        extend: Adds routes, given the folder of the model.
+        extend: Adds routes.
 
     Raises:
         ConfigError: If model, port or device cannot be used; if possible before torch is imported.
@@ -87,8 +84,7 @@ def serve(
     # Torch has threads for each thread that computes; more of them than cores sleep between operations. These end.
     with quick_import(), ThreadPoolExecutor(1) as loading:
         server = loading.submit(build, config, directory, served).result()
-    add_routes = None if extend is None else partial(extend, directory)
-    asyncio.run(_serve_until_signal(config, server, on_ready, add_routes))
+    asyncio.run(_serve_until_signal(config, server, on_ready, extend))
 
 
 def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) -> ModelServer:
@@ -171,26 +167,24 @@ async def _serve_until_signal(
     config: EmbeddedServerConfig,
     server: ModelServer,
     on_ready: Callable[[str, int], None],
-    add_routes: AddRoutes | None,
+    extend: Extend | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with listening(server, host=config.host, port=config.port, add_routes=add_routes) as port:
+    async with listening(server, host=config.host, port=config.port, extend=extend) as port:
         on_ready(config.host, port)
         await stop.wait()
 
 
 @asynccontextmanager
-async def listening(
-    server: ModelServer, *, host: str, port: int, add_routes: AddRoutes | None = None
-) -> AsyncIterator[int]:
+async def listening(server: ModelServer, *, host: str, port: int, extend: Extend | None = None) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
     server.model.start(asyncio.get_running_loop())
     app = application((server.generation, *server.others), host=host)
-    if add_routes is not None:
-        add_routes(server.generation, app)
+    if extend is not None:
+        extend(server.generation, app)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

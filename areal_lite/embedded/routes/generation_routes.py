@@ -49,7 +49,7 @@ class GenerationRoutes:
         """
         self._model = model
         self._scheduler = model.scheduler
-        self._weights = weights
+        self.weights = weights
         self._decode = decode
         self._grammars = grammars
         runner = model.scheduler.runner
@@ -101,7 +101,7 @@ class GenerationRoutes:
         one = await self._in_tokenizer_thread(
             lambda: parse_generate(body, grammar=self._grammars.grammar, limits=self.limits, draw=self._draw)
         )
-        self._weights.check_adapter(body)
+        self.weights.check_adapter(body)
         if self._live.setdefault(one.rid, one) is not one:
             raise invalid_value(f"Duplicate request ID detected: {one.rid}")
         return one
