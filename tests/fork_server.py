@@ -46,7 +46,8 @@ _PRELOADED = (
     "areal_lite.runs.entry_points",
     "areal_lite.runs.rl_run",
     "areal_lite.runs.supervised_run",
-    "areal_lite.embedded.routes.http_server",
+    "areal_lite.embedded.routes.control_routes",
+    "areal_lite.embedded.routes.generation_routes",
 )
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 _LENGTH = struct.Struct("!I")

@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
@@ -60,25 +61,19 @@ class ModelThread:
         self._enqueue(lambda: self.scheduler.abort([request]))
 
     async def command(self, function: Callable[[], T]) -> T:
-        """Run ``function`` in the model thread between two steps and return its result."""
-        assert self._loop is not None
-        loop = self._loop
-        future: asyncio.Future[T] = loop.create_future()
-
-        def finish(set_outcome: Callable[[], None]) -> None:
-            if not future.done():
-                set_outcome()
+        """Run ``function`` in the model thread between two steps and return its result, also if the caller leaves."""
+        outcome: Future[T] = Future()
 
         def run() -> None:
             try:
                 result = function()
             except Exception as error:  # raised in the caller
-                loop.call_soon_threadsafe(finish, lambda error=error: future.set_exception(error))
+                outcome.set_exception(error)
             else:
-                loop.call_soon_threadsafe(finish, lambda: future.set_result(result))
+                outcome.set_result(result)
 
         self._enqueue(run)
-        return await future
+        return await asyncio.shield(asyncio.wrap_future(outcome))
 
     def _enqueue(self, command: Callable[[], None]) -> None:
         with self._wake:

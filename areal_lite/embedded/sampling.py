@@ -112,8 +112,7 @@ def _shaped_logits(logits: Tensor, request: GenerationRequest, stops: frozenset[
         factor = params.repetition_penalty
         logits[ids] = torch.where(penalized < 0, penalized * factor, penalized / factor)
     if params.logit_bias:
-        biased, biases = zip(*params.logit_bias, strict=True)
-        logits[list(biased)] += torch.tensor(biases, device=device)
+        logits[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), device=device)
     if request.grammar is not None:
         logits[~torch.from_numpy(request.grammar.allowed()).to(device)] = -torch.inf
     if stops:

@@ -6,53 +6,70 @@ value raises ``BadRequest`` with the JSON body that SGLang would answer.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from areal_lite.servers.dialects.sglang_errors import BadRequest, invalid_value, wrong_type
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def _check_top_k(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("it must be -1 (disable) or at least 1")
+    return value
+
+
+_Constraint = Annotated[str | None, BeforeValidator(lambda text: text or None)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TokenId = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class SamplingParams:
     """How to sample one request; the defaults are SGLang's."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**31)] = 128
     """Most tokens to sample."""
-    min_new_tokens: int = 0
+    min_new_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Before this many tokens, EOS and stop ids cannot be sampled and stop strings are ignored. Like top-p this filters
     the choice only: reported log-probs are those of the unfiltered distribution."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits. 0 is greedy; log-probs are then those of the undivided logits."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Smallest probability mass to sample from, in (0, 1]. 1 is off."""
-    top_k: int = -1
+    top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
     """Sample from this many most probable tokens. -1 is off."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Smallest probability relative to the most probable token, in [0, 1]. 0 is off."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: _Penalty = 0.0
     """Subtracted from an id's logit for each time the output has it."""
-    presence_penalty: float = 0.0
+    presence_penalty: _Penalty = 0.0
     """Subtracted from the logits of ids that the output has."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides positive logits of ids that the output has, and multiplies negative ones. 1 is off."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """``(id, number added to its logit)``."""
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
+    logit_bias: dict[Annotated[_TokenId, Field(strict=False)], float] = dataclasses.field(default_factory=dict)
+    """Numbers added to the logits of ids."""
+    json_schema: _Constraint = None
+    regex: _Constraint = None
+    ebnf: _Constraint = None
     """At most one of these three constrains the output. Like penalties and biases, it filters the choice only."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[
+        tuple[str, ...],
+        Field(strict=False),
+        BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+        AfterValidator(lambda texts: tuple(filter(None, texts))),
+    ] = ()
     """Texts that end the output. The returned text ends before them; the returned ids include them."""
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: Annotated[frozenset[_TokenId], Field(strict=False)] = frozenset()
     """Ids that end the output besides the model's own EOS, also under ``ignore_eos``."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     """Keep the stop token or stop text in the returned text."""
-    sampling_seed: int | None = None
+    sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """With a seed, prompt, weights and seed decide the sampled tokens whatever else is in the batch (to float
     tolerance). None: the server draws a seed."""
 
@@ -71,8 +88,6 @@ class SamplingParams:
 
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf")
-Check = Callable[[str, Any], Any]
-"""Takes a parameter's name and value, returns the value to use, or raises ``BadRequest``."""
 
 
 def parse_sampling_params(given: Any, vocab_size: int) -> SamplingParams:
@@ -80,7 +95,7 @@ def parse_sampling_params(given: Any, vocab_size: int) -> SamplingParams:
 
     Args:
         given: The JSON value. None, here or as the value of a key, means the default.
-        vocab_size: Stop ids must be below it.
+        vocab_size: Ids must be below it.
 
     Raises:
         BadRequest: With SGLang's error body, for unknown names, wrong types and values out of range.
@@ -94,19 +109,21 @@ def parse_sampling_params(given: Any, vocab_size: int) -> SamplingParams:
     for name, defaults in _UNSUPPORTED.items():
         if values.pop(name, None) not in defaults:
             raise invalid_value(f"{name} is not supported by the embedded server; leave it out, or serve with SGLang.")
-    for name, check in _CHECKS:
-        if name in values:
-            values[name] = check(name, values[name])
-    if "top_k" in values:
-        values["top_k"] = _top_k(values["top_k"], vocab_size)
-    values["logit_bias"] = _logit_bias(values.get("logit_bias") or {}, vocab_size)
-    for name in CONSTRAINTS:
-        values[name] = _constraint(name, values.get(name))
-    if len(given_constraints := [name for name in CONSTRAINTS if values[name] is not None]) > 1:
+    try:
+        params = SamplingParams(**values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        rule = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+        rule = rule.replace("tuple", "list").replace("frozenset", "list")
+        refuse = wrong_type if first["type"].endswith("_type") else invalid_value
+        raise refuse(f"{name} is {first['input']!r}: {rule}.") from None
+    if len(given_constraints := [name for name in CONSTRAINTS if getattr(params, name) is not None]) > 1:
         raise invalid_value(f"{' and '.join(given_constraints)} are both given; give one of them.")
-    values["stop"] = _stop_strings(values.get("stop", ()))
-    values["stop_token_ids"] = _stop_ids(values.get("stop_token_ids", ()), vocab_size)
-    params = SamplingParams(**values)
+    if odd := [token for token in (*params.stop_token_ids, *params.logit_bias) if token >= vocab_size]:
+        raise invalid_value(f"stop_token_ids or logit_bias has {odd[0]}: ids are in [0, {vocab_size}).")
+    if params.top_k >= vocab_size:
+        params = dataclasses.replace(params, top_k=-1)
     if params.min_new_tokens > params.max_new_tokens:
         raise invalid_value(
             f"min_new_tokens must be in [0, max_new_tokens({params.max_new_tokens})], got {params.min_new_tokens}."
@@ -123,99 +140,6 @@ def _check_names(given: dict[str, Any]) -> None:
             raise BadRequest({"error": f"unknown field `{name}`, expected one of {known}.{hint}"})
 
 
-def _integer(low: int, high: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong_type(f"{name} must be an integer, got {value!r}.")
-        if not low <= value <= high:
-            raise invalid_value(f"{name} must be in [{low}, {high}], got {value}.")
-        return value
-
-    return check
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise wrong_type(f"{name} must be true or false, got {value!r}.")
-    return value
-
-
-def _number(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong_type(f"{name} must be a number, got {value!r}.")
-    if not math.isfinite(value):
-        raise invalid_value(f"{name} must be a finite number, got {value}.")
-    return value
-
-
-def _in_range(is_valid: Callable[[float], bool], rule: str) -> Check:
-    def check(name: str, value: Any) -> float:
-        if not is_valid(value):
-            raise invalid_value(f"{name} must be {rule}, got {value}.")
-        return float(value)
-
-    return check
-
-
-def _top_k(value: Any, vocab_size: int) -> int:
-    top_k: int = _integer(-(2**63), 2**63)("top_k", value)
-    if top_k != -1 and top_k < 1:
-        raise invalid_value(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
-    return top_k if top_k < vocab_size else -1
-
-
-def _logit_bias(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, dict):
-        raise wrong_type(f"logit_bias must be an object of token ids and numbers, got {value!r}.")
-    biases = []
-    for text, bias in value.items():
-        if not text.isdecimal() or int(text) >= vocab_size:
-            raise invalid_value(f"logit_bias has the key {text!r}; keys are ids in [0, {vocab_size}).")
-        biases.append((int(text), float(_number("logit_bias", bias))))
-    return tuple(biases)
-
-
-def _constraint(name: str, value: Any) -> str | None:
-    if value and not isinstance(value, str):
-        raise wrong_type(f"{name} must be a string, got {value!r}.")
-    return value or None
-
-
-def _stop_strings(value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise wrong_type(f"stop must be a string or a list of strings, got {value!r}.")
-    return tuple(text for text in texts if text)
-
-
-def _stop_ids(value: Any, vocab_size: int) -> frozenset[int]:
-    if not isinstance(value, list | tuple):
-        raise wrong_type(f"stop_token_ids must be a list of integers, got {value!r}.")
-    check = _integer(0, vocab_size - 1)
-    return frozenset(check("stop_token_ids", token) for token in value)
-
-
-_CHECKS: tuple[tuple[str, Check], ...] = (
-    ("max_new_tokens", _integer(1, 2**31)),
-    ("min_new_tokens", _integer(0, 2**31)),
-    ("sampling_seed", _integer(-(2**63), 2**64 - 1)),
-    ("ignore_eos", _flag),
-    ("skip_special_tokens", _flag),
-    ("no_stop_trim", _flag),
-    ("temperature", _number),
-    ("top_p", _number),
-    ("min_p", _number),
-    ("frequency_penalty", _number),
-    ("presence_penalty", _number),
-    ("repetition_penalty", _number),
-    ("temperature", _in_range(lambda value: value >= 0, "a non-negative finite number")),
-    ("top_p", _in_range(lambda value: 0 < value <= 1, "in (0, 1]")),
-    ("min_p", _in_range(lambda value: 0 <= value <= 1, "in [0, 1]")),
-    ("frequency_penalty", _in_range(lambda value: -2 <= value <= 2, "in [-2, 2]")),
-    ("presence_penalty", _in_range(lambda value: -2 <= value <= 2, "in [-2, 2]")),
-    ("repetition_penalty", _in_range(lambda value: 0 < value <= 2, "in (0, 2]")),
-)
-"""Run in this order; the first failure is the answer."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "spaces_between_special_tokens": (None, True),

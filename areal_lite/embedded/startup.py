@@ -10,13 +10,13 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aiohttp import web
 
 from areal_lite.config.server_config import EmbeddedServerConfig
+from areal_lite.embedded.routes.http_server import Routes, application
 from areal_lite.errors import ConfigError
 from areal_lite.processes.http_limits import HttpLimits, SurplusConnection
 from areal_lite.processes.quick_import import quick_import
@@ -24,16 +24,22 @@ from areal_lite.servers.programs.embedded_settings import check_model_path, chec
 from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:
+    from areal_lite.embedded.model_thread import ModelThread
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
-    from areal_lite.embedded.routes.http_server import ModelServer
 
 _LIMITS = HttpLimits(max_body_bytes=64 * 2**20)
 _TOO_MANY = b'{"error": {"message": "too many connections: close some"}}'
 
-AddRoutes: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
+Extend: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
 """Adds routes to the server's application; they generate with ``events``."""
-Extend: TypeAlias = "Callable[[Path, GenerationRoutes, web.Application], None]"
-"""The same, given the folder of the model first."""
+
+
+class ModelServer(NamedTuple):
+    """A model in its thread, and the routes to it."""
+
+    model: ModelThread
+    generation: GenerationRoutes
+    others: tuple[Routes, ...]
 
 
 def resolve_model_path(model_path: str) -> Path:
@@ -71,7 +77,7 @@ def serve(
 
     Args:
         on_ready: Called with host and port once the server answers requests.
-        extend: Adds routes, given the folder of the model.
+        extend: Adds routes.
 
     Raises:
         ConfigError: If model, port or device cannot be used; if possible before torch is imported.
@@ -82,8 +88,7 @@ def serve(
     # Torch has threads for each thread that computes; more of them than cores sleep between operations. These end.
     with quick_import(), ThreadPoolExecutor(1) as loading:
         server = loading.submit(build, config, directory, served).result()
-    add_routes = None if extend is None else partial(extend, directory)
-    asyncio.run(_serve_until_signal(config, server, on_ready, add_routes))
+    asyncio.run(_serve_until_signal(config, server, on_ready, extend))
 
 
 def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) -> ModelServer:
@@ -96,7 +101,6 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     from areal_lite.embedded.model_thread import ModelThread
     from areal_lite.embedded.routes.control_routes import ControlRoutes
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
-    from areal_lite.embedded.routes.http_server import ModelServer
     from areal_lite.embedded.routes.weight_routes import WeightRoutes
     from areal_lite.embedded.scheduler import BatchLimits, Scheduler
     from areal_lite.models.policy_model import resolve_device, resolve_dtype
@@ -152,7 +156,7 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
         "device": device,
         "num_threads": cpu_threads(config),
     }
-    return ModelServer(thread, generation, weights, ControlRoutes(thread, weights, description))
+    return ModelServer(thread, generation, (weights, ControlRoutes(thread, weights, description)))
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -167,13 +171,13 @@ async def _serve_until_signal(
     config: EmbeddedServerConfig,
     server: ModelServer,
     on_ready: Callable[[str, int], None],
-    add_routes: AddRoutes | None,
+    extend: Extend | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with listening(server, host=config.host, port=config.port, add_routes=add_routes) as port:
+    async with listening(server, host=config.host, port=config.port, extend=extend) as port:
         on_ready(config.host, port)
         await stop.wait()
 
@@ -184,15 +188,15 @@ async def listening(
     *,
     host: str,
     port: int,
-    add_routes: AddRoutes | None = None,
+    extend: Extend | None = None,
     limits: HttpLimits = _LIMITS,
 ) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
     loop = asyncio.get_running_loop()
     server.model.start(loop)
-    app = server.app(host=host, limits=limits)
-    if add_routes is not None:
-        add_routes(server.generation, app)
+    app = application((server.generation, *server.others), host=host, limits=limits)
+    if extend is not None:
+        extend(server.generation, app)
 
     def protocol() -> asyncio.BaseProtocol:
         assert runner.server is not None

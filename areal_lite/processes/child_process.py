@@ -4,7 +4,7 @@ Guarantees that the program and everything in its process group are killed when 
 this process ends, also by SIGKILL; and that a Ctrl-C at the terminal reaches only this process. A thread per program
 waits for its end: freeing gigabytes takes the kernel a while, and no event loop may wait for it. Until that thread has
 reaped the leader, its id names the group and no other process, so a signal cannot hit a stranger. A process that left
-the group for a session of its own survives, unless a supervisor finds it, as ``agents/isolation/agent_program`` does.
+the group for a session of its own survives, unless the program is the script :mod:`.process_tree`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class ChildProcess:
         command: Sequence[str],
         *,
         environment: Mapping[str, str],
-        output: IO[bytes] | None,
+        output: IO[bytes] | int | None,
+        errors: int = subprocess.STDOUT,
         pass_fds: Sequence[int] = (),
         on_end: Callable[[], object] = bool,
     ) -> None:
@@ -94,7 +95,7 @@ class ChildProcess:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
+                stderr=None if output is None else errors,
                 env=environment,
                 pass_fds=(life_line, *pass_fds),
                 start_new_session=True,

@@ -50,7 +50,7 @@ def test_samples_follow_the_renormalised_distribution_of_the_kept_ids(
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        ({"logit_bias": ((1, 2.0), (3, -50.0))}, [0.0, 2.0, 0.0, -50.0]),
+        ({"logit_bias": {1: 2.0, 3: -50.0}}, [0.0, 2.0, 0.0, -50.0]),
         ({"presence_penalty": 1.0}, [-1.0, 0.0, -1.0, 0.0]),
         ({"frequency_penalty": 0.5}, [-1.0, 0.0, -0.5, 0.0]),
         ({"frequency_penalty": 0.5, "presence_penalty": 1.0}, [-2.0, 0.0, -1.5, 0.0]),

@@ -19,10 +19,9 @@ from areal_lite.agents.doors.api import Api
 from areal_lite.agents.doors.completions import ChatCompletions, Completions
 from areal_lite.agents.doors.messages import Messages
 from areal_lite.agents.doors.responses import Responses, stored_response
-from areal_lite.agents.session.chat_answer import ChatAnswer
+from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
-from areal_lite.agents.session.text_stream import Piece
 
 MAX_BODY_BYTES = 8 * 2**20
 _ENDED_KEPT = 10_000
@@ -114,7 +113,7 @@ class AgentService:
                 raise
             if path == _COUNT_TOKENS:
                 return _json({"input_tokens": await session.count_tokens(call.request)})
-            if call.request.stream:
+            if call.request.options.stream:
                 return await _stream(call)
             return _json(call.reply(await session.answer(call.request, call.id)))
         except RequestError as error:

@@ -9,11 +9,10 @@ from typing import Any
 
 import orjson
 
-from areal_lite.agents.session.chat_answer import ChatAnswer
+from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError, short
-from areal_lite.agents.session.text_stream import Piece
 
 
 class Api(ABC):

@@ -10,11 +10,11 @@ from typing import Any
 
 from areal_lite.agents.doors.api import Api, event
 from areal_lite.agents.session.answer_grammar import answer_grammar
-from areal_lite.agents.session.chat_answer import ChatAnswer
-from areal_lite.agents.session.chat_request import MAX_TOP_LOGPROBS, ChatRequest, parse_chat_request, request_options
+from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
+from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import is_token_id, json_object, whole, wrong
-from areal_lite.agents.session.text_stream import Piece
+from areal_lite.agents.session.request_fields import json_object, wrong
+from areal_lite.agents.session.request_options import MAX_TOP_LOGPROBS, request_options
 
 
 class _Choices(Api):
@@ -28,7 +28,7 @@ class _Choices(Api):
     def __init__(self, body: bytes, session: ChatSession) -> None:
         super().__init__(body, session)
         created = int(time.time())
-        self._head = {"id": self.id, "object": self.chunk_kind, "created": created, "model": self.request.model}
+        self._head = {"id": self.id, "object": self.chunk_kind, "created": created, "model": self.request.options.model}
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         choices = [self._choice(index, answer, self._whole(answer)) for index, answer in enumerate(answers)]
@@ -36,7 +36,7 @@ class _Choices(Api):
 
     def end(self, answers: Sequence[ChatAnswer]) -> bytes:
         parts = [self._event(index, self.nothing, answer) for index, answer in enumerate(answers)]
-        if self.request.stream_usage:
+        if self.request.options.stream_usage:
             parts.append(event({**self._head, "choices": [], "usage": _usage(answers)}))
         return b"".join(parts) + b"data: [DONE]\n\n"
 
@@ -45,7 +45,7 @@ class _Choices(Api):
 
     def _choice(self, index: int, answer: ChatAnswer | None, text: dict[str, Any]) -> dict[str, Any]:
         """Return a choice, or a piece of it without the answer."""
-        logprobs = self._logprobs(answer) if answer and self.request.logprobs else None
+        logprobs = self._logprobs(answer) if answer and self.request.options.logprobs else None
         return {"index": index, **text, "finish_reason": answer and answer.finish_reason, "logprobs": logprobs}
 
     @abstractmethod
@@ -78,7 +78,7 @@ class ChatCompletions(_Choices):
 
     def start(self) -> bytes:
         role = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(self._event(index, role) for index in range(self.request.n))
+        return b"".join(self._event(index, role) for index in range(self.request.options.n))
 
     def text(self, index: int, piece: Piece) -> bytes:
         return self._event(index, {"delta": {"reasoning_content" if piece.is_reasoning else "content": piece.text}})
@@ -115,18 +115,15 @@ class Completions(_Choices):
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
-        ids = isinstance(prompt, list) and all(is_token_id(token) for token in prompt)
+        ids = isinstance(prompt, list) and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
         if not prompt or not (ids or isinstance(prompt, str)):
             raise wrong("prompt", prompt, "send one prompt per call, a string or a list of token ids")
-        top_logprobs = whole("logprobs", body.get("logprobs"), 0, MAX_TOP_LOGPROBS)
-        rest = {name: value for name, value in body.items() if name not in ("prompt", "logprobs")}
-        return ChatRequest(
-            prompt=prompt,
-            grammar=answer_grammar(body, None),
-            logprobs=top_logprobs is not None,
-            top_logprobs=top_logprobs or 0,
-            **request_options(rest),
-        )
+        top = body.get("logprobs")
+        if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
+            raise wrong("logprobs", top, f"send a whole number of at most {MAX_TOP_LOGPROBS}")
+        rest = {name: value for name, value in body.items() if name != "prompt"}
+        options = request_options({**rest, "logprobs": top is not None, "top_logprobs": top})
+        return ChatRequest(prompt=prompt, grammar=answer_grammar(body, None), options=options)
 
     def start(self) -> bytes:
         return b""  # the first event has text

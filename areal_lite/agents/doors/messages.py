@@ -8,10 +8,9 @@ from typing import Any
 import orjson
 
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
-from areal_lite.agents.session.chat_answer import ChatAnswer
+from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed, wrong
-from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
     "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",
@@ -106,7 +105,7 @@ class Messages(Api):
         return {**self._head(), "content": _blocks(answer.message), **_stop(answer), "usage": _usage(answer)}
 
     def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.request.model}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.request.options.model}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

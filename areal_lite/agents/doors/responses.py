@@ -10,11 +10,10 @@ from urllib.parse import parse_qs
 
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.parsers.call_json import dump_json
-from areal_lite.agents.session.chat_answer import ChatAnswer
+from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed, wrong
-from areal_lite.agents.session.text_stream import Piece
 
 _AS_CHAT = {
     "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
@@ -165,7 +164,7 @@ class Responses(Api):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": None,
-            "model": self.request.model,
+            "model": self.request.options.model,
             "output": output,
             "parallel_tool_calls": True,
             "tool_choice": "auto",

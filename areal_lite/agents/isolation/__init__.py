@@ -1,4 +1,6 @@
 """An agent's code away from the event loop: in a thread, in a process of its own, and programs that it starts.
 
-Read agent_access (what an agent gets), then agent_thread and agent_processes.
+Promises that none of it outlives its episode, except a thread that does not end, which is logged and counted. Imports
+api and processes, whose call pool and child processes it uses, and the HTTP client of doors. ``agent_workflow`` calls
+it. Read agent_access (what an agent gets), then agent_thread, agent_processes and agent_program.
 """

@@ -16,9 +16,9 @@ class AgentAccess:
     """How one episode's agent reaches its session; valid until ``run()`` returns."""
 
     base_url: str
-    """Of OpenAI's APIs: ``http://127.0.0.1:PORT/v1``."""
+    """Address of OpenAI's APIs, ``http://127.0.0.1:PORT/v1``."""
     anthropic_base_url: str
-    """Of Anthropic's API: ``http://127.0.0.1:PORT``."""
+    """Address of Anthropic's API, ``http://127.0.0.1:PORT``."""
     api_key: str
     http_client: Any
     """An ``httpx.AsyncClient`` that needs no sockets; SDKs take it as ``http_client``."""
@@ -54,7 +54,7 @@ class AgentAccess:
             command: Program and arguments; no shell.
             cwd: Its working directory; None makes an empty one and removes it afterwards.
             inherit: Names of variables it takes from this process.
-            variables: More variables.
+            variables: Values of further variables.
             limits: What it may use; None is ``ProcessLimits()``.
             timeout_s: Seconds after which it is killed; None leaves it to the episode's deadline.
 

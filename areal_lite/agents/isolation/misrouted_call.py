@@ -1,4 +1,4 @@
-"""Why an agent's call did not reach its model: the address it went to, from the exception's chain of causes.
+"""Name the address that an agent's failed call went to, if it is not its model's, from the exception's causes.
 
 Reads attributes that HTTP libraries set (httpx, requests, aiohttp, and the SDKs on top of them), never their texts.
 """

@@ -23,7 +23,7 @@ class AgentNames:
         first system prompt is ``main``, and another one is named by its first words that it does not share with it.
         """
         system = list(takewhile(lambda message: message["role"] == "system", request.messages))
-        given = request.agent or next((message["name"] for message in system if "name" in message), "")
+        given = request.options.agent or next((message["name"] for message in system if "name" in message), "")
         if given and (given := _shortened(given.split())):
             return given
         key = tuple(message["content"] for message in system)

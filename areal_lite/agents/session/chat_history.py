@@ -116,16 +116,7 @@ class ChatHistory:
         if not any(one.path[-1] == path[-1] for one in self._conversations):
             if request.extends is not None and request.extends in self._conversations:
                 self._conversations.remove(request.extends)
-            self._conversations.append(
-                Conversation(
-                    body=request.body,
-                    known=request.extends.known_body if request.extends else None,
-                    raw=request.raw,
-                    messages=request.messages,
-                    keys=request.keys,
-                    path=path,
-                )
-            )
+            self._conversations.append(replace(request.conversation, path=path))
 
     def record_untemplated(self, text: str, interaction: InteractionWithTokenLogpReward) -> None:
         """Record the answer to a prompt without template; ``text`` is both."""
@@ -159,11 +150,9 @@ class ChatHistory:
 
     def _path(self, request: ChatRequest, *, grows: bool = False) -> list[Hashable]:
         """Return the nodes of a request from its root on, as far as they are known; all of them if it ``grows``."""
-        root, extends = request.render_key, request.extends
-        path: list[Hashable] = [root]
-        if extends is not None and extends.path[0] == root:
-            path = extends.path.copy()
-        for key in request.keys[len(path) - 1 :]:
+        root, conversation = request.render_key, request.conversation
+        path: list[Hashable] = conversation.path.copy() if conversation.path[:1] == [root] else [root]
+        for key in conversation.keys[len(path) - 1 :]:
             node = self._nodes.get((path[-1], key))
             if node is None:
                 if not grows:

@@ -22,7 +22,7 @@ def request_gconfig(
     gconfig: GenerationHyperparameters, request: ChatRequest, *, choice: int, prompt_tokens: int, agent_samples: bool
 ) -> GenerationHyperparameters:
     """Return the sampling parameters of one answer.
-    ``choice`` is its index among ``request.n``; each has a seed of its own. ``agent_samples`` applies the agent's
+    ``choice`` is its index among the request's ``n``; each has a seed of its own. ``agent_samples`` applies the agent's
     temperature, top_p, penalties and logit_bias.
     """
     room = gconfig.max_tokens - prompt_tokens
@@ -33,26 +33,26 @@ def request_gconfig(
             param="messages",
             code="context_length_exceeded",
         )
-    max_new_tokens = min(request.max_tokens or room, gconfig.max_new_tokens, room)
+    asked = request.options
+    max_new_tokens = min(asked.max_completion_tokens or asked.max_tokens or room, gconfig.max_new_tokens, room)
     changes: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min(max(gconfig.min_new_tokens, request.min_tokens), max_new_tokens),
+        "min_new_tokens": min(max(gconfig.min_new_tokens, asked.min_tokens), max_new_tokens),
         **request.grammar,
     }
-    if request.stop:
-        changes["stop"] = [*(gconfig.stop or []), *request.stop]
-    if request.stop_token_ids:
-        changes["stop_token_ids"] = [*(gconfig.stop_token_ids or []), *request.stop_token_ids]
-    if request.ignore_eos:
+    if asked.stop:
+        changes["stop"] = [*(gconfig.stop or []), *asked.stop]
+    if asked.stop_token_ids:
+        changes["stop_token_ids"] = [*(gconfig.stop_token_ids or []), *asked.stop_token_ids]
+    if asked.ignore_eos:
         changes["ignore_eos"] = True
-    if (seed := gconfig.seed if request.seed is None else request.seed) is not None:
+    if (seed := gconfig.seed if asked.seed is None else asked.seed) is not None:
         changes["seed"] = seed + choice
-    if request.sampling:
-        changes |= _distribution(gconfig, request.sampling, agent_samples)
-    if request.logit_bias and agent_samples:
-        changes["logit_bias"] = request.logit_bias
-    elif request.logit_bias:
-        warn_once(f"logit_bias={request.logit_bias}"[:80])
+    changes |= _distribution(gconfig, asked.sampling, agent_samples)
+    if asked.logit_bias and agent_samples:
+        changes["logit_bias"] = asked.logit_bias
+    elif asked.logit_bias:
+        warn_once(f"logit_bias={asked.logit_bias}"[:80])
     changes = {name: value for name, value in changes.items() if getattr(gconfig, name) != value}
     return gconfig.new(**changes) if changes else gconfig
 

@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal_lite.agents.session.agent_names import AgentNames
-from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer
+from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer, Piece
 from areal_lite.agents.session.chat_history import ChatHistory
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.chat_sampling import request_gconfig
 from areal_lite.agents.session.request_fields import RequestError
-from areal_lite.agents.session.text_stream import Piece
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
@@ -73,14 +72,14 @@ class ChatSession:
         self.refusal: RequestError | None = None
 
     async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[ChatAnswer]:
-        """Return ``request.n`` answers to one prompt."""
+        """Return ``request.options.n`` answers to one prompt."""
         with self._inside_episode():
             try:
-                if request.n == 1:
+                if request.options.n == 1:
                     answers = [await self._answer(request, 0, answer_id, on_text)]
                 else:
                     async with asyncio.TaskGroup() as tasks:
-                        ids = [answer_id, *(f"{answer_id}-{k}" for k in range(1, request.n))]
+                        ids = [answer_id, *(f"{answer_id}-{k}" for k in range(1, request.options.n))]
                         choices = [self._answer(request, k, name, on_text) for k, name in enumerate(ids)]
                         running = [tasks.create_task(choice) for choice in choices]
                     answers = [task.result() for task in running]
@@ -154,7 +153,7 @@ class ChatSession:
                     self._gconfig, request, choice=index, prompt_tokens=len(prompt), agent_samples=self._agent_samples
                 ),
                 tokenizer=self._renderer.tokenizer,
-                top_logprobs=request.top_logprobs,
+                top_logprobs=request.options.top_logprobs,
                 metadata={"agent": agent},
                 on_tokens=None if on_text is None else on_tokens,
             )

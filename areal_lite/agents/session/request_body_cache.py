@@ -21,7 +21,7 @@ class RequestBodyCache(NamedTuple):
 
     text: bytes
     start: int
-    """Where its messages begin."""
+    """Index at which its messages begin."""
 
     def cut_from(self, body: bytes) -> bytes | None:
         """Return ``body`` without these messages; None if it does not begin with them or names the field again."""

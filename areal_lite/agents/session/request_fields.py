@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Container
 from typing import Any, TypeVar
@@ -63,30 +62,6 @@ def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
     """Return an optional value of type ``kind``; raises RequestError for another type."""
     if value is not None and not isinstance(value, kind):
         raise wrong(name, value, f"{hint}")
-    return value
-
-
-def whole(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int | None:
-    """Return an optional whole number; raises RequestError for another type or one out of range."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        limit = "" if maximum == 2**63 - 1 else f" and at most {maximum}"
-        raise wrong(name, value, f"send a whole number of at least {minimum}{limit}")
-    return value
-
-
-def is_token_id(value: Any) -> bool:
-    """Return whether a value can be a token id; tokenizers raise on larger numbers."""
-    return type(value) is int and 0 <= value < 2**31
-
-
-def number(name: str, value: Any, low: float, high: float) -> float:
-    """Return a finite number from ``low`` to ``high``; raises RequestError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise wrong(name, value, "send a number")
-    if not low <= value <= high:
-        raise RequestError(f"{name} is {value}: it must be between {low} and {high}", param=name)
     return value
 
 

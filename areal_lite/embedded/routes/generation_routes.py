@@ -20,7 +20,7 @@ from areal_lite.embedded.generate_body import GenerationLimits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.model_thread import ModelThread
-from areal_lite.embedded.routes.http_bodies import fields_of, json_of, reply_json
+from areal_lite.embedded.routes.http_server import fields_of, json_of, reply_json
 from areal_lite.embedded.routes.weight_routes import WeightRoutes
 from areal_lite.servers.dialects.sglang_errors import BadRequest, invalid_value
 
@@ -49,7 +49,7 @@ class GenerationRoutes:
         """
         self._model = model
         self._scheduler = model.scheduler
-        self._weights = weights
+        self.weights = weights
         self._decode = decode
         self._grammars = grammars
         runner = model.scheduler.runner
@@ -101,7 +101,7 @@ class GenerationRoutes:
         one = await self._in_tokenizer_thread(
             lambda: parse_generate(body, grammar=self._grammars.grammar, limits=self.limits, draw=self._draw)
         )
-        self._weights.check_adapter(body)
+        self.weights.check_adapter(body)
         if self._live.setdefault(one.rid, one) is not one:
             raise invalid_value(f"Duplicate request ID detected: {one.rid}")
         return one

@@ -1,44 +1,77 @@
-"""SGLang's native HTTP dialect of one served model.
+"""JSON bodies and replies of all routes, and the checks around every request.
 
 Guarantees: an invalid request gets a 4xx with a JSON body; a web page's request is refused; a slow client is cut off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
 
+import orjson
 from aiohttp import web
 
-from areal_lite.embedded.model_thread import ModelThread
-from areal_lite.embedded.routes.control_routes import ControlRoutes
-from areal_lite.embedded.routes.generation_routes import GenerationRoutes
-from areal_lite.embedded.routes.http_bodies import LIMITS, reply_json
-from areal_lite.embedded.routes.weight_routes import WeightRoutes
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
-from areal_lite.processes.http_limits import BodyError, HttpLimits
-from areal_lite.servers.dialects.sglang_errors import BadRequest
+from areal_lite.processes.http_limits import BodyError, HttpLimits, read_body
+from areal_lite.servers.dialects.sglang_errors import BadRequest, wrong_type
+
+LIMITS = web.AppKey("limits", HttpLimits)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelServer:
-    """A model in its thread, and the routes to it."""
+class Routes(Protocol):
+    def add_to(self, router: web.UrlDispatcher) -> None: ...
 
-    model: ModelThread
-    generation: GenerationRoutes
-    weights: WeightRoutes
-    control: ControlRoutes
 
-    def app(self, *, host: str, limits: HttpLimits) -> web.Application:
-        """Return the application with all routes, for a server bound to ``host``."""
-        app = web.Application(middlewares=[_programs_only(loopback_names(host)), _errors_as_json])
-        app[LIMITS] = limits
-        for routes in (self.generation, self.weights, self.control):
-            routes.add_to(app.router)
-        return app
+def application(routes: Iterable[Routes], *, host: str, limits: HttpLimits) -> web.Application:
+    """Return the application with these routes, for a server bound to ``host``."""
+    app = web.Application(middlewares=[_programs_only(loopback_names(host)), _errors_as_json])
+    app[LIMITS] = limits
+    for one in routes:
+        one.add_to(app.router)
+    return app
+
+
+def reply_json(body: Any, *, status: int = 200) -> web.Response:
+    """Return a JSON reply."""
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def failure(error: Exception, **fields: Any) -> web.Response:
+    """Return SGLang's reply to a weight update that failed."""
+    return reply_json({"success": False, "message": str(error), **fields}, status=400)
+
+
+async def body_of(request: web.Request) -> bytes:
+    """Return the body; raises BodyError if it is too large, too slow or broken."""
+    return await read_body(request, request.app[LIMITS])
+
+
+async def json_of(request: web.Request) -> Any:
+    """Return the parsed body; raises BadRequest if there is none, and BodyError."""
+    raw = await body_of(request)
+    if not raw:
+        raise wrong_type("body: Field required, a JSON object.")
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise wrong_type(f"body: JSON decode error: {error}") from error
+
+
+async def fields_of(request: web.Request) -> dict[str, Any]:
+    """Return the body, a JSON object; raises BadRequest if it is none."""
+    body = await json_of(request)
+    if not isinstance(body, dict):
+        raise wrong_type(f"the body must be a JSON object, got {type(body).__name__}.")
+    return body
+
+
+def version_of(given: Any) -> str | None:
+    """Return the weight version that a field names; raises BadRequest for another type."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
+        raise wrong_type(f"the weight version must be a string, got {given!r}.")
+    return None if given is None else str(given)
 
 
 def _programs_only(host_names: frozenset[str]) -> Any:

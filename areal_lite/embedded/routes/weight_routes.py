@@ -16,7 +16,7 @@ from aiohttp import web
 
 from areal_lite.embedded.adapter import Adapter, read_adapter
 from areal_lite.embedded.model_thread import ModelThread
-from areal_lite.embedded.routes.http_bodies import failure, fields_of, reply_json, version_of
+from areal_lite.embedded.routes.http_server import failure, fields_of, reply_json, version_of
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.files import model_folder as checkpoint
 from areal_lite.servers.dialects.sglang_errors import invalid_value, wrong_type

@@ -10,7 +10,6 @@ import sys
 import time
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 from aiohttp import web
@@ -26,7 +25,7 @@ from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.__main__ import main
 from areal_lite.embedded.routes.generation_routes import GenerationRoutes
-from areal_lite.embedded.routes.http_bodies import body_of
+from areal_lite.embedded.routes.http_server import body_of
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer, FullWindow
 from areal_lite.servers.dialects.sglang import SGLang
@@ -39,9 +38,9 @@ _NO_TEMPLATE = "{{ raise_exception('the tokenizer has no chat template: send a p
 class OpenService(AgentService):
     """The agents' APIs without keys, and the engine of their sessions, which generates in this process."""
 
-    def __init__(self, generation: GenerationRoutes, model_path: Path) -> None:
+    def __init__(self, generation: GenerationRoutes) -> None:
         super().__init__()
-        tokenizer = load_tokenizer(str(model_path))
+        tokenizer = load_tokenizer(generation.weights.model_path)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _NO_TEMPLATE
         self._renderer = ChatRenderer(tokenizer, tools_in_system_prompt=drops_tools(tokenizer, {}))
@@ -90,8 +89,8 @@ class OpenService(AgentService):
             req.on_tokens(event["output_ids"], logprobs)
 
 
-def add_routes(model_path: Path, generation: GenerationRoutes, app: web.Application) -> None:
-    service = OpenService(generation, model_path)
+def add_routes(generation: GenerationRoutes, app: web.Application) -> None:
+    service = OpenService(generation)
 
     async def handle(request: web.Request) -> web.StreamResponse:
         reply = await service.handle(request.method, request.raw_path, request.headers, await body_of(request))

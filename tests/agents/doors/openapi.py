@@ -11,7 +11,7 @@ from typing import Any
 from areal_lite import __version__
 from areal_lite.agents.doors import messages, responses
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES
-from areal_lite.agents.session import chat_request
+from areal_lite.agents.session import chat_request, request_options
 
 _OBJECT = {"type": "object"}
 _STRINGS = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4}
@@ -86,7 +86,7 @@ _FIELDS: dict[str, Any] = {
     },
     "min_tokens": {"type": "integer", "minimum": 0},
     "model": {"type": "string"},
-    "n": {"type": "integer", "minimum": 1, "maximum": chat_request.MAX_CHOICES},
+    "n": {"type": "integer", "minimum": 1, "maximum": request_options.MAX_CHOICES},
     "prompt": {"anyOf": [{"type": "string", "minLength": 1}, {**_IDS, "minItems": 1}]},
     "seed": {"type": "integer"},
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _STRINGS]},
@@ -105,10 +105,11 @@ _FIELDS: dict[str, Any] = {
             "required": ["type", "function"],
         },
     },
-    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": chat_request.MAX_TOP_LOGPROBS},
+    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": request_options.MAX_TOP_LOGPROBS},
     **{
-        name: {"type": "number", "minimum": low, "maximum": high}
-        for name, (low, high) in chat_request._SAMPLING.items()
+        name: schema["anyOf"][0]
+        for name, schema in request_options.RequestOptions.model_json_schema()["properties"].items()
+        if name in request_options._SAMPLING
     },
 }
 """Types of fields by name; equal names mean the same in every API, with the exceptions below."""
@@ -140,7 +141,7 @@ _RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": {"type":
 def openapi() -> dict[str, Any]:
     """Return the description, in OpenAPI 3.1."""
     chat = {
-        *chat_request._READ, *chat_request._IGNORED, *chat_request._SAMPLING, *chat_request._ALLOWED,
+        *request_options.READ_ELSEWHERE, *request_options.IGNORED, *request_options.RequestOptions.model_fields,
     }  # fmt: skip
     message_names = {*messages._READ, *messages._IGNORED}
     response_names = {*responses._READ, *responses._IGNORED}

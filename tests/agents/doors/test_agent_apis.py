@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.isolation.agent_access import AgentAccess
+from areal_lite.agents.session.chat_answer import TextStream
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
-from areal_lite.agents.session.text_stream import TextStream
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.config.generation import GenerationHyperparameters

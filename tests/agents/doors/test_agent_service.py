@@ -134,7 +134,7 @@ def test_keys_and_paths(status: int, kwargs: Any) -> None:
         ({"stream": 1}, "stream is 1"),
         ({"temprature": 1}, "unknown field 'temprature'"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
-        ({"temperature": 3}, "between 0 and 2"),
+        ({"temperature": 3}, "temperature is 3: it must be at most 2"),
         ({"max_tokens": 0}, "at least 1"),
         ({"tool_choice": "required"}, "tools has no such function"),
         ({"tool_choice": "any"}, "send 'auto'"),

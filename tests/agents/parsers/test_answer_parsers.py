@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from areal_lite.agents.parsers.answer_parser import AnswerParser, ParsedAnswer, answer_parser
 from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS, tool_format_of_template
+from areal_lite.agents.session.chat_answer import TextStream
 from areal_lite.agents.session.chat_renderer import ChatRenderer
-from areal_lite.agents.session.text_stream import TextStream
 from areal_lite.config.rollout_config import AgentsConfig, InferenceEngineConfig
 from tests.fixtures.tool_templates import TOOL_FAMILIES, tool_tokenizer
 

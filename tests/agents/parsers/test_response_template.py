@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.parsers.answer_parser import AnswerParser
 from areal_lite.agents.parsers.response_template import ResponseTemplateParser
+from areal_lite.agents.session.chat_answer import Piece, TextStream
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.text_stream import Piece, TextStream
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError
 from tests.agents.scripted_engine import ScriptedEngine, create

@@ -13,11 +13,11 @@ from openai import AsyncOpenAI
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.agents.areal_openai import ArealOpenAI
 from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS
+from areal_lite.agents.session.chat_answer import Piece
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
-from areal_lite.agents.session.text_stream import Piece
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.turn_tree import trajectory_of

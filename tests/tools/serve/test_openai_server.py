@@ -47,7 +47,7 @@ async def served(model: Path) -> AsyncIterator[tuple[openai.AsyncOpenAI, Client]
         server_config(dtype="float32", device="cpu", num_threads=1), model, ServedModel(model_path=str(model))
     )
     async with (
-        listening(server, host="127.0.0.1", port=0, add_routes=partial(add_routes, model)) as port,
+        listening(server, host="127.0.0.1", port=0, extend=add_routes) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers={"Content-Type": "application/json"}) as session,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0) as client,
     ):
