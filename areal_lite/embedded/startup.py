@@ -18,8 +18,9 @@ from aiohttp import web
 
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.files.model_folder import check_model_path, check_text_model
 from areal_lite.processes.quick_import import quick_import
-from areal_lite.servers.programs.embedded_settings import check_model_path, check_port, check_text_model, cpu_threads
+from areal_lite.servers.programs.embedded_settings import check_port, cpu_threads
 from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:

@@ -1,147 +1,95 @@
-"""Check a checkpoint directory before any weight is changed. Imports no torch.
-
-A directory is valid if its safetensors files are complete, their tensors have the names and shapes of the served model,
-and, if it has a ``manifest.json``, each file has the size and SHA-256 in it.
-"""
+"""Models, by folder or by name on the Hugging Face Hub, checked before anything loads them. Imports no torch."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from areal_lite.errors import CheckpointError, ConfigError
-from areal_lite.files.atomic_folder import DAMAGED, MANIFEST, check_files
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_DTYPE_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+from areal_lite.errors import ConfigError
+from areal_lite.files.hub_name import check_hub_name, is_hub_name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointHeader:
-    """Tensors of a directory's safetensors files, read from their headers."""
+def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer: bool = True) -> None:
+    """Check that a model directory can be loaded, or that the Hugging Face Hub or its cache has the name."""
+    path = Path(model_path).expanduser()
+    if not path.is_dir():
+        if not is_hub_name(model_path):
+            what = "is a file" if path.is_file() else "does not exist"
+            raise ConfigError(
+                f"{key} {model_path!r} {what}: it must be a directory with config.json and weights, or the "
+                "name of a model on the Hugging Face Hub, such as 'HuggingFaceTB/SmolLM2-135M-Instruct'."
+            )
+        check_hub_name(model_path, key=key)
+        return
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote.")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{key} {model_path!r} has no *.safetensors file: save the model with save_pretrained.")
+    if has_tokenizer and not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
+        raise ConfigError(f"{key} {model_path!r} has no tokenizer: add it with tokenizer.save_pretrained.")
+    try:
+        stored_tensors(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
-    path: Path
-    files: tuple[Path, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    locations: Mapping[str, tuple[Path, int, int]]
-    """File, first byte and end byte (exclusive) of each tensor's data."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for file in self.files:
-            with safe_open(str(file), framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 -- a safetensors file, not a mapping
-                    yield name, shard.get_tensor(name)
-
-    def same_data(self, name: str, other: str) -> bool:
-        return self._hash(name) == self._hash(other)
-
-    def _hash(self, name: str) -> bytes:
-        file, start, end = self.locations[name]
-        with file.open("rb") as stream:
-            stream.seek(start)
-            return hashlib.sha256(stream.read(end - start)).digest()
+def check_text_model(model_path: str) -> None:
+    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked."""
+    try:
+        config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # not a directory, or check_model_path and the loader say more
+    if isinstance(config, dict) and config.get("vision_config"):
+        raise ConfigError(
+            f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: trainer and "
+            "embedded server take models of text only. Use the text model of the same family."
+        )
 
 
-def read_checkpoint_header(path: Path) -> CheckpointHeader:
-    """Read names and shapes of a checkpoint directory; raises ConfigError."""
+class StoredTensor(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in the safetensors files of a directory by their names, file by file.
+
+    Raises:
+        ConfigError: If there are no such files, one is not complete, or the index names a tensor that no file has.
+    """
     if not path.is_dir():
         raise ConfigError(f"model_path {str(path)!r} is not a directory; give one that a trainer wrote.")
     index = path / "model.safetensors.index.json"
+    indexed: Mapping[str, str] = {}
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-            files = tuple(path / name for name in sorted(set(weight_map.values())))
+            indexed = json.loads(index.read_text())["weight_map"]
+            files = [path / name for name in sorted(set(indexed.values()))]
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{index} is not an index of weights ({error!r}). Save the checkpoint again.") from error
     else:
-        files = tuple(sorted(path.glob("*.safetensors")))
+        files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"Cannot find any model weights with `{path}`: it has no *.safetensors file.")
-    shapes: dict[str, tuple[int, ...]] = {}
-    locations: dict[str, tuple[Path, int, int]] = {}
-    for file in files:
-        for name, (shape, start, end) in _read_file_header(file).items():
-            shapes[name] = shape
-            locations[name] = (file, start, end)
-    if index.is_file() and (missing := sorted(set(weight_map) - set(shapes))):
+    tensors = {name: tensor for file in files for name, tensor in _tensors_of(file).items()}
+    if missing := sorted(indexed.keys() - tensors.keys()):
         raise ConfigError(f"{index} lists {missing[0]!r}, but no file has it; save the checkpoint again.")
-    return CheckpointHeader(path=path, files=files, shapes=shapes, locations=locations)
+    return tensors
 
 
-def _read_file_header(file: Path) -> dict[str, tuple[tuple[int, ...], int, int]]:
-    broken = f"{file} is not a complete safetensors file"
+def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header_size = int.from_bytes(stream.read(8), "little")
-            if header_size > size - 8:
-                raise ConfigError(f"{broken}: its header is cut off. Save the checkpoint again.")
-            header: dict[str, Any] = json.loads(stream.read(header_size))
-        tensors = {}
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            shape = tuple(entry["shape"])
-            start, end = (8 + header_size + offset for offset in entry["data_offsets"])
-            expected = math.prod(shape) * _DTYPE_BYTES.get(entry["dtype"], 0)
-            if end > size or (expected and expected != end - start):
-                raise ConfigError(f"{broken}: the data of {name!r} is cut off. Save the checkpoint again.")
-            tensors[name] = (shape, start, end)
-        return tensors
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{broken} ({error}). Save the checkpoint again.") from error
-
-
-def check_manifest(path: Path) -> None:
-    """Compare the files of ``path`` with its ``manifest.json``, if it has one; raises ConfigError.
-
-    The manifest is ``{"files": {NAME: {"size": BYTES, "sha256": HEX}}}``, written after the files.
-    """
-    if (path / MANIFEST).is_file():
-        try:
-            check_files(path, json.loads((path / MANIFEST).read_bytes()))
-        except (CheckpointError, *DAMAGED) as error:
-            raise ConfigError(f"{path} does not fit its {MANIFEST} ({error}); save the checkpoint again.") from error
-
-
-def check_shapes(
-    source: str, given: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
-) -> None:
-    """Check that new weights fit the served model; ``tied`` maps the second name of a tied weight to the first."""
-    groups: dict[str, list[str]] = {}
-    for name in shapes:
-        groups.setdefault(tied.get(name, name), []).append(name)
-    missing = [group[0] for group in groups.values() if not any(name in given for name in group)]
-    unknown = [name for name in given if name not in shapes]
-    wrong = [name for name, shape in given.items() if name in shapes and shapes[name] != shape]
-    for names, what in ((missing, "lacks"), (unknown, "has unknown"), (wrong, "has a wrong shape for")):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            detail = f" {given[names[0]]} instead of {shapes[names[0]]}" if names is wrong else ""
-            raise ConfigError(
-                f"{source} {what} {names[0]!r}{detail}{more}; the server keeps its weights. Save the whole "
-                "model, with the architecture of the served one."
-            )
-
-
-def check_tied(source: str, given: Collection[str], tied: Mapping[str, str], same: Callable[[str, str], bool]) -> None:
-    """Check that new weights have the ``same`` tensor for names that the served model ties; raises ConfigError."""
-    for second, first in tied.items():
-        if first in given and second in given and not same(first, second):
-            raise ConfigError(
-                f"{source} has different tensors for {first!r} and {second!r}, which the served "
-                "model ties; the server keeps its weights. Train with tied embeddings, or serve an untied model."
-            )
+        with safe_open(str(file), framework="np") as opened:  # compares the header with the size of the file
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: StoredTensor(file, tuple(slice_.get_shape())) for name, slice_ in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{file} is not a complete safetensors file: {error}. It was changed or is cut off. Save the checkpoint "
+            "again."
+        ) from error

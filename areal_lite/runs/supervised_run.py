@@ -22,13 +22,13 @@ from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
+from areal_lite.files.model_folder import check_model_path, check_text_model
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_scorable, resolve_device, resolve_dtype
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.stopping import interruptible, stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, summary_of_finished, with_prefix
-from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model
 from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer, SupervisedTrainer
 

@@ -13,12 +13,11 @@ from typing import IO, Any
 
 import areal_lite
 from areal_lite.errors import ConfigError, ServerError
+from areal_lite.files.model_folder import check_model_path, check_text_model
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
 from areal_lite.servers.programs.embedded_settings import (
-    check_model_path,
     check_port,
-    check_text_model,
     cpu_threads,
     server_config,
 )

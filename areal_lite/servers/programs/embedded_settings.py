@@ -1,13 +1,11 @@
-"""Checks of server settings and ports that need no torch, so bad ones fail before a process starts."""
+"""Settings of the embedded server and ports of servers, checked before a process starts. Imports no torch."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import socket
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,8 +13,6 @@ from pydantic import ValidationError
 from areal_lite.config.schema import meaning_of
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.hub_name import check_hub_name, is_hub_name
-from areal_lite.files.model_folder import read_checkpoint_header
 
 C = TypeVar("C", bound=EmbeddedServerConfig)
 _PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
@@ -48,45 +44,6 @@ def cpu_threads(config: EmbeddedServerConfig) -> int:
     """Return the CPU threads of the model: those of ``config``, or half of the cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return config.num_threads or max(1, cores // 2)
-
-
-def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer: bool = True) -> None:
-    """Check that a model directory can be loaded, or that the Hugging Face Hub or its cache has the name."""
-    path = Path(model_path).expanduser()
-    if not path.is_dir():
-        if not is_hub_name(model_path):
-            what = "is a file" if path.is_file() else "does not exist"
-            raise ConfigError(
-                f"{key} {model_path!r} {what}: it must be a directory with config.json and weights, or the "
-                "name of a model on the Hugging Face Hub, such as 'HuggingFaceTB/SmolLM2-135M-Instruct'."
-            )
-        check_hub_name(model_path, key=key)
-        return
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote.")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{key} {model_path!r} has no *.safetensors file: save the model with save_pretrained.")
-    if has_tokenizer and not any(
-        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    ):
-        raise ConfigError(f"{key} {model_path!r} has no tokenizer: add it with tokenizer.save_pretrained.")
-    try:
-        read_checkpoint_header(path)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
-
-
-def check_text_model(model_path: str) -> None:
-    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked."""
-    try:
-        config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return  # not a directory, or check_model_path and the loader say more
-    if isinstance(config, dict) and config.get("vision_config"):
-        raise ConfigError(
-            f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: trainer and "
-            "embedded server take models of text only. Use the text model of the same family."
-        )
 
 
 def check_port(host: str, port: int) -> None:
