@@ -16,9 +16,8 @@ from areal_lite.servers.dialects.dialect import (
     ControlCall,
     GenerationCall,
     ServerInfo,
-    StreamEvent,
     TopLogprobs,
-    check_error_event,
+    check_error,
     check_tokens,
     reported,
     spans_to_versions,
@@ -84,38 +83,27 @@ class VLLM:
             "stream": call.stream,
         }
 
-    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
+    def parse(self, reply: Any, received: int = 0, *, top_logprobs: int = 0) -> Chunk | None:
+        """Return the tokens of a reply, or of an event after ``received`` ones; one without choices reports the usage.
+
+        Raises BadResponse, or ErrorReply for an error.
+        """
+        check_error(reply)
         try:
+            if not reply["choices"]:
+                return None
             choice = reply["choices"][0]
-            tokens = list(choice["token_ids"])
+            tokens = list(choice["token_ids"] or [])
             content = (choice["logprobs"] or {}).get("content", [])
             logprobs = [entry["logprob"] for entry in content]
             spans = choice.get("weight_versions")
-            versions = spans_to_versions(spans, len(tokens)) if spans else None
+            versions = spans_to_versions(spans, received + len(tokens)) if spans else None
             finish = _FINISH.get(choice["finish_reason"], choice["finish_reason"])
             top = _top_logprobs(content, top_logprobs) if top_logprobs else None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise BadResponse(f"a reply without the fields of /inference/v1/generate ({error!r})") from None
         check_tokens(tokens, logprobs, top, finish)
         return Chunk(tokens, logprobs, versions, finish, top or [])
-
-    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
-        """Return the tokens of an event; one without choices reports the usage."""
-        check_error_event(event)
-        try:
-            if not event["choices"]:
-                return None
-            choice = event["choices"][0]
-            tokens = list(choice["token_ids"] or [])
-            content = (choice["logprobs"] or {}).get("content", [])
-            logprobs = [entry["logprob"] for entry in content]
-            top = _top_logprobs(content, top_logprobs) if top_logprobs else None
-            spans, finish = choice.get("weight_versions"), _FINISH.get(choice["finish_reason"], choice["finish_reason"])
-            check_tokens(tokens, logprobs, top, finish, ends=False)
-            all_versions = spans_to_versions(spans, received + len(tokens)) if spans else None
-            return StreamEvent(tokens, logprobs, top or [], None, all_versions, finish)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise BadResponse(f"an event without the fields of /inference/v1/generate ({error!r})") from None
 
     def parse_info(self, reply: Any) -> ServerInfo:
         if not isinstance(reply, dict):

@@ -23,7 +23,7 @@ from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, GenerationCall
+from areal_lite.servers.dialects.dialect import BadResponse, ErrorReply, GenerationCall
 from areal_lite.servers.programs.embedded_settings import check_port, free_ports
 
 Backend = Literal["sglang", "vllm"]
@@ -122,12 +122,12 @@ class ServerProgram(ServerProcess):
         call = GenerationCall(input_ids=[1, 2, 3], gconfig=gconfig, rid=rid, max_new_tokens=_PROBE_TOKENS)
         try:
             reply = _ask(address + dialect.generate_path, dialect.generate_body(call), timeout_s)
-            chunk = dialect.parse_generate(reply)
+            chunk = dialect.parse(reply)
             if self._backend == "vllm":  # it has no flag for it
                 _ask(f"{address}/update_weight_version", {"new_version": self._model.weight_version}, timeout_s)
-        except (OSError, http.client.HTTPException, ValueError, BadResponse):
+        except (OSError, http.client.HTTPException, ValueError, BadResponse, ErrorReply):
             return None
-        return address if len(chunk.tokens) == _PROBE_TOKENS else None
+        return address if chunk is not None and len(chunk.tokens) == _PROBE_TOKENS else None
 
 
 class RouterProgram(ServerProcess):
