@@ -201,6 +201,7 @@ class EngineClient:
                 break
             chunk, tries = await self._sender.send(answer.next_call(input_ids, budget, seed), answer)
             answer.extend(chunk, tries)
+            assert chunk.finish is not None, "a reply has its end"
             finish = chunk.finish
             if finish == "abort" and len(answer.tokens) < budget and not answer.interrupted:
                 if answer.must_stay:

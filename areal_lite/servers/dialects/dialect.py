@@ -108,6 +108,22 @@ class ServerInfo:
         return replace(self, **known)
 
 
+def shared_sampling(gconfig: GenerationHyperparameters) -> dict[str, Any]:
+    """Return the sampling parameters that both protocols name alike; those that are off are left out."""
+    sampling: dict[str, Any] = {
+        "temperature": gconfig.effective_temperature,
+        "skip_special_tokens": gconfig.skip_special_tokens,
+    }
+    for name in ("stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty"):
+        if value := getattr(gconfig, name):
+            sampling[name] = value
+    if gconfig.repetition_penalty != 1:
+        sampling["repetition_penalty"] = gconfig.repetition_penalty
+    if gconfig.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
+    return sampling
+
+
 def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     if clash := sorted(extra.keys() & {*sampling, "n"}):
         raise ConfigError(

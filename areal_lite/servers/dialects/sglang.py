@@ -17,6 +17,7 @@ from areal_lite.servers.dialects.dialect import (
     check_error,
     check_tokens,
     reported,
+    shared_sampling,
     spans_to_versions,
     version_number,
     version_or_none,
@@ -209,10 +210,7 @@ class SGLang:
 
 
 def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
-    sampling: dict[str, Any] = {
-        "temperature": gconfig.effective_temperature,
-        "skip_special_tokens": gconfig.skip_special_tokens,
-    }
+    sampling = shared_sampling(gconfig)
     if not gconfig.greedy:
         if gconfig.top_p < 1:
             sampling["top_p"] = gconfig.top_p
@@ -220,17 +218,7 @@ def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
             sampling["top_k"] = gconfig.top_k
         if gconfig.min_p:
             sampling["min_p"] = gconfig.min_p
-    for name in ("stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty"):
-        if value := getattr(gconfig, name):
-            sampling[name] = value
-    if gconfig.repetition_penalty != 1:
-        sampling["repetition_penalty"] = gconfig.repetition_penalty
-    if gconfig.logit_bias:
-        sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
-    for name in CONSTRAINTS:
-        if (value := getattr(gconfig, name)) is not None:
-            sampling[name] = value
-    return sampling
+    return sampling | {name: value for name in CONSTRAINTS if (value := getattr(gconfig, name)) is not None}
 
 
 def _top_logprobs(rows: list[Any]) -> TopLogprobs:

@@ -20,6 +20,7 @@ from areal_lite.servers.dialects.dialect import (
     check_error,
     check_tokens,
     reported,
+    shared_sampling,
     spans_to_versions,
     version_or_none,
     with_extra,
@@ -50,27 +51,20 @@ class VLLM:
     def generate_body(self, call: GenerationCall) -> dict[str, Any]:
         """Return the JSON body of one generation; vLLM silently ignores unknown fields, so names must be exact."""
         gconfig, top_logprobs = call.gconfig, call.top_logprobs
-        sampling: dict[str, Any] = {
+        sampling = shared_sampling(gconfig) | {
             "max_tokens": call.max_new_tokens,
             "min_tokens": call.min_new_tokens,
-            "temperature": gconfig.effective_temperature,
             "top_p": gconfig.top_p,
             "top_k": gconfig.top_k or -1,
+            "ignore_eos": gconfig.ignore_eos,
+            "frequency_penalty": gconfig.frequency_penalty,
             # One more than asked for: where the sampled token is not among the best, vLLM puts it in place of the last.
             "logprobs": top_logprobs + (0 < top_logprobs < _MOST_LOGPROBS),
-            "ignore_eos": gconfig.ignore_eos,
-            "skip_special_tokens": gconfig.skip_special_tokens,
-            "frequency_penalty": gconfig.frequency_penalty,
         }
-        for name in ("stop", "stop_token_ids", "presence_penalty", "min_p"):
-            if value := getattr(gconfig, name):
-                sampling[name] = value
+        if gconfig.min_p:
+            sampling["min_p"] = gconfig.min_p
         if gconfig.ignore_eos:
             sampling.pop("stop_token_ids", None)  # vLLM would stop at them; SGLang does not
-        if gconfig.repetition_penalty != 1:
-            sampling["repetition_penalty"] = gconfig.repetition_penalty
-        if gconfig.logit_bias:
-            sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
         for name, key in (("json_schema", "json"), ("regex", "regex"), ("ebnf", "grammar")):
             if (text := getattr(gconfig, name)) is not None:
                 sampling["structured_outputs"] = {key: text}

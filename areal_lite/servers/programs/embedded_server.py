@@ -1,4 +1,4 @@
-"""The embedded server as a child process. Imports no torch."""
+"""The embedded server as a child process, and its settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+from pydantic import ValidationError
 
 import areal_lite
+from areal_lite.config.schema import meaning_of
+from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.files.model_folder import check_model_path, check_text_model
 from areal_lite.processes.child_process import ChildProcess
-from areal_lite.processes.server_process import ServerProcess
-from areal_lite.servers.programs.embedded_settings import (
-    check_port,
-    cpu_threads,
-    server_config,
-)
+from areal_lite.processes.server_process import ServerProcess, check_port
 
+C = TypeVar("C", bound=EmbeddedServerConfig)
 EMBEDDED_PROGRAM = "areal_lite.embedded"
 
 
@@ -75,7 +75,7 @@ class EmbeddedServer(ServerProcess):
         super().__init__(self._process.name, log_path=log_path, start_timeout_s=self._process.start_timeout_s)
         self.model_path = model_path
         self.weight_version = weight_version
-        self.config = server_config(**settings)
+        self.config = checked_settings(EmbeddedServerConfig, settings)
         self.seed = seed
         self.deterministic = deterministic
         check_model_path(model_path)
@@ -145,3 +145,27 @@ class EmbeddedServer(ServerProcess):
             "PYTHONPATH": os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
         }
+
+
+def checked_settings(kind: type[C], settings: dict[str, Any]) -> C:
+    """Build the config class ``kind`` from field names and values; raises ConfigError with every fault."""
+    try:
+        return kind(**settings)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    known = ", ".join(kind.__dataclass_fields__)
+    lines = []
+    for fault in faults:
+        name = str(fault["loc"][0])
+        if fault["type"] == "unexpected_keyword_argument":
+            lines.append(f"the embedded server has no setting {name!r}; it has {known}.")
+        else:
+            rule = fault["msg"].replace("Input should", "it must")
+            lines.append(f"{name} is {fault['input']!r}: {rule}. {meaning_of(kind, name)}")
+    raise ConfigError("\n".join(lines))
+
+
+def cpu_threads(config: EmbeddedServerConfig) -> int:
+    """Return the CPU threads of the model: those of ``config``, or half of the cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return config.num_threads or max(1, cores // 2)

@@ -156,7 +156,7 @@ def test_a_router_that_stays_away_ends_the_run(start_stub: StartStub, start_engi
         routed = Routed(until_it_dies, start_stub, start_engine, faults={"outage_patience_s": 1.0})
     begin = time.monotonic()
     reason = "unusable for 1 s: .*Cannot connect to host"
-    with pytest.raises(ServerError, match=f"the router http://{routed.thread.address} is {reason}"):
+    with pytest.raises(ServerError, match=f"the router http://{routed.thread.address} was {reason}"):
         routed.engine.rollout_batch([{}], OneTurn)
     assert time.monotonic() - begin < 10
 
