@@ -7,7 +7,7 @@ import os
 import select
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -15,80 +15,46 @@ from pydantic import ValidationError
 
 import areal_lite
 from areal_lite.config.schema import meaning_of
-from areal_lite.config.server_config import EmbeddedServerConfig
+from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.files.model_folder import check_model_path, check_text_model
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess, check_port
+from areal_lite.servers.programs.server_program import ServedModel
 
 C = TypeVar("C", bound=EmbeddedServerConfig)
 EMBEDDED_PROGRAM = "areal_lite.embedded"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddedProcess:
-    """How the child process of an embedded server is started."""
-
-    name: str = "the embedded server"
-    program: str = EMBEDDED_PROGRAM
-    """Module that it runs, which takes the arguments of :mod:`areal_lite.embedded`."""
-    variables: dict[str, str] = field(default_factory=dict)
-    start_timeout_s: float = 600.0
-
-
-class EmbeddedServer(ServerProcess):
-    """One child process that serves one model.
-
-    Example:
-        with EmbeddedServer(model_path="models/smollm2", dtype="float32") as server:
-            requests.post(f"{server.address}/generate", json=...)
-    """
+class EmbeddedProgram(ServerProcess):
+    """One child process that serves one model; ``program`` is the module that it runs."""
 
     def __init__(
         self,
+        name: str,
+        config: ServerConfig,
+        model: ServedModel,
         *,
-        model_path: str,
-        seed: int = 0,
-        weight_version: str = "0",
-        deterministic: bool = False,
-        log_path: str | Path | None = None,
-        process: EmbeddedProcess | None = None,
-        **settings: Any,
+        gpus: str | None = None,
+        log_path: Path | None,
+        program: str = EMBEDDED_PROGRAM,
     ) -> None:
-        """Check the settings; ``start`` runs the server.
-
-        Args:
-            model_path: Directory with config.json, tokenizer and safetensors weights; or a name on the Hugging Face
-                Hub.
-            seed: Seed for requests without one; their outputs then depend on the order of arrival.
-            weight_version: Name of the first weights.
-            deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
-                Requests run one by one and share no KV cache: several times slower with many at once.
-            log_path: File to append the child's stdout and stderr to. None: a temporary file, for error messages.
-            process: How the child is started.
-            settings: Fields of ``EmbeddedServerConfig``.
-
-        Raises:
-            ConfigError: If a setting is unknown or out of range, or model or port cannot be used.
-        """
-        self._process = process or EmbeddedProcess()
-        super().__init__(self._process.name, log_path=log_path, start_timeout_s=self._process.start_timeout_s)
-        self.model_path = model_path
-        self.weight_version = weight_version
-        self.config = checked_settings(EmbeddedServerConfig, settings)
-        self.seed = seed
-        self.deterministic = deterministic
-        check_model_path(model_path)
-        check_text_model(model_path)
-        check_port(self.config.host, self.config.port)
-        self._port = self.config.port
+        super().__init__(name, log_path=log_path, start_timeout_s=config.start_timeout_s)
+        check_model_path(model.model_path)
+        check_text_model(model.model_path)
+        check_port(config.host, config.port)
+        self.config = config
+        self.model = model
+        self._gpus = gpus
+        self._program = program
+        self._port = config.port
         self._ready = -1
 
     def _launch(self, output: IO[bytes]) -> ChildProcess:
         self._ready, ready_write = os.pipe()
         try:
             return ChildProcess(
-                [sys.executable, "-m", self._process.program, *self._arguments(ready_write)],
+                [sys.executable, "-m", self._program, *self._arguments(ready_write)],
                 environment=self._environment(),
                 output=output,
                 pass_fds=(ready_write,),
@@ -122,18 +88,21 @@ class EmbeddedServer(ServerProcess):
         return super()._start_error(code)
 
     def _arguments(self, ready_fd: int) -> list[str]:
-        values = {**asdict(self.config), "port": self._port, "seed": self.seed, "weight_version": self.weight_version}
+        values = {field.name: getattr(self.config, field.name) for field in fields(EmbeddedServerConfig)}
+        values |= {"port": self._port, "seed": self.model.seed, "weight_version": self.model.weight_version}
         return [
-            self.model_path,
+            self.model.model_path,
             f"--ready-fd={ready_fd}",
-            *(["--deterministic"] if self.deterministic else []),
+            *(["--deterministic"] if self.model.deterministic else []),
             *(f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None),
         ]
 
     def _environment(self) -> dict[str, str]:
         threads = str(cpu_threads(self.config))
         package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
-        variables = os.environ | self._process.variables
+        variables = os.environ | self.config.env
+        if self._gpus is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = self._gpus
         return variables | {
             # With spinning threads, two processes on the same cores generated 15 times slower; GOMP_SPINCOUNT in the
             # environment of a run whose processes take turns lets them spin a little.
@@ -145,6 +114,46 @@ class EmbeddedServer(ServerProcess):
             "PYTHONPATH": os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
         }
+
+
+class EmbeddedServer(EmbeddedProgram):
+    """An embedded server for own scripts.
+
+    Example:
+        with EmbeddedServer(model_path="models/smollm2", dtype="float32") as server:
+            requests.post(f"{server.address}/generate", json=...)
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        seed: int = 0,
+        weight_version: str = "0",
+        deterministic: bool = False,
+        log_path: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        """Check the settings; ``start`` runs the server.
+
+        Args:
+            model_path: Directory with config.json, tokenizer and safetensors weights; or a name on the Hugging Face
+                Hub.
+            seed: Seed for requests without one; their outputs then depend on the order of arrival.
+            weight_version: Name of the first weights.
+            deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
+                Requests run one by one and share no KV cache: several times slower with many at once.
+            log_path: File to append the child's stdout and stderr to. None: a temporary file, for error messages.
+            settings: Fields of ``EmbeddedServerConfig``.
+
+        Raises:
+            ConfigError: If a setting is unknown or out of range, or model or port cannot be used.
+        """
+        config = ServerConfig(**asdict(checked_settings(EmbeddedServerConfig, settings)))
+        model = ServedModel(
+            model_path=model_path, seed=seed, weight_version=weight_version, deterministic=deterministic
+        )
+        super().__init__("the embedded server", config, model, log_path=None if log_path is None else Path(log_path))
 
 
 def checked_settings(kind: type[C], settings: dict[str, Any]) -> C:

@@ -11,15 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from areal_lite.config.rules import check_server
-from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ArealLiteError, ServerError
 from areal_lite.processes.server_process import ServerProcess, cause_of_death
-from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProcess, EmbeddedServer
+from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProgram
 from areal_lite.servers.programs.server_program import (
     RouterProgram,
     ServedModel,
@@ -62,25 +62,9 @@ def make_servers(
         name, log_path = f"server {backend}-{number}", log_dir / f"{backend}-{number}.log"
         if backend != "embedded":
             servers.append(ServerProgram(name, config, model, port=port, gpus=gpus, log_path=log_path))
-            continue
-        settings = {field.name: getattr(config, field.name) for field in fields(EmbeddedServerConfig)}
-        process = EmbeddedProcess(
-            name=name,
-            program=program,
-            variables=config.env | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
-            start_timeout_s=config.start_timeout_s,
-        )
-        servers.append(
-            EmbeddedServer(
-                model_path=model.model_path,
-                seed=model.seed,
-                weight_version=model.weight_version,
-                deterministic=model.deterministic,
-                log_path=log_path,
-                process=process,
-                **settings | {"port": port if config.port else 0},  # it reports a free port itself
-            )
-        )
+        else:
+            own = replace(config, port=port if config.port else 0)  # it reports a free port itself
+            servers.append(EmbeddedProgram(name, own, model, gpus=gpus, log_path=log_path, program=program))
     if config.router:
         servers.append(RouterProgram(config, log_path=log_dir / "router.log"))
     return servers
