@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.files.atomic_folder import DAMAGED, MANIFEST, check_files
-from areal_lite.files.model_folder import stored_tensors
+from areal_lite.files.model_path import stored_tensors
 
 
 class Checkpoint:

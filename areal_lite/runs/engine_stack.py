@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.rules import check_rollouts
 from areal_lite.config.run_config import RunConfig
-from areal_lite.files.model_folder import check_model_path
+from areal_lite.files.model_path import check_model_path
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine

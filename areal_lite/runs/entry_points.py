@@ -10,7 +10,7 @@ from areal_lite.config.rules import check_training
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_folder import check_model_path, check_text_model
+from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.runs.engine_stack import check_startable, generating_engine
 from areal_lite.runs.evaluation import Evaluation, evaluate, no_success

@@ -22,7 +22,7 @@ from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
-from areal_lite.files.model_folder import check_model_path, check_text_model
+from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_scorable, resolve_device, resolve_dtype
 from areal_lite.runs.folder.resuming import find_start

@@ -116,11 +116,7 @@ class ServerRequests:
         self, server: Server, body: bytes, reader: ReplyReader, *, headers: Mapping[str, str] | None = None
     ) -> Chunk:
         """Send one generation and return its reply, which ``reader`` reads."""
-        status, reply, retry_after_s = await self._post(server, body, reader, headers or {})
-        if status != 200:
-            raise ErrorReply(status, _message(reply), retry_after_s)
-        if not reader.streams:
-            reader.take(orjson.loads(reply))
+        await self._post(server, body, reader, headers or {})
         if not reader.finished:
             raise BadResponse("an answer that ends without a finish reason")
         chunk = reader.chunk()
@@ -135,27 +131,27 @@ class ServerRequests:
             )
         return chunk
 
-    async def _post(
-        self, server: Server, body: bytes, reader: ReplyReader, headers: Mapping[str, str]
-    ) -> tuple[int, bytes, float]:
-        """Return status, body and the seconds of Retry-After; ``reader`` reads a stream as it arrives."""
+    async def _post(self, server: Server, body: bytes, reader: ReplyReader, headers: Mapping[str, str]) -> None:
+        """Have ``reader`` read the reply, a stream as it arrives; raises ErrorReply for a status that is not 200."""
         assert self._session is not None, "open() first"
         request = _Request(server)
         self._silences.add(request)
         try:
             url = server.url + self.dialect.generate_path
             async with self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply:
-                if reader.streams and reply.status == 200:
+                if reply.status != 200:
+                    after = reply.headers.get("Retry-After", "")
+                    wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
+                    raise ErrorReply(reply.status, _message(await reply.read()), wait_s)
+                if reader.streams:
                     await self._feed(reader, reply, request)
-                    return 200, b"", 0.0
-                after = "" if reply.status == 200 else reply.headers.get("Retry-After", "")
-                wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
-                return reply.status, await reply.read(), wait_s
+                else:
+                    reader.take(orjson.loads(await reply.read()))
         except asyncio.CancelledError:
             if request.given_up is not None and request.task.uncancel() == 0:
-                if reader.finished:  # only the connection's end is missing
-                    return 200, b"", 0.0
-                raise SilentServerError(request.given_up) from None
+                if not reader.finished:
+                    raise SilentServerError(request.given_up) from None
+                return  # only the connection's end is missing
             raise
         finally:
             self._silences.discard(request)

@@ -26,7 +26,7 @@ OUTAGE_LINE_S = 10.0
 
 
 class Outage:
-    """A condition with a time limit: logged every 10 s, an error after ``patience_s``. ``what`` is in the past tense."""
+    """Watches a condition: logs it every 10 s, and gives up after ``patience_s``; ``what`` is in the past tense."""
 
     def __init__(self, what: str, patience_s: float) -> None:
         self._what = what

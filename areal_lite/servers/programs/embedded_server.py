@@ -17,7 +17,7 @@ import areal_lite
 from areal_lite.config.schema import meaning_of
 from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.files.model_folder import check_model_path, check_text_model
+from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess, check_port
 from areal_lite.servers.programs.server_program import ServedModel

@@ -17,7 +17,7 @@ from areal_lite.config.supervised_config import SFTConfig, SupervisedConfig
 from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.model_folder import check_model_path, stored_tensors
+from areal_lite.files.model_path import check_model_path, stored_tensors
 from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.tools.doctor.doctor_machine import Findings, free_memory, gigabytes, ok, warning
 

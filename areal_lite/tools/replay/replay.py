@@ -17,7 +17,7 @@ from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_folder import check_model_path
+from areal_lite.files.model_path import check_model_path
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.runs.engine_stack import served_dtype
