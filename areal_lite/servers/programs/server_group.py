@@ -76,9 +76,7 @@ class ServerGroup:
     def __init__(self, servers: Sequence[ServerProcess]) -> None:
         self._servers = servers
         self._changed = threading.Condition()
-        """Guards the fields below; notified when one of them changes."""
-        self._up = set(servers)
-        self._deaths = 0
+        """Guards the fields below; notified of a failure."""
         self._stopping = False
         self._failure: ServerError | None = None
         self._engine: RemoteInfEngine | None = None
@@ -114,7 +112,6 @@ class ServerGroup:
         with self._changed:
             self._stopping = True
             self._engine = None
-            self._changed.notify_all()
         for server in self._servers:
             server.terminate()
         deadline = time.monotonic() + STOP_SECONDS
@@ -157,12 +154,10 @@ class ServerGroup:
             up_since = time.monotonic()
 
     def _mark_down(self, server: ServerProcess, cause: str, *, restart: bool) -> bool:
-        """Record that a server ended, and launch it again if ``restart``; return False if it stays down."""
+        """Launch a server that ended again, if ``restart``, or fail; return False if it stays down."""
         with self._changed:
             if self._stopping:
                 return False
-            self._deaths += 1
-            self._up.discard(server)
             if restart:
                 logger.warning("%s. Restarting it", cause)
                 try:
@@ -173,7 +168,6 @@ class ServerGroup:
             else:
                 times = f"{MAX_RESTARTS + 1} times within {RESTART_WINDOW_S / 60:g} minutes"
                 self._fail(f"{cause.rstrip()}\nIt ended {times}, so it is not restarted. {server.log_tail()}")
-            self._changed.notify_all()
         return restart
 
     def _fail(self, message: str) -> None:
@@ -184,8 +178,5 @@ class ServerGroup:
 
     def _mark_up(self, server: ServerProcess) -> None:
         with self._changed:
-            if self._stopping:
-                return
-            self._up.add(server)
-            logger.warning("%s is up again at %s", server.name, server.address)
-            self._changed.notify_all()
+            if not self._stopping:
+                logger.warning("%s is up again at %s", server.name, server.address)
