@@ -79,7 +79,7 @@ class ReplyReader:
             self.reports_versions = self.reports_versions and not new.tokens
         elif len(versions) == count:
             self.reports_versions = True
-        self._versions[count - len(versions) :] = versions
+        self._versions[count - len(versions) :] = versions  # of all tokens, they correct what was assumed before
         self._finish = new.finish
         if new.tokens and self._receive is not None:
             try:
