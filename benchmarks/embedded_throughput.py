@@ -91,7 +91,8 @@ async def served(address: str, backend: str, prompts: Prompts, in_flight: int, n
             async with session.post(address + dialect.generate_path, json=body) as response:
                 reply = await response.json()
                 assert response.status == 200, reply
-                assert len(dialect.parse_generate(reply).tokens) == new_tokens, reply
+                chunk = dialect.parse(reply)
+                assert chunk is not None and len(chunk.tokens) == new_tokens, reply
             room.release()
 
         async with asyncio.TaskGroup() as tasks:

@@ -38,7 +38,7 @@ RECORD = ROOT / "build" / "mutants.json"
 KILLED = ROOT / "build" / "mutants_killed.json"
 TESTS = "agents api config data e2e files models processes rollout runs servers tools trainer workflows"
 ELSEWHERE = {
-    "areal_lite/files/hub_name.py": "tests/files/test_hub_name.py",
+    "areal_lite/files/model_path.py": "tests/files/test_hub_name.py",
     "areal_lite/processes/call_child.py": "tests/api/test_reward_wrapper.py",
     "areal_lite/rollout/workers/worker_process.py": "tests/rollout/workers/test_worker_pool.py",
     "areal_lite/rollout/dumps/dump_writer.py": "tests/rollout/dumps/test_trajectory_dumper.py",

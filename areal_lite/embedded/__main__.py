@@ -12,7 +12,7 @@ from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.embedded.startup import Extend, serve, write_ready_line
 from areal_lite.errors import ArealLiteError
-from areal_lite.servers.programs.embedded_settings import server_config
+from areal_lite.servers.programs.embedded_server import checked_settings
 from areal_lite.servers.programs.server_program import ServedModel
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, *, extend: Extend | None = None) -> 
 def split_arguments(arguments: dict[str, Any]) -> tuple[EmbeddedServerConfig, ServedModel]:
     """Split parsed arguments into the server's settings and its model."""
     names = EmbeddedServerConfig.__dataclass_fields__
-    config = server_config(**{name: value for name, value in arguments.items() if name in names})
+    config = checked_settings(EmbeddedServerConfig, {name: value for name, value in arguments.items() if name in names})
     return config, ServedModel(**{name: value for name, value in arguments.items() if name not in names})
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
+from areal_lite.embedded.checked_weights import check_manifest
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_folder import check_manifest
 
 _PREFIX = "base_model.model."  # of every name in peft's files
 _CHANGES_THE_RESULT = (

@@ -1,4 +1,6 @@
-"""Files and folders written whole or not at all, and folders of models checked before they are loaded.
+"""Files and folders written whole or not at all, and models checked before they are loaded.
 
-Knows no run, no torch and no network but for names of models on the Hub. May import ``errors``.
+Promises that a file or folder under its final name is complete, and that a model which cannot be had is an error within
+seconds. Knows no run, no torch, and no network but for names on the Hub. May import ``errors``; called by every room
+that writes files or takes a ``model_path``. Read atomic_folder, whole_files, model_path.
 """

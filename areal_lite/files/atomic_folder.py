@@ -29,7 +29,7 @@ _TEMPORARY = ".areal-lite-tmp-"
 MANIFEST = "manifest.json"
 _SCHEMA = 1
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a damaged manifest may raise."""
+"""Errors that reading a damaged manifest may raise."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, version: int | None) -> None:

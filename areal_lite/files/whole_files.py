@@ -35,36 +35,36 @@ def append_line(path: Path, line: bytes) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace ``path`` with ``content`` atomically and sync it to disk; on failure keep the old file."""
+    with _replacing(path) as aside, aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fchmod(file.fileno(), 0o644)
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside ``path``; what is written there replaces it, unless an error is raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-", suffix=path.suffix)
+    os.close(descriptor)
+    aside = Path(name)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(descriptor, 0o644)
-            os.fsync(descriptor)
-        Path(aside).replace(path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+        yield aside
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
     """Return ``path``; if it is missing, first create it with ``write``, which gets a temporary name."""
-    if path.exists():
-        return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.name)
-        os.close(handle)
+    if not path.exists():
         try:
-            write(Path(name))
-            Path(name).replace(path)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    except OSError as error:
-        check_cache(path.parent, error)
-        raise
+            with _replacing(path) as aside:
+                write(aside)
+        except OSError as error:
+            check_cache(path.parent, error)
+            raise
     return path
 
 

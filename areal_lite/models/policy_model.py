@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.hub_name import check_hub_name, is_hub_name
+from areal_lite.files.model_path import check_hub_name, is_hub_name
 from areal_lite.models.lora import add_adapters
 
 logger = logging.getLogger(__name__)

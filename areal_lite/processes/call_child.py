@@ -14,7 +14,8 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from areal_lite.processes.channel import describe, encode_reply, framed, read_message
+from areal_lite.processes.channel import encode_reply, framed, read_message
+from areal_lite.processes.sent_error import describe
 
 
 def main(descriptor: int, memory_bytes: int) -> None:

@@ -23,11 +23,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_lite.processes.channel import decode_reply, framed, rebuilt, receive
+from areal_lite.processes.channel import MAX_MESSAGE, BrokenMessageError, MessageSplitter, decode_reply, framed
 from areal_lite.processes.child_process import ChildProcess, PickledObject, start_python
+from areal_lite.processes.sent_error import rebuilt
 
 LOAD_S = 120.0
 """Limit on starting a process and importing what a call needs, where calls have a limit."""
+_MAX_PIECE = 2**16
 
 
 class CallPool:
@@ -155,3 +157,12 @@ class _Slot:
         process.kill()
         connection.close()  # after the kill: the child would report a broken connection
         return process
+
+
+async def receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, *, max_bytes: int = MAX_MESSAGE) -> bytes:
+    """Return the next body of a non-blocking socket, whose other side sends one message per request."""
+    messages = MessageSplitter(max_bytes=max_bytes)
+    while piece := await loop.sock_recv(connection, _MAX_PIECE):
+        if bodies := [bytes(body) for body in messages.feed(piece)]:
+            return bodies[0]
+    raise BrokenMessageError("the stream ended")

@@ -19,23 +19,17 @@ Imports only what starts quickly, and no asyncio: reward and agent processes loa
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import json
 import struct
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import asyncio
     import socket
 
 _LENGTH = struct.Struct("!Q")
 MAX_MESSAGE = 2**30
 """Largest body in bytes that a child may send."""
-_MAX_PIECE = 2**16
-_MAX_ERROR_TEXT = 8192
 
 
 class BrokenMessageError(ConnectionError):
@@ -73,20 +67,6 @@ def _size_of(header: bytes | bytearray, max_bytes: int | None, start: int = 0) -
     if max_bytes is not None and size > max_bytes:
         raise BrokenMessageError(f"a message of {size} bytes, above the limit of {max_bytes}")
     return int(size)
-
-
-async def receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, *, max_bytes: int = MAX_MESSAGE) -> bytes:
-    """Return the next body of a non-blocking socket, whose other side sends one message per request."""
-    data = bytearray()
-    end = None
-    while end is None or len(data) < end:
-        piece = await loop.sock_recv(connection, _MAX_PIECE)
-        if not piece:
-            raise BrokenMessageError("the stream ended")
-        data += piece
-        if end is None and len(data) >= _LENGTH.size:
-            end = _LENGTH.size + _size_of(data, max_bytes)
-    return bytes(data[_LENGTH.size : end])
 
 
 class MessageSplitter:
@@ -147,38 +127,3 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = json.JSONEncoder(default=_plain)
-
-
-def describe(error: BaseException) -> list[str | None]:
-    """Return what :func:`rebuilt` makes an exception of again, in the run."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        message = str(error.args[0] if len(error.args) == 1 else error)  # str() of a KeyError has quotes
-    except Exception:  # a user's class may break its own text
-        message = "(its text cannot be read)"
-    kind, hint = (getattr(error, name, None) for name in ("failure_kind", "failure_hint"))
-    return [
-        type(error).__name__,
-        message[:_MAX_ERROR_TEXT],
-        text[-_MAX_ERROR_TEXT:],
-        kind if isinstance(kind, str) else None,
-        hint if isinstance(hint, str) else None,
-    ]
-
-
-def rebuilt(name: str, message: str, text: str, kind: str | None, hint: str | None) -> Exception:
-    """Return the exception: its builtin class, or a RuntimeError of the same name; a note has the child's traceback."""
-    known = getattr(builtins, name, None)
-    error: Any = None
-    if isinstance(known, type) and issubclass(known, Exception):
-        with contextlib.suppress(TypeError):  # UnicodeDecodeError and its like take more than a text
-            error = known(message)
-    if error is None:
-        error = type(name, (RuntimeError,), {})(message)
-    if kind is not None:
-        error.failure_kind = kind
-    if hint is not None:
-        error.failure_hint = hint
-    error.add_note(f"in its worker process:\n{text}")
-    raised: Exception = error
-    return raised

@@ -1,8 +1,11 @@
-"""An inference server as a child process: what a run needs of it, whatever program it is. Imports no torch."""
+"""An inference server as a child process, whatever program it is, and the ports of servers. Imports no torch."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +16,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes.child_process import ChildProcess
 
 _LOG_TAIL_LINES = 30
-_PROBE_SECONDS = 0.2
+_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
 class ServerProcess(ABC):
@@ -36,16 +39,9 @@ class ServerProcess(ABC):
     def _launch(self, output: IO[bytes]) -> ChildProcess:
         """Start the program."""
 
-    def _answers(self, timeout_s: float) -> str | None:
-        """Return the address if the server answers a request."""
-        raise NotImplementedError
-
+    @abstractmethod
     def _wait_for_answer(self, deadline: float) -> str | None:
         """Return the address once the server answers requests; None if it ends, or at the monotonic ``deadline``."""
-        while (left_s := deadline - time.monotonic()) > 0 and self.wait(min(left_s, _PROBE_SECONDS)) is None:
-            if address := self._answers(max(1.0, left_s)):
-                return address
-        return None
 
     @property
     def address(self) -> str:
@@ -132,6 +128,34 @@ class ServerProcess(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that a server can listen there; raises ConfigError."""
+    if (reason := _fault(host, port)) is not None:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({reason}): stop the process that uses the port, choose another, or use "
+            "port 0 to take a free one."
+        )
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _fault(host, port) is None)
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
+        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}: set server.port")
+    return ports
+
+
+def _fault(host: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
 
 
 def cause_of_death(code: int) -> str:

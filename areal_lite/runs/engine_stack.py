@@ -11,11 +11,11 @@ from pathlib import Path
 
 from areal_lite.config.rules import check_rollouts
 from areal_lite.config.run_config import RunConfig
+from areal_lite.files.model_path import check_model_path
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.run_data import WorkflowChoice
-from areal_lite.servers.programs.embedded_settings import check_model_path
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
 

@@ -13,6 +13,7 @@ from areal_lite.config.rules import check_rows_end, check_training, held_out_row
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.engine_stack import check_startable, generating_engine
@@ -20,7 +21,6 @@ from areal_lite.runs.evaluation import Evaluation, evaluate, no_success
 from areal_lite.runs.folder.run_directory import run_directory
 from areal_lite.runs.monitoring.run_metrics import OnStep, engine_metrics, with_scalars
 from areal_lite.runs.run_data import WorkflowChoice, workflow_rows
-from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model
 from areal_lite.trainer.metrics import MetricsWriter
 
 if TYPE_CHECKING:

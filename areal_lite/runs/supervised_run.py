@@ -24,6 +24,7 @@ from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
+from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_scorable, resolve_device
 from areal_lite.runs.folder.resuming import find_start
@@ -37,7 +38,6 @@ from areal_lite.runs.training_run import (
     with_dtypes,
     with_prefix,
 )
-from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model
 from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer, SupervisedTrainer
 

@@ -13,11 +13,11 @@ import aiohttp
 import torch
 
 from areal_lite.api import InferenceEngineConfig
+from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.embedded.startup import build, listening
 from areal_lite.processes.http_limits import HttpLimits
 from areal_lite.servers.client.engine_client import EngineClient
-from areal_lite.servers.programs.embedded_settings import server_config
 from areal_lite.servers.programs.server_program import ServedModel
 
 
@@ -81,7 +81,7 @@ async def serving(
     **settings: Any,
 ) -> AsyncIterator[Client]:
     """Serve ``path`` in float32 on one thread."""
-    config = server_config(**{"dtype": "float32", "device": "cpu", "num_threads": 1} | settings)
+    config = EmbeddedServerConfig(**{"dtype": "float32", "device": "cpu", "num_threads": 1} | settings)
     served = ServedModel(model_path=str(path), seed=seed, weight_version=weight_version, deterministic=deterministic)
     server = build(config, path, served)
     async with (

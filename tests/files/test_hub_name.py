@@ -15,12 +15,12 @@ import huggingface_hub.constants
 import pytest
 
 from areal_lite.errors import ConfigError
-from areal_lite.files import hub_name
+from areal_lite.files import model_path
 
 CHECK = """
 import huggingface_hub.constants
 from areal_lite.errors import ConfigError
-from areal_lite.files.hub_name import check_hub_name
+from areal_lite.files.model_path import check_hub_name
 message = ""
 try:
     check_hub_name("areal-lite/a-model", key="reward_model")
@@ -54,7 +54,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_within_two_seconds(answers: st
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1] if answers == 'silence' else 9}"
         offline = {"HF_HUB_OFFLINE": "1"} if answers == "offline" else {}
         message = check(tmp_path, endpoint, **offline)
-    assert hub_name.TIMEOUT_S < 2  # it asks once, and waits no longer
+    assert model_path.TIMEOUT_S < 2  # it asks once, and waits no longer
     assert message.startswith(
         "reward_model 'areal-lite/a-model' is neither a directory nor in the cache of the Hugging"
     )
@@ -83,7 +83,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     constants = huggingface_hub.constants
     monkeypatch.setattr(Hub, "asked", [], raising=False)
-    monkeypatch.setattr(hub_name, "TIMEOUT_S", 50.0)  # a busy machine may answer late
+    monkeypatch.setattr(model_path, "TIMEOUT_S", 50.0)  # a busy machine may answer late
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in [name for name in os.environ if "proxy" in name.lower()]:
@@ -98,12 +98,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         server.shutdown()
         thread.join()
     huggingface_hub.close_session()
-    hub_name.check_hub_name.cache_clear()
+    model_path.check_hub_name.cache_clear()
 
 
 @pytest.mark.parametrize("answer", ["200", "404-EntryNotFound", "429", "503"])
 def test_a_model_that_the_hub_has_or_may_have_is_accepted(answer: str, hub: type[Hub]) -> None:
-    hub_name.check_hub_name(f"owner/{answer}")
+    model_path.check_hub_name(f"owner/{answer}")
     assert hub.asked == [True]
 
 
@@ -115,7 +115,7 @@ def test_a_model_that_the_hub_does_not_have_is_an_error_with_its_answer(
 ) -> None:
     message = rf"model_path 'owner/{answer}' is neither .* does not give it \(.*{error}.*\): check the name"
     with pytest.raises(ConfigError, match=message):
-        hub_name.check_hub_name(f"owner/{answer}")
+        model_path.check_hub_name(f"owner/{answer}")
     assert hub.asked == [True]
 
 
@@ -124,7 +124,7 @@ def test_a_cached_model_is_not_asked_for(tmp_path: Path, hub: type[Hub]) -> None
     for path, content in (("refs/main", "c0ffee"), ("snapshots/c0ffee/config.json", "{}")):
         (repository / path).parent.mkdir(parents=True)
         (repository / path).write_text(content)
-    hub_name.check_hub_name("owner/404-RepoNotFound")
+    model_path.check_hub_name("owner/404-RepoNotFound")
     assert hub.asked == []
 
 
@@ -132,4 +132,4 @@ def test_a_folder_or_an_odd_text_is_no_hub_name(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     names = ("owner/name", "name", "folder", "./name", "a name")
-    assert [hub_name.is_hub_name(name) for name in names] == [True, True, False, False, False]
+    assert [model_path.is_hub_name(name) for name in names] == [True, True, False, False, False]

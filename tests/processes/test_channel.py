@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_lite.processes.call_pool import receive
 from areal_lite.processes.channel import (
     BrokenMessageError,
     MessageSplitter,
@@ -20,7 +21,6 @@ from areal_lite.processes.channel import (
     encode_reply,
     framed,
     read_message,
-    receive,
 )
 from tests.rollout.scripted import on_a_loop
 

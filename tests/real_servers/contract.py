@@ -367,7 +367,7 @@ class RealServerContract:
                 groups = pool.submit(engine.rollout_batch, [ROW] * 3, AGENT, group_size=2)
                 asyncio.run(server.until(busy=True))
                 line.cut()
-                with pytest.raises(ServerError, match=f"no inference server is healthy since 3 s: .*{line.address}"):
+                with pytest.raises(ServerError, match=f"no inference server was healthy for 3 s: .*{line.address}"):
                     groups.result(60)
 
     def test_an_idle_connection_the_server_closed_is_no_error(

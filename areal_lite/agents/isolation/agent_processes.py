@@ -16,8 +16,8 @@ from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.trajectory import ProcessRecord
 from areal_lite.processes.call_pool import CallPool
-from areal_lite.processes.channel import describe, rebuilt
 from areal_lite.processes.child_process import PickledObject, pickled_object
+from areal_lite.processes.sent_error import describe, rebuilt
 
 
 def pickled_agent(agent: Any) -> PickledObject:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from areal_lite.errors import ConfigError
-from areal_lite.files.hub_name import check_hub_name, is_hub_name
+from areal_lite.files.model_path import check_hub_name, is_hub_name
 
 # Importing transformers from two threads at once breaks its circular imports.
 _lock = threading.Lock()

@@ -15,10 +15,10 @@ import torch
 from aiohttp import web
 
 from areal_lite.embedded.adapter import Adapter, read_adapter
+from areal_lite.embedded.checked_weights import Checkpoint, check_manifest, check_shapes, check_tied
 from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.http_server import failure, fields_of, reply_json, version_of
 from areal_lite.errors import ArealLiteError, ConfigError
-from areal_lite.files import model_folder as checkpoint
 from areal_lite.servers.dialects.sglang_errors import invalid_value, wrong_type
 from areal_lite.servers.weights.receiver import WeightReceiver
 
@@ -74,10 +74,10 @@ class WeightRoutes:
             raise wrong_type(f"model_path: Field required, a string; got {path!r}.")
         async with self._updating:
             try:
-                header = await asyncio.to_thread(self._check_checkpoint, path)
+                checkpoint = await asyncio.to_thread(self._check_checkpoint, path)
                 await self._model.command(
                     lambda: self._scheduler.change_weights(
-                        lambda: self._load(header),
+                        lambda: self._load(checkpoint),
                         version,
                         abort_all=fields.get("abort_all_requests") is True,
                     )
@@ -121,8 +121,8 @@ class WeightRoutes:
                 tensors, version = self._receiver.end(), self._receiver.version
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
                 served, tied = self._runner.weight_shapes()
-                checkpoint.check_shapes("the broadcast", shapes, served, tied)
-                checkpoint.check_tied("the broadcast", shapes, tied, lambda a, b: torch.equal(tensors[a], tensors[b]))
+                check_shapes("the broadcast", shapes, served, tied)
+                check_tied("the broadcast", shapes, tied, lambda a, b: torch.equal(tensors[a], tensors[b]))
 
                 def load() -> None:
                     self._can_restore = False
@@ -180,28 +180,28 @@ class WeightRoutes:
         if wanted and wanted != self.adapter:
             raise invalid_value(f"the adapter {wanted!r} is not loaded; the weights have {self.adapter!r}.")
 
-    def _check_checkpoint(self, model_path: str) -> checkpoint.CheckpointHeader:
+    def _check_checkpoint(self, model_path: str) -> Checkpoint:
         path = Path(model_path).expanduser()
-        header = checkpoint.read_checkpoint_header(path)
-        checkpoint.check_manifest(path)
+        checkpoint = Checkpoint(path)
+        check_manifest(path)
         served, tied = self._runner.weight_shapes()
         source = f"checkpoint {str(path)!r}"
-        checkpoint.check_shapes(source, header.shapes, served, tied)
-        checkpoint.check_tied(source, header.shapes, tied, header.same_data)
-        return header
+        check_shapes(source, checkpoint.shapes, served, tied)
+        check_tied(source, checkpoint.shapes, tied, checkpoint.has_equal)
+        return checkpoint
 
-    def _load(self, header: checkpoint.CheckpointHeader) -> None:
+    def _load(self, checkpoint: Checkpoint) -> None:
         """Load checked weights in place of weights and adapter; if it fails halfway, restore the served ones."""
         runner = self._runner
         try:
-            runner.load_tensors(header.tensors(), header.shapes)
+            runner.load_tensors(checkpoint.tensors(), checkpoint.shapes)
             runner.adapt(None)
         except Exception as error:
             if not self._can_restore:
                 self._scheduler.weight_version = "mixed"  # no client takes tokens of it
-                raise ConfigError(f"loading {str(header.path)!r} failed ({error}); send weights again.") from error
-            served = checkpoint.read_checkpoint_header(Path(self.model_path))
+                raise ConfigError(f"loading {str(checkpoint.path)!r} failed ({error}); send weights again.") from error
+            served = Checkpoint(Path(self.model_path))
             runner.load_tensors(served.tensors(), served.shapes)
             raise ConfigError(
-                f"loading {str(header.path)!r} failed ({error}); the server restored its weights."
+                f"loading {str(checkpoint.path)!r} failed ({error}); the server restored its weights."
             ) from error

@@ -84,10 +84,6 @@ class Answer:
         """Add the tokens of a call that was sent ``attempts`` times."""
         self.attempts += attempts
         self.first_token_at = self.first_token_at or time.monotonic()
-        if not self.tokens:  # the usual answer is one reply, whose lists nobody else holds
-            self.tokens, self.logprobs, self.versions = chunk.tokens, chunk.logprobs, chunk.versions or []
-            self.top_logprobs = chunk.top_logprobs
-            return
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         self.versions += chunk.versions or ()

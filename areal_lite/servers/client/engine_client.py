@@ -82,7 +82,7 @@ class EngineClient:
         self._config = config
         self._requests = ServerRequests(config, dialect_of(config.backend))
         targets = self.pool if config.router is None else router_pool(config.router)
-        self._gate = RequestGate(targets, on_outage=on_outage)
+        self._gate = RequestGate(targets, patience_s=config.faults.outage_patience_s, on_outage=on_outage)
         self._reconciler = Reconciler(config, self.pool, self._requests, self._gate, identity=identity)
         self._router: Router | None = None
         if config.router is not None:
@@ -137,7 +137,7 @@ class EngineClient:
             call = GenerationCall(input_ids=input_ids, gconfig=gconfig, rid=rid, max_new_tokens=num_tokens)
             body = self._sender.addressed(self._requests.dialect.generate_body(call), server)
             try:
-                chunk = await self._requests.generate(server, body, call)
+                chunk = await self._requests.generate(server, body, self._requests.reader(call))
             except SEND_ERRORS as error:
                 self._reconciler.failed(server, reason_of(error))
                 return None
@@ -201,6 +201,7 @@ class EngineClient:
                 break
             chunk, tries = await self._sender.send(answer.next_call(input_ids, budget, seed), answer)
             answer.extend(chunk, tries)
+            assert chunk.finish is not None, "a reply has its end"
             finish = chunk.finish
             if finish == "abort" and len(answer.tokens) < budget and not answer.interrupted:
                 if answer.must_stay:

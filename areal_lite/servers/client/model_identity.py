@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from areal_lite.errors import ConfigError
-from areal_lite.files.hub_name import is_hub_name
+from areal_lite.files.model_path import is_hub_name
 from areal_lite.servers.dialects.dialect import ServerInfo
 
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -24,7 +24,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests, SilentServerError
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall
-from areal_lite.servers.dialects.token_stream import ReceiverError, TokenStream
+from areal_lite.servers.dialects.reply_reader import ReceiverError
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server
@@ -87,12 +87,12 @@ class RequestSender:
             # The reply is judged by what the server had acknowledged when it got the request. By the time the reply
             # is here, an update may have raised both, and tokens of the version before would look outdated.
             acknowledged, adapter = server.version, server.adapter
-            stream = self._stream(call, answer) if call.stream else None
+            reader = self._requests.reader(call, answer.receive if call.stream else None)
             sent = time.monotonic()
             pool.start(server, size, sent, adapter=adapter, stays=answer.must_stay)
             try:
                 chunk = await self._requests.generate(
-                    server, self.addressed(body, server), call, stream, headers=self._affinity(answer)
+                    server, self.addressed(body, server), reader, headers=self._affinity(answer)
                 )
                 chunk = self._labelled(chunk, adapter, acknowledged)
                 if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
@@ -103,9 +103,9 @@ class RequestSender:
                 reason = f"it acknowledged version {acknowledged} and sent tokens of version {chunk.versions[-1]}"
                 if self._router is None:
                     self._reconciler.behind(server, reason)
-                elif stream is not None:
+                elif call.stream:
                     await self._router.examine()
-                if stream is not None:  # its tokens were passed on, so they stay, with the versions that they have
+                if call.stream:  # its tokens were passed on, so they stay, with the versions that they have
                     return chunk, sends
                 error: Exception = OutdatedReplyError(f"{server.url}: {reason}")
             except ReceiverError as raised:
@@ -123,9 +123,9 @@ class RequestSender:
             if self._router is None or not suspect or not await self._router.examine():
                 self._record_failure(server, error, sent)
             failures.record(server, error)
-            if stream is not None and len(stream):
+            if call.stream and len(reader):
                 await self._count_break(answer, failures.last)
-                return self._labelled(stream.chunk(), adapter, acknowledged), sends
+                return self._labelled(reader.chunk(), adapter, acknowledged), sends
             failures.check()
             await asyncio.sleep(pause_s(sends))
 
@@ -133,10 +133,6 @@ class RequestSender:
         if server.adapter is None:
             return orjson.dumps(body)
         return orjson.dumps(body | self._requests.dialect.name_adapter(server.adapter))
-
-    def _stream(self, call: GenerationCall, answer: Answer) -> TokenStream:
-        requests = self._requests
-        return TokenStream(requests.dialect, call, answer.receive, version=requests.version, limits=requests.limits)
 
     def _labelled(self, chunk: Chunk, adapter: str | None, version: int | None) -> Chunk:
         """Label tokens with the version of the adapter that their request kept; the server may have newer ones too."""

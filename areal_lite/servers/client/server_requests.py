@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -33,7 +32,7 @@ from areal_lite.servers.dialects.dialect import (
     ServerLimits,
     reported,
 )
-from areal_lite.servers.dialects.token_stream import TokenStream
+from areal_lite.servers.dialects.reply_reader import Receiver, ReplyReader
 from areal_lite.servers.pool.server_pool import Server
 
 logger = logging.getLogger(__name__)
@@ -107,35 +106,21 @@ class ServerRequests:
         if self._session is not None:
             await self._session.close()
 
+    def reader(self, call: GenerationCall, receive: Receiver | None = None) -> ReplyReader:
+        """Return what reads the reply to a call that is sent now; a stream's tokens go to ``receive``."""
+        return ReplyReader(self.dialect, call, receive, version=self.version, limits=self.limits)
+
     async def generate(
-        self,
-        server: Server,
-        body: bytes,
-        call: GenerationCall,
-        stream: TokenStream | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
+        self, server: Server, body: bytes, reader: ReplyReader, *, headers: Mapping[str, str] | None = None
     ) -> Chunk:
-        """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given."""
-        version = self.version
-        status, reply, retry_after_s = await self._post(server, body, stream, headers or {})
-        if status != 200:
-            raise ErrorReply(status, _message(reply), retry_after_s)
-        if stream is None:
-            chunk = self.dialect.parse_generate(orjson.loads(reply), top_logprobs=call.top_logprobs)
-            _check_not_empty(chunk)
-            self.limits.check_reply(chunk.tokens, chunk.versions or [], len(chunk.tokens), call.max_new_tokens)
-            if chunk.versions is not None or not chunk.tokens:  # vLLM reports none for an answer without tokens
-                return chunk
-            chunk = replace(chunk, versions=[version] * len(chunk.tokens))
-        else:
-            if not stream.finished:
-                raise BadResponse("a stream that ends before its answer does")
-            chunk = stream.chunk()
-            _check_not_empty(chunk)
-            if stream.reports_versions:
-                return chunk
-        if not self._warned_no_version:
+        """Send one generation and return its reply, which ``reader`` reads."""
+        await self._post(server, body, reader, headers or {})
+        if not reader.finished:
+            raise BadResponse("an answer that ends without a finish reason")
+        chunk = reader.chunk()
+        if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
+            raise BadResponse(f"no tokens, with the finish reason {chunk.finish!r}")
+        if not reader.reports_versions and not self._warned_no_version:
             self._warned_no_version = True
             logger.warning(
                 "%s does not report the weight version of its tokens; they are labelled with the version at which the "
@@ -144,27 +129,27 @@ class ServerRequests:
             )
         return chunk
 
-    async def _post(
-        self, server: Server, body: bytes, stream: TokenStream | None, headers: Mapping[str, str]
-    ) -> tuple[int, bytes, float]:
-        """Return status, body and the seconds of Retry-After; the body of a 200 goes to ``stream``, if given."""
+    async def _post(self, server: Server, body: bytes, reader: ReplyReader, headers: Mapping[str, str]) -> None:
+        """Have ``reader`` read the reply, a stream as it arrives; raises ErrorReply for a status that is not 200."""
         assert self._session is not None, "open() first"
         request = _Request(server)
         self._silences.add(request)
         try:
             url = server.url + self.dialect.generate_path
             async with self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply:
-                if stream is not None and reply.status == 200:
-                    await self._feed(stream, reply, request)
-                    return 200, b"", 0.0
-                after = "" if reply.status == 200 else reply.headers.get("Retry-After", "")
-                wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
-                return reply.status, await reply.read(), wait_s
+                if reply.status != 200:
+                    after = reply.headers.get("Retry-After", "")
+                    wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
+                    raise ErrorReply(reply.status, _message(await reply.read()), wait_s)
+                if reader.streams:
+                    await self._feed(reader, reply, request)
+                else:
+                    reader.take(orjson.loads(await reply.read()))
         except asyncio.CancelledError:
             if request.given_up is not None and request.task.uncancel() == 0:
-                if stream is not None and stream.finished:  # only the connection's end is missing
-                    return 200, b"", 0.0
-                raise SilentServerError(request.given_up) from None
+                if not reader.finished:
+                    raise SilentServerError(request.given_up) from None
+                return  # only the connection's end is missing
             raise
         finally:
             self._silences.discard(request)
@@ -185,16 +170,16 @@ class ServerRequests:
             if request.server is server:
                 request.give_up(reason)
 
-    async def _feed(self, stream: TokenStream, reply: aiohttp.ClientResponse, request: _Request) -> None:
+    async def _feed(self, reader: ReplyReader, reply: aiohttp.ClientResponse, request: _Request) -> None:
         try:
             async for data in reply.content.iter_any():
                 self._silences.discard(request)
                 self._silences.add(request)
                 request.begun = True
                 request.server.heard = time.monotonic()
-                stream.feed(data)
+                reader.feed(data)
         except (aiohttp.ClientError, OSError):
-            if not stream.finished:
+            if not reader.finished:
                 raise
 
     async def info(self, server: Server) -> ServerInfo:
@@ -253,11 +238,6 @@ class ServerRequests:
         with contextlib.suppress(orjson.JSONDecodeError):
             if (error := self.dialect.update_error(orjson.loads(text))) is not None:
                 raise RefusedError(f"{server.url}{call.path}: {error}")
-
-
-def _check_not_empty(chunk: Chunk) -> None:
-    if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
-        raise BadResponse(f"no tokens, with the finish reason {chunk.finish!r}")
 
 
 def _message(reply: bytes) -> str:

@@ -1,6 +1,8 @@
 """The wire formats of SGLang (the embedded server's too) and vLLM, as pure functions of requests and answers.
 
-Read dialect (what goes in and comes out), then sglang. Nothing else knows a server's field names.
+Promises that a reply which cannot be trusted is refused, and that nothing else knows a server's field names. Imports
+only records of the weights beside what is below ``servers``; called by client, weights and programs. Read dialect
+(what goes in and comes out), sglang, then reply_reader.
 """
 
 from __future__ import annotations

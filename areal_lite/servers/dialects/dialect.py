@@ -30,28 +30,16 @@ class ErrorReply(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of one reply; a request takes several if it is aborted and continued."""
+    """The tokens of one reply, or those that one event adds to its stream; an aborted request takes several replies."""
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int] | None
-    """Per token; None if the server does not report versions."""
-    finish: Literal["stop", "length", "abort"]
-    top_logprobs: TopLogprobs = field(default_factory=list)
-    """Per token, or empty if the request did not ask for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
-    tokens: list[int]
-    logprobs: list[float]
-    top_logprobs: TopLogprobs
-    version: int | None
-    """Version of the new tokens; None if the event does not report it."""
-    all_versions: list[int] | None
-    """Version of each token of the stream so far; None if the event does not report them."""
+    """Per token; an event may repeat those of all earlier tokens. None if the server does not report versions."""
     finish: Literal["stop", "length", "abort"] | None
     """None if more tokens follow."""
+    top_logprobs: TopLogprobs = field(default_factory=list)
+    """Per token, or empty if the request did not ask for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +108,22 @@ class ServerInfo:
         return replace(self, **known)
 
 
+def shared_sampling(gconfig: GenerationHyperparameters) -> dict[str, Any]:
+    """Return the sampling parameters that both protocols name alike; those that are off are left out."""
+    sampling: dict[str, Any] = {
+        "temperature": gconfig.effective_temperature,
+        "skip_special_tokens": gconfig.skip_special_tokens,
+    }
+    for name in ("stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty"):
+        if value := getattr(gconfig, name):
+            sampling[name] = value
+    if gconfig.repetition_penalty != 1:
+        sampling["repetition_penalty"] = gconfig.repetition_penalty
+    if gconfig.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
+    return sampling
+
+
 def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     if clash := sorted(extra.keys() & {*sampling, "n"}):
         raise ConfigError(
@@ -130,10 +134,10 @@ def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any
 
 
 def check_tokens(
-    tokens: list[int], logprobs: list[float], top_logprobs: TopLogprobs | None, finish: str | None, *, ends: bool = True
+    tokens: list[int], logprobs: list[float], top_logprobs: TopLogprobs | None, finish: str | None
 ) -> None:
-    """Check lengths, token ids, log-probs and the reason of the end, which a stream's event may lack."""
-    if finish not in FINISHES and (ends or finish is not None):
+    """Check lengths, token ids, log-probs and the reason of the end, if it is reached; raises BadResponse."""
+    if finish is not None and finish not in FINISHES:
         raise BadResponse(f"the unknown finish reason {finish!r}")
     if len(tokens) != len(logprobs):
         raise BadResponse(f"{len(tokens)} tokens, {len(logprobs)} log-probs")
@@ -156,9 +160,9 @@ def _check_pairs(tokens: list[int], logprobs: list[float]) -> None:
             raise BadResponse("log-probs that are not finite numbers up to 0")
 
 
-def check_error_event(event: Any) -> None:
-    """Raise ErrorReply if the event of a stream is ``{"error": {message, code}}``."""
-    error = event.get("error") if isinstance(event, dict) else None
+def check_error(reply: Any) -> None:
+    """Raise ErrorReply if a reply or event is ``{"error": {message, code}}``."""
+    error = reply.get("error") if isinstance(reply, dict) else None
     if error:
         code = error.get("code") if isinstance(error, dict) else None
         message = error.get("message", error) if isinstance(error, dict) else error

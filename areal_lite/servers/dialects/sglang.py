@@ -13,11 +13,11 @@ from areal_lite.servers.dialects.dialect import (
     ErrorReply,
     GenerationCall,
     ServerInfo,
-    StreamEvent,
     TopLogprobs,
-    check_error_event,
+    check_error,
     check_tokens,
     reported,
+    shared_sampling,
     spans_to_versions,
     version_number,
     version_or_none,
@@ -81,61 +81,41 @@ class SGLang:
                 body["incremental_streaming_output"] = True
         return body
 
-    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
-        """Return the tokens of a ``/generate`` reply; raises BadResponse."""
+    def parse(self, reply: Any, received: int = 0, *, top_logprobs: int = 0) -> Chunk | None:
+        """Return the tokens of a ``/generate`` reply, or those that an event adds to the ``received`` of its stream.
+
+        SGLang's lists hold all tokens so far or only the new ones. Raises BadResponse, or ErrorReply for an error.
+        """
+        check_error(reply)
         try:
             meta = reply["meta_info"]
-            finish = meta["finish_reason"]["type"]
-            pairs = meta.get("output_token_logprobs") or []
-            tokens = [pair[1] for pair in pairs]
-            logprobs = [pair[0] for pair in pairs]
-            ids = reply.get("output_ids")
-            if ids is not None and ids != tokens:
-                raise BadResponse(f"{len(ids)} output_ids that differ from the {len(tokens)} ids with log-probs")
-            versions: list[int] | None = None
-            if meta.get("weight_versions"):
-                versions = spans_to_versions(meta["weight_versions"], len(tokens))
-            elif meta.get("weight_version") is not None:
-                versions = [version_number(meta["weight_version"])] * len(tokens)
-            top = _top_logprobs(meta.get("output_top_logprobs") or []) if top_logprobs else None
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise BadResponse(f"a reply without the fields of /generate ({error!r})") from None
-        check_tokens(tokens, logprobs, top, finish)
-        return Chunk(tokens, logprobs, versions, finish, top or [])
-
-    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
-        """Return what an event adds to the ``received`` tokens of its stream; None if it is not about tokens.
-
-        SGLang's lists hold all tokens so far or only the new ones.
-        """
-        check_error_event(event)
-        try:
-            meta = event["meta_info"]
             reason = meta["finish_reason"]
             finish = None if reason is None else reason["type"]
             if finish == "abort" and reason.get("status_code"):
                 raise ErrorReply(int(reason["status_code"]), str(reason.get("message")))
-            total = meta.get("completion_tokens", received)  # a call aborted in the queue has none
             pairs = meta.get("output_token_logprobs") or []
+            total = meta.get("completion_tokens", received + len(pairs))  # a call aborted in the queue has none
             new = total - received
-            if not 0 <= new <= len(pairs):
+            if not 0 <= new <= len(pairs) or (not received and new != len(pairs)):
                 raise BadResponse(f"{len(pairs)} log-probs for {new} new tokens")
             pairs = pairs[len(pairs) - new :]
             tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
-            ids = event.get("output_ids")
-            if ids is not None and ids[len(ids) - new :] != tokens:
-                raise BadResponse("output_ids that differ from the ids with log-probs")
-            spans, label = meta.get("weight_versions"), meta.get("weight_version")
+            ids = reply.get("output_ids")
+            if ids is not None and (ids[len(ids) - new :] if received else ids) != tokens:
+                raise BadResponse(f"{len(ids)} output_ids that differ from the ids with log-probs")
+            versions: list[int] | None = None
+            if spans := meta.get("weight_versions"):
+                versions = spans_to_versions(spans, total)
+            elif (label := meta.get("weight_version")) is not None:
+                versions = [version_number(label)] * new
             top = None
             if top_logprobs:
                 rows = meta.get("output_top_logprobs") or []
                 top = _top_logprobs(rows[max(0, len(rows) - new) :])
-            check_tokens(tokens, logprobs, top, finish, ends=False)
-            version = None if label is None else version_number(label)
-            all_versions = spans_to_versions(spans, total) if spans else None
-            return StreamEvent(tokens, logprobs, top or [], version, all_versions, finish)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise BadResponse(f"an event without the fields of /generate ({error!r})") from None
+            raise BadResponse(f"a reply without the fields of /generate ({error!r})") from None
+        check_tokens(tokens, logprobs, top, finish)
+        return Chunk(tokens, logprobs, versions, finish, top or [])
 
     def parse_info(self, reply: Any) -> ServerInfo:
         """Return what the server reports; ``/model_info`` has the path and version of the last update."""
@@ -230,10 +210,7 @@ class SGLang:
 
 
 def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
-    sampling: dict[str, Any] = {
-        "temperature": gconfig.effective_temperature,
-        "skip_special_tokens": gconfig.skip_special_tokens,
-    }
+    sampling = shared_sampling(gconfig)
     if not gconfig.greedy:
         if gconfig.top_p < 1:
             sampling["top_p"] = gconfig.top_p
@@ -241,17 +218,7 @@ def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
             sampling["top_k"] = gconfig.top_k
         if gconfig.min_p:
             sampling["min_p"] = gconfig.min_p
-    for name in ("stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty"):
-        if value := getattr(gconfig, name):
-            sampling[name] = value
-    if gconfig.repetition_penalty != 1:
-        sampling["repetition_penalty"] = gconfig.repetition_penalty
-    if gconfig.logit_bias:
-        sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
-    for name in CONSTRAINTS:
-        if (value := getattr(gconfig, name)) is not None:
-            sampling[name] = value
-    return sampling
+    return sampling | {name: value for name in CONSTRAINTS if (value := getattr(gconfig, name)) is not None}
 
 
 def _top_logprobs(rows: list[Any]) -> TopLogprobs:

@@ -16,11 +16,11 @@ from areal_lite.servers.dialects.dialect import (
     ControlCall,
     GenerationCall,
     ServerInfo,
-    StreamEvent,
     TopLogprobs,
-    check_error_event,
+    check_error,
     check_tokens,
     reported,
+    shared_sampling,
     spans_to_versions,
     version_or_none,
     with_extra,
@@ -51,27 +51,20 @@ class VLLM:
     def generate_body(self, call: GenerationCall) -> dict[str, Any]:
         """Return the JSON body of one generation; vLLM silently ignores unknown fields, so names must be exact."""
         gconfig, top_logprobs = call.gconfig, call.top_logprobs
-        sampling: dict[str, Any] = {
+        sampling = shared_sampling(gconfig) | {
             "max_tokens": call.max_new_tokens,
             "min_tokens": call.min_new_tokens,
-            "temperature": gconfig.effective_temperature,
             "top_p": gconfig.top_p,
             "top_k": gconfig.top_k or -1,
+            "ignore_eos": gconfig.ignore_eos,
+            "frequency_penalty": gconfig.frequency_penalty,
             # One more than asked for: where the sampled token is not among the best, vLLM puts it in place of the last.
             "logprobs": top_logprobs + (0 < top_logprobs < _MOST_LOGPROBS),
-            "ignore_eos": gconfig.ignore_eos,
-            "skip_special_tokens": gconfig.skip_special_tokens,
-            "frequency_penalty": gconfig.frequency_penalty,
         }
-        for name in ("stop", "stop_token_ids", "presence_penalty", "min_p"):
-            if value := getattr(gconfig, name):
-                sampling[name] = value
+        if gconfig.min_p:
+            sampling["min_p"] = gconfig.min_p
         if gconfig.ignore_eos:
             sampling.pop("stop_token_ids", None)  # vLLM would stop at them; SGLang does not
-        if gconfig.repetition_penalty != 1:
-            sampling["repetition_penalty"] = gconfig.repetition_penalty
-        if gconfig.logit_bias:
-            sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
         for name, key in (("json_schema", "json"), ("regex", "regex"), ("ebnf", "grammar")):
             if (text := getattr(gconfig, name)) is not None:
                 sampling["structured_outputs"] = {key: text}
@@ -84,38 +77,27 @@ class VLLM:
             "stream": call.stream,
         }
 
-    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
+    def parse(self, reply: Any, received: int = 0, *, top_logprobs: int = 0) -> Chunk | None:
+        """Return the tokens of a reply, or of an event after ``received`` ones; one without choices reports the usage.
+
+        Raises BadResponse, or ErrorReply for an error.
+        """
+        check_error(reply)
         try:
+            if not reply["choices"]:
+                return None
             choice = reply["choices"][0]
-            tokens = list(choice["token_ids"])
+            tokens = list(choice["token_ids"] or [])
             content = (choice["logprobs"] or {}).get("content", [])
             logprobs = [entry["logprob"] for entry in content]
             spans = choice.get("weight_versions")
-            versions = spans_to_versions(spans, len(tokens)) if spans else None
+            versions = spans_to_versions(spans, received + len(tokens)) if spans else None
             finish = _FINISH.get(choice["finish_reason"], choice["finish_reason"])
             top = _top_logprobs(content, top_logprobs) if top_logprobs else None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise BadResponse(f"a reply without the fields of /inference/v1/generate ({error!r})") from None
         check_tokens(tokens, logprobs, top, finish)
         return Chunk(tokens, logprobs, versions, finish, top or [])
-
-    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
-        """Return the tokens of an event; one without choices reports the usage."""
-        check_error_event(event)
-        try:
-            if not event["choices"]:
-                return None
-            choice = event["choices"][0]
-            tokens = list(choice["token_ids"] or [])
-            content = (choice["logprobs"] or {}).get("content", [])
-            logprobs = [entry["logprob"] for entry in content]
-            top = _top_logprobs(content, top_logprobs) if top_logprobs else None
-            spans, finish = choice.get("weight_versions"), _FINISH.get(choice["finish_reason"], choice["finish_reason"])
-            check_tokens(tokens, logprobs, top, finish, ends=False)
-            all_versions = spans_to_versions(spans, received + len(tokens)) if spans else None
-            return StreamEvent(tokens, logprobs, top or [], None, all_versions, finish)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise BadResponse(f"an event without the fields of /inference/v1/generate ({error!r})") from None
 
     def parse_info(self, reply: Any) -> ServerInfo:
         if not isinstance(reply, dict):

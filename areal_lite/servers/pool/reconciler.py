@@ -41,7 +41,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
 from areal_lite.servers.dialects.dialect import ErrorReply
-from areal_lite.servers.pool.request_gate import OUTAGE_LINE_S, RequestGate, failures_of
+from areal_lite.servers.pool.request_gate import Outage, RequestGate, failures_of
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.weights.published_weights import PublishedWeights
 from areal_lite.servers.weights.weight_loader import WeightLoader
@@ -257,20 +257,11 @@ class Reconciler:
 
     async def _until_one_has(self, weights: PublishedWeights) -> None:
         """Return once a server has the version; servers that are being repaired get ``outage_patience_s``."""
-        patience, waited = self._config.faults.outage_patience_s, time.monotonic()
-        said = waited
-        while not any(s.down is None and self._loader.has_newest(s) for s in self._pool.servers):
-            now = time.monotonic()
-            if now - waited >= patience:
-                raise ServerError(f"no server took {weights} in {patience:g} s: {failures_of(self._pool.servers)}")
-            if now - said >= OUTAGE_LINE_S:
-                said = now
-                logger.warning(
-                    "no server has taken version %d for %.0f s: %s",
-                    weights.version,
-                    now - waited,
-                    failures_of(self._pool.servers),
-                )
+        patience, servers = self._config.faults.outage_patience_s, self._pool.servers
+        outage = Outage(f"no server took {weights}", patience)
+        while not any(s.down is None and self._loader.has_newest(s) for s in servers):
+            if error := outage.watch(True, time.monotonic(), failures_of(servers)):
+                raise error
             tasks = list(self._tasks.values())
             await asyncio.wait(tasks, timeout=min(WATCH_S, patience)) if tasks else await asyncio.sleep(0)
 
@@ -280,8 +271,7 @@ class Reconciler:
             for server in self._pool.servers:
                 if _silent_s(server) >= SILENCE_S and server not in self._tasks and not self._loader.updating:
                     self._begin(server, self._examine(server))
-            patience, updating = self._config.faults.outage_patience_s, self._loader.updating
-            differs = self._gate.watch_outage(self._pool.servers, now, patience, updating=updating)
+            differs = self._gate.watch_outage(self._pool.servers, now, updating=self._loader.updating)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S if differs else IDLE_WATCH_S):
                     await self._wake.wait()

@@ -25,10 +25,39 @@ logger = logging.getLogger(__name__)
 OUTAGE_LINE_S = 10.0
 
 
+class Outage:
+    """Watches a condition: logs it every 10 s, and gives up after ``patience_s``; ``what`` is in the past tense."""
+
+    def __init__(self, what: str, patience_s: float) -> None:
+        self._what = what
+        self._patience_s = patience_s
+        self._since: float | None = None
+        self._said_at = 0.0
+
+    def watch(self, lasts: bool, now: float, reason: str) -> ServerError | None:
+        """Return the error once it has lasted too long; then, and when it does not last, it begins anew."""
+        if not lasts:
+            self._since = None
+            return None
+        if self._since is None:
+            self._since = self._said_at = now
+        lasted = now - self._since
+        if lasted >= self._patience_s:
+            self._since = None
+            return ServerError(f"{self._what} for {self._patience_s:g} s: {reason}")
+        if now - self._said_at >= OUTAGE_LINE_S:
+            self._said_at = now
+            text = "%s for %.0f s; the run ends after %.0f s: %s"
+            logger.warning(text, self._what, lasted, self._patience_s, reason)
+        return None
+
+
 class RequestGate:
     """Holds generations back, and lets them through to the servers of ``pool``."""
 
-    def __init__(self, pool: ServerPool, *, on_outage: Callable[[ServerError], None] | None = None) -> None:
+    def __init__(
+        self, pool: ServerPool, *, patience_s: float, on_outage: Callable[[ServerError], None] | None = None
+    ) -> None:
         self.pool = pool
         self.running = 0
         self.holds = 0
@@ -41,8 +70,7 @@ class RequestGate:
         self._released = asyncio.Event()
         self._released.set()
         self._held_for_update = False
-        self._outage_since: float | None = None
-        self._outage_said_at = 0.0
+        self._outage = Outage("no inference server was healthy", patience_s)
 
     @property
     def is_waiting(self) -> bool:
@@ -124,26 +152,12 @@ class RequestGate:
             if not (waiter := self._waiting.popleft()).done():
                 waiter.set_exception(ServerError(str(error)))
 
-    def watch_outage(self, servers: Sequence[Server], now: float, patience_s: float, *, updating: bool) -> bool:
-        """Report an outage every 10 s, and end the waits when patience is over; return whether a server needs watching.
-
-        An update has a patience of its own.
-        """
-        outage = all(s.unhealthy for s in servers) and self.is_waiting
-        if not outage or updating or all(s.state == "slow" for s in servers):
-            self._outage_since = None
-            return any(s.unhealthy for s in servers)
-        if self._outage_since is None:
-            self._outage_since = self._outage_said_at = now
-        lasted = now - self._outage_since
-        if lasted >= patience_s:
-            self._outage_since = None
-            self.give_up(ServerError(f"no inference server is healthy since {patience_s:g} s: {failures_of(servers)}"))
-        elif now - self._outage_said_at >= OUTAGE_LINE_S:
-            self._outage_said_at = now
-            text = "no inference server is healthy since %.0f s; the run ends after %.0f s: %s"
-            logger.warning(text, lasted, patience_s, failures_of(servers))
-        return True
+    def watch_outage(self, servers: Sequence[Server], now: float, *, updating: bool) -> bool:
+        """End the waits when patience is over (an update has its own); return whether a server needs watching."""
+        lasts = all(s.unhealthy for s in servers) and not all(s.state == "slow" for s in servers)
+        if error := self._outage.watch(lasts and self.is_waiting and not updating, now, failures_of(servers)):
+            self.give_up(error)
+        return any(s.unhealthy for s in servers)
 
 
 def failures_of(servers: Sequence[Server]) -> str:

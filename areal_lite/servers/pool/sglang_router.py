@@ -21,7 +21,7 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.pool.reconciler import START_TIMEOUT_S, Reconciler
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import Outage, RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Router:
         self._requests = requests
         self._reconciler = reconciler
         self._gate = gate
-        self._patience_s = config.faults.outage_patience_s
+        self._outage = Outage(f"the router {self._target.url} was unusable", config.faults.outage_patience_s)
         self._blocked = False
         """The router has no server that may answer."""
         self._lock = asyncio.Lock()
@@ -232,23 +232,17 @@ class Router:
 
     async def _watch(self) -> None:
         """Keep the list as it should be, and bring back a router that failed; waits end after the patience."""
-        unusable_since: float | None = None
         while True:
             try:
                 await self._confirm()
                 settled = await self.sync()
-            except _ERRORS as error:
+            except _ERRORS as failure:
                 settled = False
-                self._target.last_failure = str(error) or type(error).__name__
-            now = time.monotonic()
+                self._target.last_failure = str(failure) or type(failure).__name__
             unusable = self._gate.is_waiting and (self._target.down is not None or self._blocked)
-            unusable_since = (unusable_since or now) if unusable else None
-            if unusable_since is not None and now - unusable_since >= self._patience_s:
-                unusable_since = None
-                reason = self._target.down or self._target.last_failure or "it has no healthy server"
-                self._gate.give_up(
-                    ServerError(f"the router {self._target.url} is unusable since {self._patience_s:g} s: {reason}")
-                )
+            reason = self._target.down or self._target.last_failure or "it has no healthy server"
+            if error := self._outage.watch(unusable, time.monotonic(), reason):
+                self._gate.give_up(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_SYNC_S if settled else SYNC_S):
                     await self._gate.servers_changed.wait()

@@ -1,4 +1,5 @@
 """Server processes that a run starts: the embedded server, SGLang, vLLM and the router in front of them.
 
-Promises that settings are checked before a process starts, and that servers end with the run. Read server_group.
+Promises that settings are checked before a process starts, and that servers end with the run. Imports dialects, for
+the first request to a server; called by ``runs``, ``embedded`` and ``tools``. Read server_group, then server_program.
 """

@@ -1,43 +1,24 @@
-"""The embedded server as a child process. Imports no torch."""
+"""The embedded server for own scripts, and settings of servers that are given one by one. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import sys
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
-import areal_lite
-from areal_lite.errors import ConfigError, ServerError
-from areal_lite.processes.child_process import ChildProcess
-from areal_lite.processes.server_process import ServerProcess
-from areal_lite.servers.programs.embedded_settings import (
-    check_model_path,
-    check_port,
-    check_text_model,
-    cpu_threads,
-    server_config,
-)
+from pydantic import ValidationError
 
-EMBEDDED_PROGRAM = "areal_lite.embedded"
+from areal_lite.config.schema import meaning_of
+from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
+from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import check_model_path, check_text_model
+from areal_lite.servers.programs.embedded_program import EmbeddedProgram
+from areal_lite.servers.programs.server_program import ServedModel
+
+C = TypeVar("C", bound=EmbeddedServerConfig)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddedProcess:
-    """How the child process of an embedded server is started."""
-
-    name: str = "the embedded server"
-    program: str = EMBEDDED_PROGRAM
-    """Module that it runs, which takes the arguments of :mod:`areal_lite.embedded`."""
-    variables: dict[str, str] = field(default_factory=dict)
-    start_timeout_s: float = 600.0
-
-
-class EmbeddedServer(ServerProcess):
+class EmbeddedServer(EmbeddedProgram):
     """One child process that serves one model.
 
     Example:
@@ -53,7 +34,6 @@ class EmbeddedServer(ServerProcess):
         weight_version: str = "0",
         deterministic: bool = False,
         log_path: str | Path | None = None,
-        process: EmbeddedProcess | None = None,
         **settings: Any,
     ) -> None:
         """Check the settings; ``start`` runs the server.
@@ -66,84 +46,33 @@ class EmbeddedServer(ServerProcess):
             deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
                 Requests run one by one and share no KV cache: several times slower with many at once.
             log_path: File to append the child's stdout and stderr to. None: a temporary file, for error messages.
-            process: How the child is started.
             settings: Fields of ``EmbeddedServerConfig``.
 
         Raises:
             ConfigError: If a setting is unknown or out of range, or model or port cannot be used.
         """
-        self._process = process or EmbeddedProcess()
-        super().__init__(self._process.name, log_path=log_path, start_timeout_s=self._process.start_timeout_s)
-        self.model_path = model_path
-        self.weight_version = weight_version
-        self.config = server_config(**settings)
-        self.seed = seed
-        self.deterministic = deterministic
-        if process is None:  # make_servers has one: a run or command checks the model before it makes servers of it
-            check_model_path(model_path)
-            check_text_model(model_path)
-        check_port(self.config.host, self.config.port)
-        self._port = self.config.port
-        self._ready = -1
+        config = ServerConfig(**asdict(checked_settings(EmbeddedServerConfig, settings)))
+        model = ServedModel(
+            model_path=model_path, seed=seed, weight_version=weight_version, deterministic=deterministic
+        )
+        super().__init__("the embedded server", config, model, log_path=None if log_path is None else Path(log_path))
+        check_model_path(model_path)  # a run checks its model before it makes servers of it
+        check_text_model(model_path)
 
-    def _launch(self, output: IO[bytes]) -> ChildProcess:
-        self._ready, ready_write = os.pipe()
-        try:
-            return ChildProcess(
-                [sys.executable, "-m", self._process.program, *self._arguments(ready_write)],
-                environment=self._environment(),
-                output=output,
-                pass_fds=(ready_write,),
-            )
-        finally:
-            os.close(ready_write)
 
-    def _wait_for_answer(self, deadline: float) -> str | None:
-        """Read the child's ready line; if the child ends, the pipe closes without one."""
-        poll, line = select.poll(), b""
-        poll.register(self._ready, select.POLLIN)
-        try:
-            while not line.endswith(b"\n"):
-                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                    return None
-                piece = os.read(self._ready, 4096)
-                if not piece:
-                    self.wait(max(0.0, deadline - time.monotonic()))
-                    return None
-                line += piece
-        finally:
-            os.close(self._ready)
-        ready = json.loads(line)
-        self._port = ready["port"]
-        return f"http://{ready['host']}:{ready['port']}"
-
-    def _start_error(self, code: int) -> ServerError | ConfigError:
-        if code == ConfigError.exit_code:
-            tail = self.log_tail()
-            return ConfigError(tail[tail.rfind("error: ") + len("error: ") :])
-        return super()._start_error(code)
-
-    def _arguments(self, ready_fd: int) -> list[str]:
-        values = {**asdict(self.config), "port": self._port, "seed": self.seed, "weight_version": self.weight_version}
-        return [
-            self.model_path,
-            f"--ready-fd={ready_fd}",
-            *(["--deterministic"] if self.deterministic else []),
-            *(f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None),
-        ]
-
-    def _environment(self) -> dict[str, str]:
-        threads = str(cpu_threads(self.config))
-        package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
-        variables = os.environ | self._process.variables
-        return variables | {
-            # With spinning threads, two processes on the same cores generated 15 times slower; GOMP_SPINCOUNT in the
-            # environment of a run whose processes take turns lets them spin a little.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "KMP_BLOCKTIME": "0",
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-        }
+def checked_settings(kind: type[C], settings: dict[str, Any]) -> C:
+    """Build the config class ``kind`` from field names and values; raises ConfigError with every fault."""
+    try:
+        return kind(**settings)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    known = ", ".join(kind.__dataclass_fields__)
+    lines = []
+    for fault in faults:
+        name = str(fault["loc"][0])
+        if fault["type"] == "unexpected_keyword_argument":
+            lines.append(f"the embedded server has no setting {name!r}; it has {known}.")
+        else:
+            rule = fault["msg"].replace("Input should", "it must")
+            lines.append(f"{name} is {fault['input']!r}: {rule}. {meaning_of(kind, name)}")
+    raise ConfigError("\n".join(lines))

@@ -11,15 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from areal_lite.config.rules import check_server
-from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ArealLiteError, ServerError
 from areal_lite.processes.server_process import ServerProcess, cause_of_death
-from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProcess, EmbeddedServer
+from areal_lite.servers.programs.embedded_program import EMBEDDED_PROGRAM, EmbeddedProgram
 from areal_lite.servers.programs.server_program import (
     RouterProgram,
     ServedModel,
@@ -62,25 +62,9 @@ def make_servers(
         name, log_path = f"server {backend}-{number}", log_dir / f"{backend}-{number}.log"
         if backend != "embedded":
             servers.append(ServerProgram(name, config, model, port=port, gpus=gpus, log_path=log_path))
-            continue
-        settings = {field.name: getattr(config, field.name) for field in fields(EmbeddedServerConfig)}
-        process = EmbeddedProcess(
-            name=name,
-            program=program,
-            variables=config.env | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
-            start_timeout_s=config.start_timeout_s,
-        )
-        servers.append(
-            EmbeddedServer(
-                model_path=model.model_path,
-                seed=model.seed,
-                weight_version=model.weight_version,
-                deterministic=model.deterministic,
-                log_path=log_path,
-                process=process,
-                **settings | {"port": port if config.port else 0},  # it reports a free port itself
-            )
-        )
+        else:
+            own = replace(config, port=port if config.port else 0)  # it reports a free port itself
+            servers.append(EmbeddedProgram(name, own, model, gpus=gpus, log_path=log_path, program=program))
     if config.router:
         servers.append(RouterProgram(config, log_path=log_dir / "router.log"))
     return servers
@@ -92,9 +76,7 @@ class ServerGroup:
     def __init__(self, servers: Sequence[ServerProcess]) -> None:
         self._servers = servers
         self._changed = threading.Condition()
-        """Guards the fields below; notified when one of them changes."""
-        self._up = set(servers)
-        self._deaths = 0
+        """Guards the fields below; notified of a failure."""
         self._stopping = False
         self._failure: ServerError | None = None
         self._engine: RemoteInfEngine | None = None
@@ -130,7 +112,6 @@ class ServerGroup:
         with self._changed:
             self._stopping = True
             self._engine = None
-            self._changed.notify_all()
         for server in self._servers:
             server.terminate()
         deadline = time.monotonic() + STOP_SECONDS
@@ -173,12 +154,10 @@ class ServerGroup:
             up_since = time.monotonic()
 
     def _mark_down(self, server: ServerProcess, cause: str, *, restart: bool) -> bool:
-        """Record that a server ended, and launch it again if ``restart``; return False if it stays down."""
+        """Launch a server that ended again, if ``restart``, or fail; return False if it stays down."""
         with self._changed:
             if self._stopping:
                 return False
-            self._deaths += 1
-            self._up.discard(server)
             if restart:
                 logger.warning("%s. Restarting it", cause)
                 try:
@@ -189,7 +168,6 @@ class ServerGroup:
             else:
                 times = f"{MAX_RESTARTS + 1} times within {RESTART_WINDOW_S / 60:g} minutes"
                 self._fail(f"{cause.rstrip()}\nIt ended {times}, so it is not restarted. {server.log_tail()}")
-            self._changed.notify_all()
         return restart
 
     def _fail(self, message: str) -> None:
@@ -200,8 +178,5 @@ class ServerGroup:
 
     def _mark_up(self, server: ServerProcess) -> None:
         with self._changed:
-            if self._stopping:
-                return
-            self._up.add(server)
-            logger.warning("%s is up again at %s", server.name, server.address)
-            self._changed.notify_all()
+            if not self._stopping:
+                logger.warning("%s is up again at %s", server.name, server.address)

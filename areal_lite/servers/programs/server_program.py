@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -9,8 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import urllib.request
 import uuid
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +25,9 @@ from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.child_process import ChildProcess
-from areal_lite.processes.server_process import ServerProcess
+from areal_lite.processes.server_process import ServerProcess, check_port, free_ports
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, GenerationCall
-from areal_lite.servers.programs.embedded_settings import check_port, free_ports
+from areal_lite.servers.dialects.dialect import BadResponse, ErrorReply, GenerationCall
 
 Backend = Literal["sglang", "vllm"]
 
@@ -34,6 +36,7 @@ _EXTENSION = Path(__file__).with_name("vllm_extension")
 _OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)")
 """Variables of the trainers, which a server would take for its own."""
 _PROBE_TOKENS = 4
+_PROBE_SECONDS = 0.2
 _ROUTER = "sglang_router"
 _NO_TIMEOUT_S = 10**6
 """The engine has its own timeouts; one of the router would end long answers."""
@@ -53,18 +56,37 @@ class ServedModel:
     """Shape of the adapters that SGLang and vLLM must be able to load; the embedded server loads any."""
 
 
-class ServerProgram(ServerProcess):
+class _Program(ServerProcess):
+    """A program that listens at ``port``, and is asked until it answers."""
+
+    def __init__(self, name: str, config: ServerConfig, *, port: int, log_path: Path) -> None:
+        super().__init__(name, log_path=log_path, start_timeout_s=config.start_timeout_s)
+        self._config = config
+        self._port = port
+        self._url = f"http://{config.host}:{port}"
+
+    def _wait_for_answer(self, deadline: float) -> str | None:
+        while (left_s := deadline - time.monotonic()) > 0 and self.wait(min(left_s, _PROBE_SECONDS)) is None:
+            with contextlib.suppress(OSError, http.client.HTTPException, ValueError, BadResponse, ErrorReply):
+                if self._answers(max(1.0, left_s)):
+                    return self._url
+        return None
+
+    @abstractmethod
+    def _answers(self, timeout_s: float) -> bool:
+        """Return whether it answers as it should; what a request may raise is the answer of one that does not yet."""
+
+
+class ServerProgram(_Program):
     """A server of SGLang or vLLM. It is ready once it answers a generation with log-probs."""
 
     def __init__(
         self, name: str, config: ServerConfig, model: ServedModel, *, port: int, gpus: str | None, log_path: Path
     ) -> None:
-        super().__init__(name, log_path=log_path, start_timeout_s=config.start_timeout_s)
+        super().__init__(name, config, port=port, log_path=log_path)
         assert config.backend in ("sglang", "vllm")
         self._backend: Backend = config.backend
-        self._config = config
         self._model = model
-        self._port = port
         self._gpus = gpus
 
     def _launch(self, output: IO[bytes]) -> ChildProcess:
@@ -101,32 +123,26 @@ class ServerProgram(ServerProcess):
             variables["PYTHONPATH"] = os.pathsep.join(path)
         return variables
 
-    def _answers(self, timeout_s: float) -> str | None:
-        address = f"http://{self._config.host}:{self._port}"
+    def _answers(self, timeout_s: float) -> bool:
         dialect = dialect_of(self._backend)
         gconfig = GenerationHyperparameters(greedy=True, ignore_eos=True)
         rid = uuid.uuid4().hex
         call = GenerationCall(input_ids=[1, 2, 3], gconfig=gconfig, rid=rid, max_new_tokens=_PROBE_TOKENS)
-        try:
-            reply = _ask(address + dialect.generate_path, dialect.generate_body(call), timeout_s)
-            chunk = dialect.parse_generate(reply)
-            if self._backend == "vllm":  # it has no flag for it
-                _ask(f"{address}/update_weight_version", {"new_version": self._model.weight_version}, timeout_s)
-        except (OSError, http.client.HTTPException, ValueError, BadResponse):
-            return None
-        return address if len(chunk.tokens) == _PROBE_TOKENS else None
+        chunk = dialect.parse(_ask(self._url + dialect.generate_path, dialect.generate_body(call), timeout_s))
+        if self._backend == "vllm":  # it has no flag for it
+            _ask(f"{self._url}/update_weight_version", {"new_version": self._model.weight_version}, timeout_s)
+        return chunk is not None and len(chunk.tokens) == _PROBE_TOKENS
 
 
-class RouterProgram(ServerProcess):
+class RouterProgram(_Program):
     """An sglang-router without servers; the engine gives it those that serve the newest weights.
 
     It keeps an episode on one server, a new episode on that with the fewest, and tries nothing again itself.
     """
 
     def __init__(self, config: ServerConfig, *, log_path: Path) -> None:
-        super().__init__("the sglang-router", log_path=log_path, start_timeout_s=config.start_timeout_s)
-        self._config = config
-        self._port, self._metrics_port = free_ports(config.host, 2)
+        port, self._metrics_port = free_ports(config.host, 2)
+        super().__init__("the sglang-router", config, port=port, log_path=log_path)
 
     def _launch(self, output: IO[bytes]) -> ChildProcess:
         host = self._config.host
@@ -136,13 +152,9 @@ class RouterProgram(ServerProcess):
         command += [f"--request-timeout-secs={_NO_TIMEOUT_S}", "--shutdown-grace-period-secs=1", "--log-level=warn"]
         return ChildProcess(command, environment=os.environ | self._config.env, output=output)
 
-    def _answers(self, timeout_s: float) -> str | None:
-        address = f"http://{self._config.host}:{self._port}"
-        try:
-            _ask(f"{address}/workers", None, timeout_s)
-        except (OSError, http.client.HTTPException, ValueError):
-            return None
-        return address
+    def _answers(self, timeout_s: float) -> bool:
+        _ask(f"{self._url}/workers", None, timeout_s)
+        return True
 
 
 def check_program(config: ServerConfig, backend: Backend) -> None:

@@ -77,13 +77,9 @@ class BroadcastGroup:
         self.master_port: int = listener.getsockname()[1]
         self._store: Any = open_store(address, self.master_port, size, listener=listener.detach())
         self._group: Any = None
-        self._closed = threading.Event()
-        self._busy = threading.Lock()
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """True after :meth:`close`, or a broadcast that failed."""
-        return self._closed.is_set()
+        self._busy = threading.Lock()
 
     def join(self) -> None:
         """Return once the server's processes have joined; raises OSError."""
@@ -106,7 +102,7 @@ class BroadcastGroup:
                 try:
                     broadcast(self._group, tensor.to(self._device))
                 except RuntimeError as error:
-                    self._closed.set()
+                    self.closed = True
                     raise OSError(f"the broadcast failed: {_first_line(error)}") from error
 
     @contextmanager
@@ -127,7 +123,7 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave the group; ``join`` and ``send`` in other threads end soon."""
-        self._closed.set()
+        self.closed = True
         if self.backend == "nccl" and self._group is not None:
             self._group.abort()
         if self._busy.acquire(blocking=False):

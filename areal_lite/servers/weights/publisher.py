@@ -1,4 +1,4 @@
-"""How a run publishes its weights: ``rollout.weight_update``."""
+"""The choice of ``rollout.weight_update``: by which medium a run publishes its weights."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ from areal_lite.config.supervised_config import SFTConfig, SupervisedConfig
 from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.model_folder import read_checkpoint_header
+from areal_lite.files.model_path import check_model_path, stored_tensors
 from areal_lite.runs.run_data import tokenizer_path
-from areal_lite.servers.programs.embedded_settings import check_model_path
 from areal_lite.tools.doctor.doctor_machine import Findings, free_memory, gigabytes, ok, warning
 
 Config = RunConfig | SupervisedConfig
@@ -182,7 +181,7 @@ def _disk(config: Config, parameters: int) -> Findings:
 
 
 def _parameters(path: str) -> int:
-    return sum(math.prod(shape) for shape in read_checkpoint_header(Path(path).expanduser()).shapes.values())
+    return sum(math.prod(tensor.shape) for tensor in stored_tensors(Path(path).expanduser()).values())
 
 
 def _model_ends(path: str) -> set[int]:
@@ -204,13 +203,13 @@ def _norm_of(path: str, token: int) -> float | None:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return None
-    header = read_checkpoint_header(folder)
-    names = [n for end in ("lm_head.weight", "embed_tokens.weight") for n in header.shapes if n.endswith(end)]
+    tensors = stored_tensors(folder)
+    names = [n for end in ("lm_head.weight", "embed_tokens.weight") for n in tensors if n.endswith(end)]
     if not names:
         return None
-    with safe_open(header.locations[names[0]][0], framework="pt") as file:
+    with safe_open(tensors[names[0]].file, framework="pt") as file:
         rows = file.get_slice(names[0])
-        size = header.shapes[names[0]][0]
+        size = tensors[names[0]].shape[0]
         sample = range(0, size, max(1, size // _SAMPLED_ROWS))
         usual = torch.stack([rows[index].float().norm() for index in sample]).median()
         return float(rows[token].float().norm() / usual)

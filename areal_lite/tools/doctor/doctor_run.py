@@ -17,8 +17,8 @@ from areal_lite.config.run_config import CheckpointConfig, RunConfig
 from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import EpisodeError, RunDirBusyError, StarvationError, TrainingError
+from areal_lite.files.model_path import check_model_path
 from areal_lite.runs.run_data import tokenizer_path, training_data, with_steps
-from areal_lite.servers.programs.embedded_settings import check_model_path
 from areal_lite.tools.doctor.doctor_machine import Findings, ok, warning
 
 _GROUP = 2

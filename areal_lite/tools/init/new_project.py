@@ -15,8 +15,7 @@ from pathlib import Path
 import yaml
 
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.hub_name import is_hub_name
-from areal_lite.servers.programs.embedded_settings import check_model_path
+from areal_lite.files.model_path import check_model_path, is_hub_name
 
 _FOLDER = Path(__file__).with_name("templates")
 _NAME, _MODEL = "my_agent", "path/to/model"

@@ -19,6 +19,7 @@ from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import check_model_path
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.runs.entry_points import check_learnable
@@ -30,7 +31,6 @@ from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
 from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_dtypes, with_prefix
-from areal_lite.servers.programs.embedded_settings import check_model_path
 from areal_lite.tools.replay.trained_batches import TrainedBatches
 from areal_lite.trainer.forward.scalar_model import ValueScorer
 from areal_lite.trainer.rl.algorithm import Algorithm

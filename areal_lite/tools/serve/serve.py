@@ -12,7 +12,8 @@ import yaml
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.errors import ConfigError
-from areal_lite.servers.programs.embedded_settings import check_model_path, checked_settings
+from areal_lite.files.model_path import check_model_path
+from areal_lite.servers.programs.embedded_server import checked_settings
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
 

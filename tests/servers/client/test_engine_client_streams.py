@@ -28,8 +28,8 @@ from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.dialects import Dialect, dialect_of
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, ServerLimits
+from areal_lite.servers.dialects.reply_reader import ReplyReader
 from areal_lite.servers.dialects.sglang import SGLang
-from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.weights.published_weights import WeightFolder
@@ -316,11 +316,11 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
     assert (chunk.tokens, chunk.logprobs, chunk.versions) == (tokens, logprobs, [7] * LENGTH)
 
 
-def new_stream(dialect: Dialect, receiver: Receiver) -> TokenStream:
-    return TokenStream(dialect, generation_call(), receiver, version=0, limits=ServerLimits())
+def new_stream(dialect: Dialect, receiver: Receiver) -> ReplyReader:
+    return ReplyReader(dialect, generation_call(), receiver, version=0, limits=ServerLimits())
 
 
-def feed_recording(dialect: Dialect, name: str) -> tuple[TokenStream, Receiver]:
+def feed_recording(dialect: Dialect, name: str) -> tuple[ReplyReader, Receiver]:
     received = Receiver()
     stream = new_stream(dialect, received)
     for _, line in json.loads((FIXTURES / f"{name}.json").read_text())["response"]["lines"]:
@@ -358,18 +358,19 @@ def test_top_logprobs_of_real_servers_are_ids_with_log_probs_best_first() -> Non
         return json.loads((FIXTURES / f"{name}.json").read_text())["response"]["body"]
 
     recorded = reply("wire_sglang/generate_greedy_top_logprobs_inputlp")
-    chunk = SGLang().parse_generate(recorded, top_logprobs=2)
-    assert chunk.top_logprobs[0] == [(7042, -0.2714327871799469), (260, -2.708932876586914)]
-    assert SGLang().parse_generate(recorded).top_logprobs == []
-    chunk = VLLM().parse_generate(reply("wire_vllm/generate_logprobs3"), top_logprobs=3)
-    assert chunk.top_logprobs[0] == [
+    chunk = SGLang().parse(recorded, top_logprobs=2)
+    assert chunk is not None and chunk.top_logprobs[0] == [(7042, -0.2714327871799469), (260, -2.708932876586914)]
+    without = SGLang().parse(recorded)
+    assert without is not None and without.top_logprobs == []
+    chunk = VLLM().parse(reply("wire_vllm/generate_logprobs3"), top_logprobs=3)
+    assert chunk is not None and chunk.top_logprobs[0] == [
         (7042, -0.26282957196235657),
         (260, -2.762829542160034),
         (4528, -4.387829780578613),
     ]
     recorded["meta_info"]["output_top_logprobs"] = None
     with pytest.raises(BadResponse, match="3 tokens, 0 lists of top log-probs"):
-        SGLang().parse_generate(recorded, top_logprobs=2)
+        SGLang().parse(recorded, top_logprobs=2)
 
 
 def test_the_first_token_is_passed_on_while_the_answer_is_still_sampled() -> None:
@@ -519,7 +520,7 @@ def test_an_error_in_a_stream_is_the_servers_answer(
     backend: Literal["sglang", "vllm", "embedded"], error: Any, status: int
 ) -> None:
     with pytest.raises(ErrorReply, match="too long") as raised:
-        dialect_of(backend).parse_event({"error": error}, 0)
+        dialect_of(backend).parse({"error": error})
     assert raised.value.status == status
 
 

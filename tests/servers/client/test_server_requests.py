@@ -17,8 +17,8 @@ from areal_lite.api import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import RefusedError, ServerRequests, SilentServerError
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, ServerInfo, ServerLimits
+from areal_lite.servers.dialects.reply_reader import ReplyReader
 from areal_lite.servers.dialects.sglang import SGLang
-from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.pool.server_pool import Server
 from tests.fixtures.engines import generation_call
@@ -72,12 +72,12 @@ async def opened(dialect: Any = None, **config: Any) -> AsyncIterator[tuple[Site
 
 
 async def generate(requests: ServerRequests, server: Server, max_new_tokens: int = 9) -> Chunk:
-    return await requests.generate(server, b"{}", generation_call(max_new_tokens=max_new_tokens))
+    return await requests.generate(server, b"{}", requests.reader(generation_call(max_new_tokens=max_new_tokens)))
 
 
-def streaming(requests: ServerRequests) -> TokenStream:
+def streaming(requests: ServerRequests) -> ReplyReader:
     """Return a stream that throws its tokens away."""
-    return TokenStream(SGLang(), generation_call(), lambda *_: None, version=4, limits=requests.limits)
+    return requests.reader(generation_call(stream=True), lambda *_: None)
 
 
 @on_a_loop
@@ -143,7 +143,7 @@ async def test_a_refusal_says_how_long_to_wait(header: str | None, seconds: floa
                 await generate(requests, server)
             assert (raised.value.status, raised.value.retry_after_s) == (status, seconds)
             with pytest.raises(ErrorReply, match="busy"):
-                await requests.generate(server, b"{}", generation_call(), streaming(requests))
+                await requests.generate(server, b"{}", streaming(requests))
         site.headers["Location"] = "/elsewhere"
         site.replies["/generate"] = 307, {}
         with pytest.raises(ErrorReply):
@@ -300,20 +300,21 @@ async def test_a_router_gets_the_connections_of_all_its_servers(
 @on_a_loop
 async def test_a_stream_must_end_its_answer_and_an_answer_has_tokens() -> None:
     async with opened() as (site, requests, server):
+        requests.version = 4
         usual: Any = ANSWER["meta_info"]
         for finish, count, error in (
-            (None, 2, "a stream that ends before its answer does"),
+            (None, 2, "an answer that ends without a finish reason"),
             ({"type": "stop"}, 0, "no tokens, with the finish reason 'stop'"),
             ({"type": "stop"}, 2, None),
         ):
             meta = {**usual, "finish_reason": finish, "completion_tokens": count}
             meta["output_token_logprobs"] = meta["output_token_logprobs"][:count]
-            event = json.dumps({"output_ids": [5, 0][:count], "meta_info": meta})
-            site.replies["/generate"] = 200, f"data: {event}\n\n"
-            stream = streaming(requests)
-            if error is None:
-                chunk = await requests.generate(server, b"{}", generation_call(), stream)
-                assert (chunk.tokens, chunk.versions) == ([5, 0], [4, 4])
-            else:
-                with pytest.raises(BadResponse, match=error):
-                    await requests.generate(server, b"{}", generation_call(), stream)
+            reply: Any = {"output_ids": [5, 0][:count], "meta_info": meta}
+            for reader in (streaming(requests), requests.reader(generation_call())):
+                site.replies["/generate"] = 200, f"data: {json.dumps(reply)}\n\n" if reader.streams else reply
+                if error is None:
+                    chunk = await requests.generate(server, b"{}", reader)
+                    assert (chunk.tokens, chunk.versions) == ([5, 0], [4, 4])
+                else:
+                    with pytest.raises(BadResponse, match=error):
+                        await requests.generate(server, b"{}", reader)

@@ -13,9 +13,9 @@ import pytest
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.dialects import Dialect
-from areal_lite.servers.dialects.dialect import BadResponse, ControlCall, ErrorReply, ServerInfo, ServerLimits
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, ServerInfo, ServerLimits
+from areal_lite.servers.dialects.reply_reader import ReceiverError, ReplyReader
 from areal_lite.servers.dialects.sglang import SGLang
-from areal_lite.servers.dialects.token_stream import ReceiverError, TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.weights.published_weights import WeightBucket, WeightFolder
 from tests.fixtures.engines import generation_call
@@ -178,6 +178,12 @@ def vllm(tokens: Sequence[int] = (5, 6), logprobs: Sequence[Any] = (-0.5, 0.0), 
     return {"choices": [more | choice]}
 
 
+def parsed(dialect: Dialect, reply: Any, received: int = 0, **options: Any) -> Chunk:
+    found = dialect.parse(reply, received, **options)
+    assert found is not None
+    return found
+
+
 def spans(*ends: int, version: str = "3") -> dict[str, Any]:
     """Return spans that end there."""
     starts = [0, *ends[:-1]]
@@ -200,7 +206,6 @@ def gap() -> dict[str, Any]:
         ({"logprobs": (-0.5, math.nan)}, "not finite numbers up to 0"),
         ({"logprobs": (-0.5, -math.inf)}, "not finite numbers up to 0"),
         ({"logprobs": (-0.5, 0.01)}, "not finite numbers up to 0"),
-        ({"finish_reason": None}, "without the fields|unknown finish reason None"),
         (spans(1), "version spans over 1 of 2 tokens"),
         (spans(1, 3), "a gap or no end from token 1 of 2"),
         (gap(), "a gap or no end from token 0 of 2"),
@@ -220,48 +225,43 @@ def test_a_reply_is_refused_for_each_thing_that_cannot_be(
     dialect: Dialect = SGLang() if answer is sglang else VLLM()
     reply = answer(**fields)
     if says is None:
-        chunk = dialect.parse_generate(reply)
+        chunk = parsed(dialect, reply)
         assert chunk.tokens == list(fields.get("tokens", (5, 6)))
         assert chunk.versions == ([3, 3] if "weight_versions" in fields else None)
         assert chunk.top_logprobs == []
         return
     with pytest.raises(BadResponse, match=says):
-        dialect.parse_generate(reply)
+        dialect.parse(reply)
 
 
 def test_an_unknown_finish_reason_is_refused_and_a_repetition_is_a_stop() -> None:
     odd = {"type": "odd"}
     event = {"completion_tokens": 2, "finish_reason": odd}
     for refused in (
-        lambda: SGLang().parse_generate(sglang(finish_reason=odd)),
-        lambda: SGLang().parse_event(sglang(**event), 0),
-        lambda: VLLM().parse_generate(vllm(finish_reason="odd")),
-        lambda: VLLM().parse_event(vllm(finish_reason="odd"), 0),
+        lambda: SGLang().parse(sglang(finish_reason=odd)),
+        lambda: SGLang().parse(sglang(**event), 1),
+        lambda: VLLM().parse(vllm(finish_reason="odd")),
     ):
         with pytest.raises(BadResponse, match="the unknown finish reason 'odd'"):
             refused()
-    assert VLLM().parse_generate(vllm(finish_reason="repetition")).finish == "stop"
-    found = VLLM().parse_event(vllm(finish_reason="repetition"), 0)
-    assert found is not None and found.finish == "stop"
+    assert parsed(VLLM(), vllm(finish_reason="repetition")).finish == "stop"
 
 
 def test_a_version_of_the_whole_reply_is_that_of_its_tokens() -> None:
-    assert SGLang().parse_generate(sglang(weight_version="3")).versions == [3, 3]
-    assert SGLang().parse_generate(sglang(weight_version="default")).versions == [0, 0]
-    assert SGLang().parse_generate(sglang(weight_version="3", **spans(2, version="4"))).versions == [4, 4]
+    assert parsed(SGLang(), sglang(weight_version="3")).versions == [3, 3]
+    assert parsed(SGLang(), sglang(weight_version="default")).versions == [0, 0]
+    assert parsed(SGLang(), sglang(weight_version="3", **spans(2, version="4"))).versions == [4, 4]
 
 
 def test_ids_without_their_log_probs_are_refused() -> None:
     reply = sglang() | {"output_ids": [5, 7]}
     with pytest.raises(BadResponse, match="2 output_ids that differ"):
-        SGLang().parse_generate(reply)
+        SGLang().parse(reply)
     del reply["output_ids"]
-    assert SGLang().parse_generate(reply).tokens == [5, 6]
+    assert parsed(SGLang(), reply).tokens == [5, 6]
     for lacking in (vllm(logprobs=[-0.5]), vllm(logprobs=[]), vllm() | {"choices": [{"token_ids": [5]}]}):
         with pytest.raises(BadResponse):
-            VLLM().parse_generate(lacking)
-        with pytest.raises(BadResponse):
-            VLLM().parse_event(lacking, 0)
+            VLLM().parse(lacking)
 
 
 TOP = [[[-0.5, 5, None], [-1.0, 7, None]], [[0.0, 6, None], [-9.0, 8, None]]]
@@ -269,19 +269,18 @@ TOP = [[[-0.5, 5, None], [-1.0, 7, None]], [[0.0, 6, None], [-9.0, 8, None]]]
 
 def test_top_log_probs_are_those_of_the_new_tokens() -> None:
     whole = sglang(output_top_logprobs=TOP, completion_tokens=2)
-    assert SGLang().parse_generate(whole, top_logprobs=2).top_logprobs == [
+    assert parsed(SGLang(), whole, top_logprobs=2).top_logprobs == [
         [(5, -0.5), (7, -1.0)],
         [(6, 0.0), (8, -9.0)],
     ]
     for event in (whole, sglang([6], [0.0], output_top_logprobs=TOP[1:], completion_tokens=2)):
-        found = SGLang().parse_event(event, 1, top_logprobs=2)
-        assert found is not None
+        found = parsed(SGLang(), event, 1, top_logprobs=2)
         assert (found.tokens, found.logprobs, found.top_logprobs) == ([6], [0.0], [[(6, 0.0), (8, -9.0)]])
     for rows in (None, TOP[:1]):
         with pytest.raises(BadResponse, match=f"2 tokens, {len(rows or [])} lists of top log-probs"):
-            SGLang().parse_event(sglang(output_top_logprobs=rows, completion_tokens=2), 0, top_logprobs=2)
+            SGLang().parse(sglang(output_top_logprobs=rows), top_logprobs=2)
     with pytest.raises(BadResponse, match="log-probs that are not"):
-        SGLang().parse_generate(sglang(output_top_logprobs=[TOP[0], [[math.nan, 6, None]]]), top_logprobs=2)
+        SGLang().parse(sglang(output_top_logprobs=[TOP[0], [[math.nan, 6, None]]]), top_logprobs=2)
 
 
 # -- events of a stream ----------------------------------------------------------------------------
@@ -289,22 +288,23 @@ def test_top_log_probs_are_those_of_the_new_tokens() -> None:
 
 def test_an_event_of_sglang_adds_its_new_tokens() -> None:
     def parse(received: int, event: dict[str, Any]) -> tuple[Any, ...]:
-        found = SGLang().parse_event(event, received)
-        assert found is not None and found.top_logprobs == []
-        return found.tokens, found.logprobs, found.version, found.all_versions, found.finish
+        found = parsed(SGLang(), event, received)
+        assert found.top_logprobs == []
+        return found.tokens, found.logprobs, found.versions, found.finish
 
     goes_on = {"finish_reason": None, "completion_tokens": 2}
-    assert parse(0, sglang(**goes_on)) == ([5, 6], [-0.5, 0.0], None, None, None)
-    assert parse(1, sglang(**goes_on, weight_version="3")) == ([6], [0.0], 3, None, None)
-    assert parse(1, sglang(completion_tokens=2, **spans(1, 2))) == ([6], [0.0], None, [3, 3], "stop")
-    assert parse(2, sglang(**goes_on)) == ([], [], None, None, None)
-    assert parse(1, sglang([6], [0.0], **goes_on)) == ([6], [0.0], None, None, None)
+    assert parse(0, sglang(**goes_on)) == ([5, 6], [-0.5, 0.0], None, None)
+    assert parse(1, sglang(**goes_on, weight_version="3")) == ([6], [0.0], [3], None)
+    assert parse(1, sglang(completion_tokens=2, **spans(1, 2))) == ([6], [0.0], [3, 3], "stop")
+    assert parse(2, sglang(**goes_on)) == ([], [], None, None)
+    assert parse(1, sglang([6], [0.0], **goes_on)) == ([6], [0.0], None, None)
     aborted = {"finish_reason": {"type": "abort"}, "output_token_logprobs": None}
-    assert parse(2, sglang([], [], **aborted)) == ([], [], None, None, "abort")
+    assert parse(2, sglang([], [], **aborted)) == ([], [], None, "abort")
     assert parse(1, sglang(completion_tokens=2, finish_reason={"type": "stop", "status_code": 500}))[-1] == "stop"
-    for received, said in ((3, "2 log-probs for -1 new tokens"), (-1, "2 log-probs for 3 new tokens")):
-        with pytest.raises(BadResponse, match=said):
-            parse(received, sglang(**goes_on))
+    refused = ((3, 2, "2 log-probs for -1"), (1, 4, "2 log-probs for 3"), (0, 1, "2 log-probs for 1"))
+    for received, total, said in refused:
+        with pytest.raises(BadResponse, match=f"{said} new tokens"):
+            parse(received, sglang(finish_reason=None, completion_tokens=total))
     with pytest.raises(BadResponse, match="output_ids that differ"):
         parse(1, sglang(**goes_on) | {"output_ids": [5, 7]})
     with pytest.raises(BadResponse, match="without the fields"):
@@ -316,15 +316,14 @@ def test_an_event_of_sglang_adds_its_new_tokens() -> None:
 
 def test_an_event_of_vllm_adds_its_tokens() -> None:
     def parse(received: int, event: dict[str, Any], **options: Any) -> tuple[Any, ...]:
-        found = VLLM().parse_event(event, received, **options)
-        assert found is not None
-        return found.tokens, found.logprobs, found.top_logprobs, found.version, found.all_versions, found.finish
+        found = parsed(VLLM(), event, received, **options)
+        return found.tokens, found.logprobs, found.top_logprobs, found.versions, found.finish
 
-    assert VLLM().parse_event({"choices": []}, 0) is None
-    assert parse(0, vllm(finish_reason=None)) == ([5, 6], [-0.5, 0.0], [], None, None, None)
-    assert parse(1, vllm(**spans(3))) == ([5, 6], [-0.5, 0.0], [], None, [3, 3, 3], "stop")
+    assert VLLM().parse({"choices": []}) is None
+    assert parse(0, vllm(finish_reason=None)) == ([5, 6], [-0.5, 0.0], [], None, None)
+    assert parse(1, vllm(**spans(3))) == ([5, 6], [-0.5, 0.0], [], [3, 3, 3], "stop")
     (usual,) = vllm()["choices"]
-    assert parse(1, {"choices": [usual | {"token_ids": None, "logprobs": None}]}) == ([], [], [], None, None, "stop")
+    assert parse(1, {"choices": [usual | {"token_ids": None, "logprobs": None}]}) == ([], [], [], None, "stop")
     best = [{"token_id": 7, "logprob": -0.25, "rank": 1}]
     content = [{"logprob": -0.5, "top_logprobs": [{"token_id": 5, "logprob": -0.5, "rank": 2}, *best]}]
     event = {"choices": [usual | {"token_ids": [5], "logprobs": {"content": content}}]}
@@ -339,10 +338,10 @@ def event_of(*tokens: int, received: int = 0, finish: str | None = None, **meta:
     return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
-def stream_of(received: list[int], **options: Any) -> TokenStream:
+def stream_of(received: list[int], **options: Any) -> ReplyReader:
     bounds = {name: options.pop(name) for name in options.keys() & {"vocab_size", "newest_version"}}
     call, limits = generation_call(**options), ServerLimits(**bounds)
-    return TokenStream(SGLang(), call, lambda ids, _: received.extend(ids), version=2, limits=limits)
+    return ReplyReader(SGLang(), call, lambda ids, _: received.extend(ids), version=2, limits=limits)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +399,7 @@ def test_a_stream_without_top_log_probs_asks_for_none_and_its_receiver_may_fail(
     stream.feed(event_of(5, output_top_logprobs=TOP[:1]))
     assert stream.chunk().top_logprobs == [[(5, -0.5), (7, -1.0)]] and stream.chunk().logprobs == [-0.5]
     stream_of([], vocab_size=1).feed(event_of(finish="abort"))
-    stream = TokenStream(SGLang(), generation_call(), fail, version=0, limits=ServerLimits())
+    stream = ReplyReader(SGLang(), generation_call(), fail, version=0, limits=ServerLimits())
     with pytest.raises(ReceiverError) as raised:
         stream.feed(event_of(5))
     assert str(raised.value.__cause__) == "mine"

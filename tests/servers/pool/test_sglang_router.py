@@ -155,8 +155,8 @@ def test_a_router_that_stays_away_ends_the_run(start_stub: StartStub, start_engi
     with ExitStack() as until_it_dies:
         routed = Routed(until_it_dies, start_stub, start_engine, faults={"outage_patience_s": 1.0})
     begin = time.monotonic()
-    reason = "unusable since 1 s: .*Cannot connect to host"
-    with pytest.raises(ServerError, match=f"the router http://{routed.thread.address} is {reason}"):
+    reason = "unusable for 1 s: .*Cannot connect to host"
+    with pytest.raises(ServerError, match=f"the router http://{routed.thread.address} was {reason}"):
         routed.engine.rollout_batch([{}], OneTurn)
     assert time.monotonic() - begin < 10
 
@@ -309,7 +309,9 @@ class Listed:
             backend="sglang", addresses=addresses, router="r:1", faults={"outage_patience_s": 0.05}
         )
         self.pool = ServerPool(addresses)
-        self.gate = CountingGate(router.router_pool("r:1"), on_outage=lambda error: self.outages.put_nowait(str(error)))
+        self.gate = CountingGate(
+            router.router_pool("r:1"), patience_s=30.0, on_outage=lambda error: self.outages.put_nowait(str(error))
+        )
         self.gate.running = 1
         self.it = router.Router(config, self.pool, self, self, self.gate)  # type: ignore[arg-type]
         (self.target,) = self.it.pool.servers
@@ -401,7 +403,7 @@ async def test_a_router_that_is_away_for_longer_than_the_patience_is_told_again_
     for count in (1, 2):
         assert (
             await asyncio.wait_for(listed.outages.get(), 20)
-            == f"the router http://r:1 is unusable since 0.05 s: {reason}"
+            == f"the router http://r:1 was unusable for 0.05 s: {reason}"
         )
         assert time.monotonic() - began >= 0.05 * count
     listed.error = None

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
@@ -65,7 +66,8 @@ def test_every_setting_reaches_the_child_process(tiny: Path, deterministic: bool
     arguments = vars(_child_parser().parse_args(server._arguments(ready_fd=5)))
     assert arguments.pop("ready_fd") == 5
     config, served = split_arguments(arguments)
-    assert config == server.config != EmbeddedServerConfig()
+    assert config == EmbeddedServerConfig(**{f.name: getattr(server.config, f.name) for f in fields(config)})
+    assert config != EmbeddedServerConfig()
     assert served == ServedModel(model_path=str(tiny), seed=3, weight_version="7", deterministic=deterministic)
 
 

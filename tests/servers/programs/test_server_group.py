@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, Mod
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.processes.server_process import ServerProcess
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs import server_group
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
@@ -42,11 +43,32 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
 
 
-def servers(tmp_path: Path, *, adapters: AdapterShape | None = None, **settings: Any) -> ServerGroup:
+class CountingGroup(ServerGroup):
+    """Counts the ends of servers, once they are launched again, and the restarts that succeeded."""
+
+    def __init__(self, servers: Sequence[ServerProcess]) -> None:
+        super().__init__(servers)
+        self.downs, self.ups = threading.Semaphore(0), threading.Semaphore(0)
+
+    def _mark_down(self, server: ServerProcess, cause: str, *, restart: bool) -> bool:
+        restarted = super()._mark_down(server, cause, restart=restart)
+        self.downs.release()
+        return restarted
+
+    def _mark_up(self, server: ServerProcess) -> None:
+        super()._mark_up(server)
+        self.ups.release()
+
+    def until_up(self) -> None:
+        """Return once a server that ended is up again; each time is counted once."""
+        assert self.ups.acquire(timeout=60)
+
+
+def servers(tmp_path: Path, *, adapters: AdapterShape | None = None, **settings: Any) -> CountingGroup:
     config = ServerConfig(**{"backend": "sglang", "env": ENV, **settings})
     check_servers(config)
     model = ServedModel(model_path="a/model", seed=5, adapters=adapters)
-    return ServerGroup(make_servers(config, model, tmp_path / "servers"))
+    return CountingGroup(make_servers(config, model, tmp_path / "servers"))
 
 
 @contextmanager
@@ -80,13 +102,6 @@ def kill(group: ServerGroup, number: int = 0) -> None:
     signal.pidfd_send_signal(ended, signal.SIGKILL)
     select.select([ended], [], [])
     os.close(ended)
-
-
-def until_up(group: ServerGroup, deaths: int) -> None:
-    with group._changed:
-        assert group._changed.wait_for(
-            lambda: group._deaths == deaths and len(group._up) == len(group._servers), timeout=60
-        )
 
 
 def test_sglang_gets_the_flags_that_the_engine_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +176,7 @@ def test_a_started_router_gets_the_servers_and_comes_back_after_its_death(tmp_pa
         assert engine.server_metrics()["router/requests"] == 4
         kill(group, 2)
         assert generate(engine).output_len == 4
-        until_up(group, 1)
+        group.until_up()
         assert generate(engine).output_len == 4
     (started,) = [line for line in (tmp_path / "servers/router.log").read_text().splitlines() if '"arguments"' in line][
         :1
@@ -226,7 +241,7 @@ def test_a_killed_server_comes_back_with_the_newest_weights_and_answers_wait_for
         kill(group)
         assert set(generate(engine).output_versions) == {3}
         assert group.addresses == addresses
-        until_up(group, deaths=1)
+        group.until_up()
         kill(group)
         engine.update_weights_from_disk("weights/v00000004", 4)
         assert engine.get_version() == 4
@@ -243,14 +258,14 @@ def test_the_other_servers_answer_while_one_is_restarted(tmp_path: Path) -> None
         for _ in range(2):
             kill(group, 0)
             assert generate(engine).output_len == 4
-            until_up(group, deaths=group._deaths or 1)
+            group.until_up()
 
 
 def test_the_fourth_death_ends_the_calls_that_wait_and_all_later_ones(tmp_path: Path) -> None:
     with servers(tmp_path) as group, attached_engine(group) as engine:
-        for deaths in (1, 2, 3):
+        for _ in range(3):
             kill(group)
-            until_up(group, deaths)
+            group.until_up()
         errors: list[BaseException] = []
 
         def wait() -> None:
@@ -276,9 +291,9 @@ def test_the_fourth_death_ends_the_calls_that_wait_and_all_later_ones(tmp_path: 
 def test_deaths_far_apart_are_forgiven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_group, "RESTART_WINDOW_S", 0.0)
     with servers(tmp_path) as group:
-        for deaths in range(1, 6):
+        for _ in range(5):
             kill(group)
-            until_up(group, deaths)
+            group.until_up()
 
 
 def test_restarts_that_fail_count_however_long_they_take(tmp_path: Path) -> None:
@@ -306,8 +321,7 @@ def test_a_server_that_cannot_be_started_again_ends_the_run(tmp_path: Path, monk
 def test_a_group_can_be_stopped_while_a_server_is_restarted(tmp_path: Path) -> None:
     with servers(tmp_path, args={"fault": "slow"}) as group:
         kill(group)
-        with group._changed:
-            assert group._changed.wait_for(lambda: group._deaths, timeout=20)
+        assert group.downs.acquire(timeout=20)
         began = time.monotonic()
     assert time.monotonic() - began < server_group.STOP_SECONDS + 2
     assert group._servers[0].poll() is not None

@@ -17,8 +17,8 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.startup import build, listening
-from areal_lite.servers.programs.embedded_settings import server_config
 from areal_lite.servers.programs.server_program import ServedModel
 from areal_lite.tools.serve.openai_server import add_routes
 from tests.embedded.serving import Client, load, logprobs_of, worst
@@ -44,7 +44,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 async def served(model: Path) -> AsyncIterator[tuple[openai.AsyncOpenAI, Client]]:
     """Yield OpenAI's client and one of SGLang's dialect."""
     server = build(
-        server_config(dtype="float32", device="cpu", num_threads=1), model, ServedModel(model_path=str(model))
+        EmbeddedServerConfig(dtype="float32", device="cpu", num_threads=1), model, ServedModel(model_path=str(model))
     )
     async with (
         listening(server, host="127.0.0.1", port=0, extend=add_routes) as port,

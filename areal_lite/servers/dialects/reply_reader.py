@@ -1,0 +1,93 @@
+"""One reply to its tokens, whole or as the bytes of a stream. Pure: the engine client does the I/O.
+
+Guarantees that the receiver of a stream gets each token of ``chunk()`` once, in order, as soon as its event is
+complete, however the bytes are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from areal_lite.servers.dialects import Dialect
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, GenerationCall, ServerLimits, TopLogprobs
+
+Receiver = Callable[[Sequence[int], Sequence[float]], None]
+
+
+class ReceiverError(Exception):
+    """The receiver of tokens raised ``__cause__``; no fault of the server."""
+
+
+class ReplyReader:
+    """Reads the reply to ``call``; ``version`` labels tokens whose version the server does not report."""
+
+    def __init__(
+        self, dialect: Dialect, call: GenerationCall, receive: Receiver | None, *, version: int, limits: ServerLimits
+    ) -> None:
+        self._dialect = dialect
+        self._call = call
+        self._receive = receive
+        self._version = version
+        self._limits = limits
+        self._rest = b""
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._top_logprobs: TopLogprobs = []
+        self._finish: str | None = None
+        self.reports_versions = True
+        """The server reported the version of all tokens so far."""
+
+    @property
+    def streams(self) -> bool:
+        return self._call.stream
+
+    @property
+    def finished(self) -> bool:
+        return self._finish is not None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of a stream of server-sent events, and pass on the tokens of those they complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and not self.finished and (text := line[5:].strip()) != b"[DONE]":
+                try:
+                    event = orjson.loads(text)
+                except orjson.JSONDecodeError as error:
+                    raise BadResponse(f"an event that is not JSON ({error})") from None
+                self.take(event)
+
+    def take(self, reply: Any) -> None:
+        """Take a whole reply, or one event of a stream; raises BadResponse and ErrorReply."""
+        new = self._dialect.parse(reply, len(self), top_logprobs=self._call.top_logprobs)
+        if new is None:
+            return
+        count = len(self) + len(new.tokens)
+        self._limits.check_reply(new.tokens, new.versions or [], count, self._call.max_new_tokens)
+        self._tokens += new.tokens
+        self._logprobs += new.logprobs
+        self._top_logprobs += new.top_logprobs
+        versions = new.versions
+        if versions is None:
+            versions = [self._version] * len(new.tokens)
+            self.reports_versions = self.reports_versions and not new.tokens
+        elif len(versions) == count:
+            self.reports_versions = True
+        self._versions[count - len(versions) :] = versions  # of all tokens, they correct what was assumed before
+        self._finish = new.finish
+        if new.tokens and self._receive is not None:
+            try:
+                self._receive(new.tokens, new.logprobs)
+            except Exception as error:
+                raise ReceiverError from error
+
+    def chunk(self) -> Chunk:
+        """Return the tokens so far; an answer that did not finish is as good as aborted."""
+        finish = self._finish or "abort"
+        return Chunk(self._tokens, self._logprobs, self._versions, finish, self._top_logprobs)  # type: ignore[arg-type]

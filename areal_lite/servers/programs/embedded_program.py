@@ -1,0 +1,115 @@
+"""The embedded server as a child process of a run. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import IO
+
+import areal_lite
+from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
+from areal_lite.errors import ConfigError, ServerError
+from areal_lite.processes.child_process import ChildProcess
+from areal_lite.processes.server_process import ServerProcess, check_port
+from areal_lite.servers.programs.server_program import ServedModel
+
+EMBEDDED_PROGRAM = "areal_lite.embedded"
+
+
+class EmbeddedProgram(ServerProcess):
+    """One child process that serves one model; ``program`` is the module that it runs."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ServerConfig,
+        model: ServedModel,
+        *,
+        gpus: str | None = None,
+        log_path: Path | None,
+        program: str = EMBEDDED_PROGRAM,
+    ) -> None:
+        super().__init__(name, log_path=log_path, start_timeout_s=config.start_timeout_s)
+        check_port(config.host, config.port)
+        self.config = config
+        self.model = model
+        self._gpus = gpus
+        self._program = program
+        self._port = config.port
+        self._ready = -1
+
+    def _launch(self, output: IO[bytes]) -> ChildProcess:
+        self._ready, ready_write = os.pipe()
+        try:
+            return ChildProcess(
+                [sys.executable, "-m", self._program, *self._arguments(ready_write)],
+                environment=self._environment(),
+                output=output,
+                pass_fds=(ready_write,),
+            )
+        finally:
+            os.close(ready_write)
+
+    def _wait_for_answer(self, deadline: float) -> str | None:
+        """Read the child's ready line; if the child ends, the pipe closes without one."""
+        poll, line = select.poll(), b""
+        poll.register(self._ready, select.POLLIN)
+        try:
+            while not line.endswith(b"\n"):
+                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                    return None
+                piece = os.read(self._ready, 4096)
+                if not piece:
+                    self.wait(max(0.0, deadline - time.monotonic()))
+                    return None
+                line += piece
+        finally:
+            os.close(self._ready)
+        ready = json.loads(line)
+        self._port = ready["port"]
+        return f"http://{ready['host']}:{ready['port']}"
+
+    def _start_error(self, code: int) -> ServerError | ConfigError:
+        if code == ConfigError.exit_code:
+            tail = self.log_tail()
+            return ConfigError(tail[tail.rfind("error: ") + len("error: ") :])
+        return super()._start_error(code)
+
+    def _arguments(self, ready_fd: int) -> list[str]:
+        values = {field.name: getattr(self.config, field.name) for field in fields(EmbeddedServerConfig)}
+        values |= {"port": self._port, "seed": self.model.seed, "weight_version": self.model.weight_version}
+        return [
+            self.model.model_path,
+            f"--ready-fd={ready_fd}",
+            *(["--deterministic"] if self.model.deterministic else []),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        threads = str(cpu_threads(self.config))
+        package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
+        variables = os.environ | self.config.env
+        if self._gpus is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = self._gpus
+        return variables | {
+            # With spinning threads, two processes on the same cores generated 15 times slower; GOMP_SPINCOUNT in the
+            # environment of a run whose processes take turns lets them spin a little.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "KMP_BLOCKTIME": "0",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def cpu_threads(config: EmbeddedServerConfig) -> int:
+    """Return the CPU threads of the model: those of ``config``, or half of the cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return config.num_threads or max(1, cores // 2)
