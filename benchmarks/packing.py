@@ -114,7 +114,13 @@ WAYS: dict[str, Callable[[list[int]], Plan]] = {
 
 
 def run(
-    scorer: TokenScorer, sequences: list[TokenSequence], plan: Plan, device: torch.device, *, ragged: bool
+    scorer: TokenScorer,
+    sequences: list[TokenSequence],
+    plan: Plan,
+    device: torch.device,
+    *,
+    ragged: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[float, float]:
     """Return the seconds of forward and backward (on a CPU those it computed, whatever else runs), and the loss."""
     scorer.zero_grad()
@@ -123,7 +129,7 @@ def run(
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     began = clock()
     for blocks in plan:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logprobs = scorer(pack(sequences, blocks, device=device, ragged=ragged)).logprobs
         loss = -logprobs.sum() / trained
         loss.backward()
