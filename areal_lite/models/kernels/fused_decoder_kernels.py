@@ -17,7 +17,8 @@ from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addres
 from areal_lite.models.kernels.fused_decoder_operations import DecoderOperations, Tokens
 
 _LONGEST = 8192
-"""Longest bin whose attention is computed here; torch's kernel reads keys in blocks and is faster above."""
+"""Longest causal bin whose attention is computed here; torch's kernel reads keys in blocks and is faster above. For a
+tree it needs a mask of all tokens by all."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = {
     "attend": [*[ARRAY] * 5, INT],
@@ -40,17 +41,16 @@ def fused_decoder_operations(dtype: torch.dtype) -> DecoderOperations:
 
 class _Layout(ctypes.Structure):
     _fields_ = (
-        *((name, ARRAY) for name in ("cos", "sin", "starts", "seen")),
-        *((name, COUNT) for name in ("stride", "bins", "heads", "groups", "width")),
+        *((name, ARRAY) for name in ("cos", "sin", "bins_segments", "query_ends", "key_ends", "seen")),
+        *((name, COUNT) for name in ("bins", "heads", "groups", "width")),
         ("scale", NUMBER),
     )
 
     @classmethod
     def of(cls, tokens: Tokens) -> _Layout:
         queries, keys, width, scale = tokens.heads
-        seen, stride = (None, 0) if tokens.seen is None else (*addresses(tokens.seen), tokens.seen.shape[-1])
-        arrays = *addresses(tokens.cos, tokens.sin), tokens.starts.ctypes.data, seen
-        return cls(*arrays, stride, len(tokens.starts) - 1, keys, queries // keys, width, scale)
+        arrays = *addresses(tokens.cos, tokens.sin), *(part.ctypes.data for part in tokens.layout)
+        return cls(*arrays, len(tokens.lengths), keys, queries // keys, width, scale)
 
 
 class CompiledOperations(DecoderOperations):
@@ -114,6 +114,7 @@ class CompiledOperations(DecoderOperations):
 
 
 def _fits(tokens: Tokens) -> bool:
-    """Return whether each thread has a key head of a bin, and no bin is too long."""
+    """Return whether each thread has a key head of a bin, and no causal bin is too long."""
     pairs = len(tokens.lengths) * tokens.heads.keys
-    return pairs >= torch.get_num_threads() and int(tokens.lengths.max()) <= _LONGEST
+    short = tokens.segments is not None or int(tokens.lengths.max()) <= _LONGEST
+    return pairs >= torch.get_num_threads() and short

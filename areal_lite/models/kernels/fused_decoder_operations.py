@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areal_lite.models.decoder_family import Heads
+from areal_lite.models.kernels.ragged_attention import Segments
 
 _PRODUCTS = 256
 """Longest bin whose attention is plain products; torch's kernel is faster above."""
@@ -26,24 +27,33 @@ class Tokens:
     Args:
         cos: ``[T, width]``, and ``sin``.
         lengths: Tokens of each bin.
-        seen: ``[B, 1, L, L]`` bool, True where a query sees a key; None if causal.
+        segments: Which tokens see one another; None if a token sees all before it in its bin.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, lengths: Sequence[int], seen: Tensor | None, heads: Heads) -> None:
+    def __init__(
+        self, cos: Tensor, sin: Tensor, lengths: Sequence[int], segments: Segments | None, heads: Heads
+    ) -> None:
         # Both halves of a head have the same angles.
         self.cos, self.sin = (part.float()[:, : part.shape[1] // 2].contiguous() for part in (cos, sin))
-        self.lengths, self.seen, self.heads = np.array(lengths), seen, heads
+        self.lengths, self.segments, self.heads = np.array(lengths), segments, heads
         self.starts = np.cumsum([0, *lengths])
+
+    @cached_property
+    def layout(self) -> tuple[NDArray[np.int64], ...]:
+        """First segment of each bin and, of all segments, the ends of the queries, those of the keys, and the keys."""
+        segments = self.segments or Segments.causal(self.lengths.tolist())
+        ends = [part.numpy().astype(np.int64) for part in (segments.query_ends, segments.key_ends, segments.keys)]
+        return np.searchsorted(ends[0], self.starts), *ends
 
     @cached_property
     def pieces(self) -> list[_Piece]:
         """Bins whose attention scores fit into a core's cache."""
         pieces, first = [], 0
+        seen = self.segments and self.segments.seen(self.lengths.tolist(), int(self.lengths.max()))
         for end in range(1, len(self.lengths) + 1):
             scores = self.heads.queries * (end + 1 - first) * int(self.lengths[first : end + 1].max()) ** 2
             if end == len(self.lengths) or scores > _SCORES:
-                seen = None if self.seen is None else self.seen[first:end]
-                pieces.append(_Piece.of(self.starts[first : end + 1], seen))
+                pieces.append(_Piece.of(self.starts[first : end + 1], None if seen is None else seen[first:end]))
                 first = end
         return pieces
 
