@@ -11,8 +11,8 @@ layers and a small vocabulary, in the dtype that ``trainer.dtype: auto`` chooses
 
 *path by path* lays out each path of the trees alone, in micro-batches of like lengths. *tree* is what the trainer
 does. Both compute the same loss through the same code, and take turns; a process each measures the peak of memory
-above the loaded model. ``ratio`` is how many times as fast the tree is; ``allowed`` is the paths' tokens over the distinct
-prefixes, the fewest that anyone could compute. The bar is ratio >= 0.8 * allowed.
+above the loaded model. ``ratio`` is how many times as fast the tree is; ``allowed`` is the paths' tokens over the
+distinct prefixes, the fewest that anyone could compute. The bar is ratio >= 0.8 * allowed.
 """
 
 from __future__ import annotations

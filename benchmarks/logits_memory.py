@@ -17,8 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.models.kernels.ragged_attention import Segments
+from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.packed_model import PackedSequences
 from benchmarks.report import Figure, make_parser, write_figures
 
