@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from areal_lite.models.kernels.ragged_attention import Segments
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.packed_model import PackedSequences
 from benchmarks.report import Figure, make_parser, write_figures
@@ -40,17 +41,17 @@ def measure(arguments: argparse.Namespace, way: str) -> float:
     )
     model = Qwen2ForCausalLM(config)
     scorer = TokenScorer(model, temperature=arguments.temperature)
-    length = arguments.tokens // 8
-    ids = torch.randint(arguments.vocabulary, (8, length))
+    lengths = [arguments.tokens // 8] * 8
+    ids = torch.randint(arguments.vocabulary, (sum(lengths),))
     packed = PackedSequences(
         input_ids=ids,
-        position_ids=torch.arange(length).expand_as(ids),
-        attention_mask=None,
-        segments=None,
-        predicted_at=torch.arange(ids.numel()),
-        targets=ids.flatten(),
-        lengths=[length] * 8,
-        num_pairs=ids.numel() * (length + 1) // 2,
+        position_ids=torch.arange(lengths[0]).repeat(8),
+        segments=Segments.causal(lengths),
+        is_causal=True,
+        predicted_at=torch.arange(len(ids)),
+        targets=ids,
+        lengths=lengths,
+        num_pairs=len(ids) * (lengths[0] + 1) // 2,
     )
     if "frozen" in way:
         model.requires_grad_(False)

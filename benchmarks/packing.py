@@ -114,7 +114,12 @@ WAYS: dict[str, Callable[[list[int]], Plan]] = {
 
 
 def run(
-    scorer: TokenScorer, sequences: list[TokenSequence], plan: Plan, device: torch.device, *, ragged: bool
+    scorer: TokenScorer,
+    sequences: list[TokenSequence],
+    plan: Plan,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[float, float]:
     """Return the seconds of forward and backward (on a CPU those it computed, whatever else runs), and the loss."""
     scorer.zero_grad()
@@ -123,8 +128,8 @@ def run(
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     began = clock()
     for blocks in plan:
-        with torch.autocast(device.type, torch.bfloat16):
-            logprobs = scorer(pack(sequences, blocks, device=device, ragged=ragged)).logprobs
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            logprobs = scorer(pack(sequences, blocks, device=device)).logprobs
         loss = -logprobs.sum() / trained
         loss.backward()
         total += loss.detach()
@@ -147,15 +152,15 @@ def main() -> None:
     if args.smoke:
         args.repeats, config.hidden_size, config.intermediate_size = 1, 144, 144
     scorer, sequences = make_scorer(config, device), make_sequences(4 if args.smoke else 64)
-    assert scorer.read_ragged()
     lengths = [num_inputs(sequence) for sequence in sequences]
     plans = {name: make(lengths) for name, make in WAYS.items()}
-    run(scorer, sequences, plans["bucketed"][-1:], device, ragged=False)  # warms up
+    run(scorer, sequences, plans["bucketed"][-1:], device)  # warms up
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     losses: dict[str, float] = {}
     for _ in range(args.repeats):
         for name, plan in plans.items():
-            took, losses[name] = run(scorer, sequences, plan, device, ragged=name == "side by side")
+            scorer.ragged = name == "side by side" and scorer.read_ragged()
+            took, losses[name] = run(scorer, sequences, plan, device)
             seconds[name].append(took)
     print(f"{sum(lengths)} tokens in {len(lengths)} sequences, the longest of {max(lengths)}")
     slowest = min(seconds["padded"])

@@ -34,6 +34,7 @@ SCRIPTS: dict[str, list[str]] = {
     "train_step": ["--model", MODEL],
     "step_profile": ["--model", MODEL],
     "packing": [],
+    "branches": [],
     "packing_plans": [],
     "logits_memory": [],
     "advantages": [],

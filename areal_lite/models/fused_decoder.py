@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from areal_lite.models.attention_windows import window_of
 from areal_lite.models.decoder_family import DecoderLayer, fits_kernels, query_key_norms
 from areal_lite.models.kernels.fused_decoder_kernels import DecoderOperations, Tokens, fused_decoder_operations
+from areal_lite.models.kernels.ragged_attention import Segments
 
 
 class FusedDecoder:
@@ -48,22 +49,25 @@ class FusedDecoder:
         )
 
     def states(
-        self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int], seen: Tensor | None, at: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        lengths: Sequence[int],
+        segments: Segments | None,
+        at: Tensor,
     ) -> Tensor:
         """Return the states ``[N, hidden]`` at the chosen tokens, float32.
 
         Args:
-            input_ids: ``[B, L]``.
-            position_ids: ``[B, L]``.
-            lengths: Tokens of each bin; the padding after them costs nothing.
-            seen: ``[B, 1, L, L]`` bool, True where a query sees a key; None if causal.
-            at: ``[N]`` flat positions.
+            input_ids: ``[T]``, bin after bin.
+            position_ids: ``[T]``.
+            lengths: Tokens of each bin.
+            segments: Which tokens see one another; None if a token sees all before it in its bin.
+            at: ``[N]`` indices of tokens.
         """
-        used = (torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
-        at = torch.searchsorted(used, at)
-        hidden = self._decoder.embed_tokens(input_ids.flatten()[used])
-        cos, sin = self._decoder.rotary_emb(hidden, position_ids.flatten()[used][None])
-        tokens = Tokens(cos[0], sin[0], lengths, seen, self._heads)
+        hidden = self._decoder.embed_tokens(input_ids)
+        cos, sin = self._decoder.rotary_emb(hidden, position_ids[None])
+        tokens = Tokens(cos[0], sin[0], lengths, segments, self._heads)
         added, operations = torch.zeros_like(hidden, dtype=self._dtype), fused_decoder_operations(self._dtype)
         for layer in self._layers:
             hidden, normed = _add_norm(hidden, added, layer.input_norm, operations)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +96,7 @@ def test_trainer_and_server_have_the_same_bits(family: str) -> None:
     assert scorer.read_exactly()
     runner = ModelRunner(windowed(family, 24), slots=4, context_length=100, exact=True)
     runner.check_against_plain_forward()
-    packed, _ = packed_together([sequence(IDS, range(5, 80))], share=False, min_width=scorer.min_width)
+    packed, _ = packed_together([sequence(IDS, range(5, 80))], share=False)
     logits = [runner.forward([0], [IDS[:5]], [0])]
     logits += [runner.forward([0], [[IDS[i]]], [i]) for i in range(5, 79)]
     expected = torch.cat(logits).log_softmax(-1).gather(1, torch.tensor(IDS[5:])[:, None])[:, 0]
@@ -120,9 +119,9 @@ TREE = [  # shared prefixes shorter and longer than the window of 8, forks insid
 ]
 
 
-def scores_and_gradients(scorer: TokenScorer, **layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def scores_and_gradients(scorer: TokenScorer, *, share: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of the tree's trained tokens, in the tree's order, and the gradient of their mean."""
-    packed, order = packed_together(TREE, **layout)
+    packed, order = packed_together(TREE, share=share)
     logprobs = scorer(packed).logprobs
     weights = list(scorer.parameters())
     gradients = torch.autograd.grad(logprobs.mean(), weights)
@@ -144,20 +143,14 @@ def test_packed_as_a_tree_side_by_side_and_alone_log_probs_and_gradients_are_equ
     assert scorer.shares_prefixes
     assert not FusedDecoder.fits(model.model)
     own, own_gradient = scores_and_gradients(scorer, share=False)
-    layouts: list[dict[str, Any]] = [{}]
+    assert (own - alone).abs().max() < 1e-4
+    found = [scores_and_gradients(scorer)]
     assert scorer.read_ragged() == (family != "gemma2")
     if scorer.ragged:
-        layouts += [{"ragged": True}, {"ragged": True, "share": False}]
-    assert (own - alone).abs().max() < 1e-4
-    for layout in layouts:
-        model.set_attn_implementation("areal_lite_ragged" if "ragged" in layout else scorer_attention(family))
-        logprobs, gradient = scores_and_gradients(scorer, **layout)
-        assert (logprobs - alone).abs().max() < 1e-4, layout
-        assert (gradient - own_gradient).norm() < 1e-3 * own_gradient.norm(), layout
-
-
-def scorer_attention(family: str) -> str:
-    return "eager" if family == "gemma2" else "sdpa"
+        found += [scores_and_gradients(scorer), scores_and_gradients(scorer, share=False)]
+    for logprobs, gradient in found:
+        assert (logprobs - alone).abs().max() < 1e-4
+        assert (gradient - own_gradient).norm() < 1e-3 * own_gradient.norm()
 
 
 def test_without_segments_ragged_attention_keeps_the_window() -> None:

@@ -66,7 +66,7 @@ def states_and_gradients(model: PackedModel, packed: PackedSequences, states: Te
 
 def by_fused(model: PackedModel, packed: PackedSequences, dtype: torch.dtype) -> dict[str, Tensor]:
     fused = FusedDecoder(model._decoder[0], dtype)
-    layout = packed.lengths, packed.attention_mask
+    layout = packed.lengths, None if packed.is_causal else packed.segments
     return states_and_gradients(
         model, packed, fused.states(packed.input_ids, packed.position_ids, *layout, packed.predicted_at)
     )
@@ -93,7 +93,7 @@ def test_in_float32_states_and_gradients_are_those_of_the_model(
     model = packed_model(FAMILIES[name])
     assert model._fused
     packed, _ = packed_together(LAYOUTS[layout])
-    assert (packed.attention_mask is None) == (layout == "a chain")
+    assert packed.is_causal == (layout == "a chain")
     expected = by_model(model, packed)
     torch.testing.assert_close(by_fused(model, packed, torch.float32), expected, atol=2e-4, rtol=2e-4)
 

@@ -47,13 +47,13 @@ def training_batch(sequences: Sequence[TokenSequence]) -> DataProto:
 
 
 def packed_together(
-    batch: Sequence[TokenSequence], *, share: bool = True, ragged: bool = False, min_width: int = 0
+    batch: Sequence[TokenSequence], *, share: bool = True
 ) -> tuple[PackedSequences, list[TokenSequence]]:
     """Return the batch in one micro-batch with a block per group, and its sequences in their packed order."""
     bundles = plan_blocks(batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=share)
     blocks = [block for bundle in bundles for block in bundle]
     order = [batch[index] for block in blocks for index in block.sequences]
-    return pack(batch, blocks, device=torch.device("cpu"), ragged=ragged, min_width=min_width), order
+    return pack(batch, blocks, device=torch.device("cpu")), order
 
 
 def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4, version: int = 0) -> list[TokenSequence]:

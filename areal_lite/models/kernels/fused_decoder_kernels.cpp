@@ -88,10 +88,12 @@ constexpr float UNSEEN = -1e30f;  // in place of an infinity, which -ffast-math 
 // The tokens of all bins, one bin after another, and the form of their states [T, (groups + 2) * heads, width]: queries,
 // keys and values; `groups` queries share a key.
 struct Layout {
-    const float *cos, *sin;    // [T, width / 2]
-    const Count* starts;       // [bins + 1]
-    const std::uint8_t* seen;  // [bins, stride, stride], whether a token sees one before it; null if it sees all
-    Count stride, bins, heads, groups, width;
+    const float *cos, *sin;      // [T, width / 2]
+    const Count* bins_segments;  // [bins + 1], the first segment of each bin
+    const Count* query_ends;     // [segments + 1] of the queries, which are the tokens in their order
+    const Count* key_ends;       // [segments + 1] of the keys
+    const Count* seen;           // the token of each key; a segment's queries are its last keys, and see those up to themselves
+    Count bins, heads, groups, width;
     float scale;
 
     // Where states have a token's head: queries in groups, then keys, then values.
@@ -112,114 +114,149 @@ struct Layout {
             out[half + i] = narrow(head[half + i] * c[i] + sign * head[i] * s[i]);
         }
     }
-
-    // 1 for the tokens up to a token of its bin that it sees, else 0; leaves those after it.
-    void see(Count bin, Count token, float* sees) const {
-        std::fill(sees, sees + token + 1, 1);
-        if (!seen) return;
-        const std::uint8_t* row = seen + (bin * stride + token) * stride;
-#pragma omp simd
-        for (Count k = 0; k <= token; k++) sees[k] = row[k];
-    }
 };
 
-// Scores become exp(score - less), 0 where a key is not seen. Returns their sum.
-static float weigh(float* scores, const float* sees, Count columns, float less) {
+// The queries of a segment and the keys that they see.
+struct Segment {
+    Count first, queries, keys;  // the token of the first query; how many
+    const Count* seen;           // [keys]
+
+    Segment(const Layout& layout, Count s)
+        : first(layout.query_ends[s]),
+          queries(layout.query_ends[s + 1] - first),
+          keys(layout.key_ends[s + 1] - layout.key_ends[s]),
+          seen(layout.seen + layout.key_ends[s]) {}
+    // How many keys the query sees.
+    Count sees(Count query) const { return keys - queries + query + 1; }
+};
+
+// Scores of the keys that are seen become exp(score - less), the others 0. Returns their sum.
+static float weigh(float* scores, Count seen, Count columns, float less) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (Count k = 0; k < columns; k++) {
-        scores[k] = sees[k] * std::exp(std::min(std::max(scores[k] - less, -80.0f), 1.0f));
+    for (Count k = 0; k < seen; k++) {
+        scores[k] = std::exp(std::min(std::max(scores[k] - less, -80.0f), 1.0f));
         sum += scores[k];
     }
+    std::fill(scores + seen, scores + columns, 0.0f);
     return sum;
 }
 
-static void attend_bin(const Layout& layout, Count bin, Count head, const Half* states, Half* turned, Half* read,
-                       float* normalizer) {
+static void attend_segment(const Layout& layout, const Segment& segment, Count head, const Half* turned, Half* read,
+                           float* normalizer) {
     const Count groups = layout.groups, width = layout.width;
-    const Count first = layout.starts[bin], length = layout.starts[bin + 1] - first;
-    const Zeros queries(length * groups, width), keys(width, length), values(length, width), sees(1, length), own(1, width),
-        scores(TOKENS * groups, length), sums(TOKENS * groups, width), totals(1, TOKENS * groups);
-    for (Count t = 0; t < length; t++) {
-        const auto turn = [&](Count at) {
-            widen(states + at, width, 1, own[0]);
-            layout.turn(own[0], first + t, 1, turned + at);
-            return turned + at;
-        };
-        for (Count g = 0; g < groups; g++)
-            widen(turn(layout.query(first + t, head, g)), width, layout.scale, queries[t * groups + g]);
-        widen(turn(layout.key(first + t, head)), width, 1, keys[0] + t, keys.row);
-        const Count value = layout.value(first + t, head);
-        std::memcpy(turned + value, states + value, width * sizeof(Half));
-        widen(states + value, width, 1, values[t]);
+    const Zeros queries(segment.queries * groups, width), keys(width, segment.keys), values(segment.keys, width),
+        scores(TOKENS * groups, segment.keys), sums(TOKENS * groups, width), totals(1, TOKENS * groups);
+    for (Count t = 0; t < segment.queries * groups; t++)
+        widen(turned + layout.query(segment.first + t / groups, head, t % groups), width, layout.scale, queries[t]);
+    for (Count k = 0; k < segment.keys; k++) {
+        widen(turned + layout.key(segment.seen[k], head), width, 1, keys[0] + k, keys.row);
+        widen(turned + layout.value(segment.seen[k], head), width, 1, values[k]);
     }
-    for (Count begin = 0; begin < length; begin += TOKENS) {
-        const Count end = std::min(begin + TOKENS, length), rows = (end - begin) * groups;
-        multiply(queries.from(begin * groups), keys, scores, rows, end, width);
+    for (Count begin = 0; begin < segment.queries; begin += TOKENS) {
+        const Count end = std::min(begin + TOKENS, segment.queries), rows = (end - begin) * groups;
+        const Count columns = segment.sees(end - 1);
+        multiply(queries.from(begin * groups), keys, scores, rows, columns, width);
         for (Count r = 0; r < rows; r++) {
-            const Count t = begin + r / groups;
-            if (r % groups == 0) layout.see(bin, t, sees[0]);
+            const Count t = begin + r / groups, seen = segment.sees(t);
             float top = UNSEEN;
 #pragma omp simd reduction(max : top)
-            for (Count k = 0; k < whole(end); k++) top = std::max(top, scores[r][k] + (1 - sees[0][k]) * UNSEEN);
-            totals[0][r] = weigh(scores[r], sees[0], whole(end), top);
-            normalizer[layout.number(first + t, head, r % groups)] = top + std::log(totals[0][r]);
+            for (Count k = 0; k < seen; k++) top = std::max(top, scores[r][k]);
+            totals[0][r] = weigh(scores[r], seen, whole(columns), top);
+            normalizer[layout.number(segment.first + t, head, r % groups)] = top + std::log(totals[0][r]);
         }
-        multiply(scores, values, sums, rows, width, end);
+        multiply(scores, values, sums, rows, width, columns);
         for (Count r = 0; r < rows; r++) {
-            const Count number = layout.number(first + begin + r / groups, head, r % groups);
+            const Count number = layout.number(segment.first + begin + r / groups, head, r % groups);
             store(sums[r], width, 1 / totals[0][r], read + number * width);
         }
     }
 }
 
+static void attend_bin(const Layout& layout, Count bin, Count head, const Half* states, Half* turned, Half* read,
+                       float* normalizer) {
+    const Count groups = layout.groups, width = layout.width;
+    const Count begin = layout.bins_segments[bin], end = layout.bins_segments[bin + 1];
+    const Zeros own(1, width);
+    for (Count t = layout.query_ends[begin]; t < layout.query_ends[end]; t++) {
+        const auto turn = [&](Count at) {
+            widen(states + at, width, 1, own[0]);
+            layout.turn(own[0], t, 1, turned + at);
+        };
+        for (Count g = 0; g < groups; g++) turn(layout.query(t, head, g));
+        turn(layout.key(t, head));
+        const Count value = layout.value(t, head);
+        std::memcpy(turned + value, states + value, width * sizeof(Half));
+    }
+    // Only now are the keys of all segments there.
+    for (Count s = begin; s < end; s++) attend_segment(layout, {layout, s}, head, turned, read, normalizer);
+}
+
+// Adds the gradients of the keys and values that the segment sees to those of the bin, whose first token is `first`.
 // Scores are computed again from the kept normalizer instead of kept, which would take memory quadratic in the bin. The
 // gradient of a softmax needs the mean of its weights' gradients: the product of what was read with its gradient.
-static void attend_gradient_bin(const Layout& layout, Count bin, Count head, const Half* grad, const Half* turned,
-                                const Half* read, const float* normalizer, Half* out) {
-    const Count groups = layout.groups, width = layout.width;
-    const Count first = layout.starts[bin], length = layout.starts[bin + 1] - first;
-    const Zeros queries(length * groups, width), below(length * groups, width), means(1, length * groups),
-        key(length, width), keys(width, length), values(width, length), sees(1, length), own(1, width),
+static void attend_gradient_segment(const Layout& layout, const Segment& segment, Count head, const Half* grad,
+                                    const Half* turned, const Half* read, const float* normalizer, Count first,
+                                    Matrix bin_keys, Matrix bin_values, Half* out) {
+    const Count groups = layout.groups, width = layout.width, length = segment.keys;
+    const Zeros queries(segment.queries * groups, width), below(segment.queries * groups, width),
+        means(1, segment.queries * groups), key(length, width), keys(width, length), values(width, length), own(1, width),
         weights(TOKENS * groups, length), changes(TOKENS * groups, length), grad_queries(TOKENS * groups, width),
         grad_keys(length, width), grad_values(length, width);
-    for (Count t = 0; t < length; t++) {
-        for (Count g = 0; g < groups; g++) {
-            const Count row = t * groups + g, number = layout.number(first + t, head, g);
-            widen(turned + layout.query(first + t, head, g), width, layout.scale, queries[row]);
-            widen(grad + number * width, width, 1, below[row]);
-            widen(read + number * width, width, 1, own[0]);
-            means[0][row] = dot(below[row], own[0], width);
-        }
-        widen(turned + layout.key(first + t, head), width, 1, key[t]);
-        widen(turned + layout.key(first + t, head), width, 1, keys[0] + t, keys.row);
-        widen(turned + layout.value(first + t, head), width, 1, values[0] + t, values.row);
+    for (Count row = 0; row < segment.queries * groups; row++) {
+        const Count t = segment.first + row / groups, number = layout.number(t, head, row % groups);
+        widen(turned + layout.query(t, head, row % groups), width, layout.scale, queries[row]);
+        widen(grad + number * width, width, 1, below[row]);
+        widen(read + number * width, width, 1, own[0]);
+        means[0][row] = dot(below[row], own[0], width);
     }
-    for (Count begin = 0; begin < length; begin += TOKENS) {
-        const Count end = std::min(begin + TOKENS, length), rows = (end - begin) * groups;
+    for (Count k = 0; k < length; k++) {
+        const Half* from = turned + layout.key(segment.seen[k], head);
+        widen(from, width, 1, key[k]);
+        widen(from, width, 1, keys[0] + k, keys.row);
+        widen(turned + layout.value(segment.seen[k], head), width, 1, values[0] + k, values.row);
+    }
+    for (Count begin = 0; begin < segment.queries; begin += TOKENS) {
+        const Count end = std::min(begin + TOKENS, segment.queries), rows = (end - begin) * groups;
+        const Count columns = segment.sees(end - 1);
         const Matrix own_queries = queries.from(begin * groups), own_below = below.from(begin * groups);
-        multiply(own_queries, keys, weights, rows, end, width);
-        multiply(own_below, values, changes, rows, end, width);
+        multiply(own_queries, keys, weights, rows, columns, width);
+        multiply(own_below, values, changes, rows, columns, width);
         for (Count r = 0; r < rows; r++) {
             const Count t = begin + r / groups;
-            if (r % groups == 0) layout.see(bin, t, sees[0]);
-            weigh(weights[r], sees[0], whole(end), normalizer[layout.number(first + t, head, r % groups)]);
+            const float less = normalizer[layout.number(segment.first + t, head, r % groups)];
+            weigh(weights[r], segment.sees(t), whole(columns), less);
             const float mean = means[0][begin * groups + r];
 #pragma omp simd
-            for (Count k = 0; k < end; k++) changes[r][k] = weights[r][k] * (changes[r][k] - mean);
+            for (Count k = 0; k < columns; k++) changes[r][k] = weights[r][k] * (changes[r][k] - mean);
         }
-        multiply(changes, key, grad_queries, rows, width, end);
-        multiply(changes.exchanged(), own_queries, grad_keys, end, width, rows, true);
-        multiply(weights.exchanged(), own_below, grad_values, end, width, rows, true);
+        multiply(changes, key, grad_queries, rows, width, columns);
+        multiply(changes.exchanged(), own_queries, grad_keys, columns, width, rows, true);
+        multiply(weights.exchanged(), own_below, grad_values, columns, width, rows, true);
         for (Count r = 0; r < rows; r++) {
-            const Count token = first + begin + r / groups;
+            const Count token = segment.first + begin + r / groups;
             for (Count i = 0; i < width; i++) grad_queries[r][i] *= layout.scale;
             layout.turn(grad_queries[r], token, -1, out + layout.query(token, head, r % groups));
         }
     }
+    for (Count k = 0; k < length; k++) {
+        float *to_key = bin_keys[segment.seen[k] - first], *to_value = bin_values[segment.seen[k] - first];
+#pragma omp simd
+        for (Count i = 0; i < width; i++) to_key[i] += grad_keys[k][i], to_value[i] += grad_values[k][i];
+    }
+}
+
+static void attend_gradient_bin(const Layout& layout, Count bin, Count head, const Half* grad, const Half* turned,
+                                const Half* read, const float* normalizer, Half* out) {
+    const Count begin = layout.bins_segments[bin], end = layout.bins_segments[bin + 1], first = layout.query_ends[begin];
+    const Count length = layout.query_ends[end] - first;
+    const Zeros grad_keys(length, layout.width), grad_values(length, layout.width);
+    for (Count s = begin; s < end; s++)
+        attend_gradient_segment(layout, {layout, s}, head, grad, turned, read, normalizer, first, grad_keys, grad_values,
+                                out);
     for (Count t = 0; t < length; t++) {
         layout.turn(grad_keys[t], first + t, -1, out + layout.key(first + t, head));
-        store(grad_values[t], width, 1, out + layout.value(first + t, head));
+        store(grad_values[t], layout.width, 1, out + layout.value(first + t, head));
     }
 }
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -21,13 +22,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
+from areal_lite.models.kernels.ragged_attention import Segments
 
 _PRODUCTS = 256
 """Longest bin whose attention is plain products; torch's kernel is faster above."""
 _SCORES = 1 << 18
 """Attention scores that are computed at once, as a core's cache holds them, unless those of one bin are more."""
 _LONGEST = 8192
-"""Longest bin whose attention is computed here; torch's kernel reads keys in blocks and is faster above."""
+"""Longest causal bin whose attention is computed here; torch's kernel reads keys in blocks and is faster above. For a
+tree it needs a mask of all tokens by all."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = {
     "attend": [*[ARRAY] * 5, INT],
@@ -45,14 +48,28 @@ class Tokens:
     Args:
         cos: ``[T, width]``, and ``sin``.
         lengths: Tokens of each bin.
-        seen: ``[B, 1, L, L]`` bool, True where a query sees a key; None if causal.
+        segments: Which tokens see one another; None if a token sees all before it in its bin.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, lengths: Sequence[int], seen: Tensor | None, heads: Heads) -> None:
+    def __init__(
+        self, cos: Tensor, sin: Tensor, lengths: Sequence[int], segments: Segments | None, heads: Heads
+    ) -> None:
         # Both halves of a head have the same angles.
         self.cos, self.sin = (part.float()[:, : part.shape[1] // 2].contiguous() for part in (cos, sin))
-        self.lengths, self.seen, self.heads = list(lengths), seen, heads
-        self.starts = np.cumsum([0, *lengths])  # compiled operations read it in place
+        self.lengths, self.segments, self.heads = list(lengths), segments, heads
+
+    @cached_property
+    def layout(self) -> tuple[NDArray[np.int64], ...]:
+        """First segment of each bin and, of all segments, the ends of the queries, those of the keys, and the keys.
+        Compiled operations read them in place."""
+        segments = self.segments or Segments.causal(self.lengths)
+        ends = [part.numpy().astype(np.int64) for part in (segments.query_ends, segments.key_ends, segments.keys)]
+        return np.searchsorted(ends[0], np.cumsum([0, *self.lengths])), *ends
+
+    @cached_property
+    def seen(self) -> Tensor | None:
+        """``[B, 1, L, L]`` bool, True where a query sees a key; None if causal."""
+        return None if self.segments is None else self.segments.seen(self.lengths, max(self.lengths))
 
     def pieces(self) -> Iterator[slice]:
         """Yield the bins whose attention is computed at once."""
@@ -136,17 +153,16 @@ def _read(states: Tensor, seen: Tensor | None, heads: Heads) -> Tensor:
 
 class _Layout(ctypes.Structure):
     _fields_ = (
-        *((name, ARRAY) for name in ("cos", "sin", "starts", "seen")),
-        *((name, COUNT) for name in ("stride", "bins", "heads", "groups", "width")),
+        *((name, ARRAY) for name in ("cos", "sin", "bins_segments", "query_ends", "key_ends", "seen")),
+        *((name, COUNT) for name in ("bins", "heads", "groups", "width")),
         ("scale", NUMBER),
     )
 
     @classmethod
     def of(cls, tokens: Tokens) -> _Layout:
         queries, keys, width, scale = tokens.heads
-        seen, stride = (None, 0) if tokens.seen is None else (*addresses(tokens.seen), tokens.seen.shape[-1])
-        arrays = *addresses(tokens.cos, tokens.sin), tokens.starts.ctypes.data, seen
-        return cls(*arrays, stride, len(tokens.lengths), keys, queries // keys, width, scale)
+        arrays = *addresses(tokens.cos, tokens.sin), *(part.ctypes.data for part in tokens.layout)
+        return cls(*arrays, len(tokens.lengths), keys, queries // keys, width, scale)
 
 
 class _Gate(Function):
@@ -218,9 +234,10 @@ class CompiledOperations(DecoderOperations):
         return out
 
     def attend(self, states: Tensor, tokens: Tokens) -> Tensor:
-        """See the base class. Bins that are too long, or too few for all threads, are torch's."""
+        """See the base class. Causal bins that are too long, and bins too few for all threads, are torch's."""
         pairs = len(tokens.lengths) * tokens.heads.keys  # each thread computes a key head of a bin
-        if pairs < torch.get_num_threads() or max(tokens.lengths) > _LONGEST:
+        is_long = tokens.segments is None and max(tokens.lengths) > _LONGEST
+        if pairs < torch.get_num_threads() or is_long:
             return super().attend(states, tokens)
         read: Tensor = _Attention.apply(states, tokens, self._library)  # type: ignore[no-untyped-call]
         return read

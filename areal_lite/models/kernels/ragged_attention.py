@@ -2,7 +2,7 @@
 
 Guarantees that a query sees only the keys of its own segment, up to itself; in a windowed layer only the last of them.
 On a GPU in half precision torch's variable-length kernel computes it; elsewhere the segments are computed one after
-another.
+another, which is worth it where they are long.
 
 Transformers selects it by the name :data:`RAGGED`. A forward pass without segments is plain attention.
 """
@@ -10,11 +10,14 @@ Transformers selects it by the name :data:`RAGGED`. A forward pass without segme
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -43,6 +46,45 @@ class Segments:
     longest_query: int
     longest_key: int
 
+    @classmethod
+    def of(cls, parts: Iterable[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Segments:
+        """Return the segments of ``(prefix, begin, end)``: the tokens from ``begin`` to ``end`` see those of ``prefix``
+        and each other, up to themselves. The parts are in the order of their tokens; empty ones are left out."""
+        queries, keys = [0], [np.arange(0)]
+        for prefix, begin, end in parts:
+            if begin < end:
+                queries.append(end)
+                keys.append(np.concatenate((prefix, np.arange(begin, end))))
+        key_ends = np.cumsum([len(tokens) for tokens in keys])
+        return cls(
+            query_ends=torch.tensor(queries, dtype=torch.int32, device=device),
+            key_ends=torch.tensor(key_ends, dtype=torch.int32, device=device),
+            keys=torch.from_numpy(np.concatenate(keys)).to(device),
+            longest_query=int(np.diff(queries).max()),
+            longest_key=int(np.diff(key_ends).max()),
+        )
+
+    @classmethod
+    def causal(cls, lengths: Sequence[int]) -> Segments:
+        """Return one segment for each bin, whose tokens see all tokens before them."""
+        ends = np.cumsum([0, *lengths]).tolist()
+        return cls.of(((np.arange(0), *bin) for bin in pairwise(ends)), torch.device("cpu"))
+
+    def seen(self, lengths: Sequence[int], width: int) -> Tensor:
+        """Return ``[B, 1, width, width]`` bool, True where the token of a bin sees the other; ``lengths`` are those of
+        the bins, which are padded. Padding sees itself: a query that sees nothing is NaN in some kernels."""
+        starts = np.cumsum([0, *lengths])
+        seen = torch.eye(width, dtype=torch.bool).repeat(len(lengths), 1, 1)
+        keys = self.keys.cpu()
+        for (begin, end), span in zip(
+            pairwise(self.query_ends.tolist()), pairwise(self.key_ends.tolist()), strict=True
+        ):
+            number = int(np.searchsorted(starts, begin, "right")) - 1
+            rows = seen[number, begin - starts[number] : end - starts[number]]
+            visible = causal_window(end - begin, span[1] - span[0], None, rows.device)
+            rows[:, keys[slice(*span)] - starts[number]] = visible
+        return seen[:, None].to(self.keys.device)
+
 
 def ragged_attention(
     module: Any,
@@ -64,7 +106,9 @@ def ragged_attention(
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query, key, value = (heads[0].transpose(0, 1).to(dtype) for heads in (query, key, value))
-    key, value = key[segments.keys], value[segments.keys]
+    key, value = (
+        heads.index_select(0, segments.keys) for heads in (key, value)
+    )  # whose gradient is quicker than [...]'s
     attend = _by_kernel if query.is_cuda and dtype != torch.float32 else _one_by_one
     return attend(query, key, value, segments, options.get("scaling"), window)[None], None
 

@@ -43,8 +43,7 @@ class TokenScorer(PackedModel):
         (head,) = self._head
         scoring = Scoring(self.temperature, self.truncation if truncated else None, entropy_grad)
         if head is None:
-            logits = self.model(**self.inputs(packed)).logits.flatten(0, 1)[packed.predicted_at]
-            return _score_logits(logits, packed.targets, scoring)
+            return _score_logits(self.read(self.model, packed), packed.targets, scoring)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
             self.states(packed), head.weight, head.bias, packed.targets, scoring
         )

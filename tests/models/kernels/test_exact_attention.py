@@ -41,7 +41,7 @@ def test_token_by_token_gives_the_bits_of_the_whole_sequence(tiny: Path, length:
     one = sequence(ids, range(5, length))
     expected = torch.tensor(decoded_logprobs(runner, ids, 5))
     for batch in ([one], [*drawn_batch(0), one]):  # alone, and with others in one micro-batch
-        packed, order = packed_together(batch, share=scorer.shares_prefixes, min_width=scorer.min_width)
+        packed, order = packed_together(batch, share=scorer.shares_prefixes)
         scores = scorer(packed).logprobs.split([other.num_trained_tokens for other in order])
         (own,) = (part for part, other in zip(scores, order, strict=True) if other is one)
         assert torch.equal(own.detach(), expected)

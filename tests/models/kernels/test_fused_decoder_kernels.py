@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_lite.models.decoder_family import Heads
@@ -21,6 +23,7 @@ from areal_lite.models.kernels.fused_decoder_kernels import (
     Tokens,
     fused_decoder_operations,
 )
+from areal_lite.models.kernels.ragged_attention import Segments
 
 HALF_STEP = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
@@ -107,14 +110,26 @@ def test_the_gate_and_its_gradient_for_numbers_of_any_size() -> None:
 
 
 def tokens_of(lengths: list[int], heads: Heads, *, trees: bool) -> Tokens:
-    """Return tokens at random angles; with ``trees`` each sees itself and some of those before it."""
+    """Return tokens at random angles; with ``trees`` each bin is a random tree of branches."""
     angles = torch.rand(sum(lengths), heads.width // 2) * 6
     cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
-    longest, seen = max(lengths), None
-    if trees:
-        seen = torch.rand(len(lengths), 1, longest, longest) < 0.5
-        seen = (seen | torch.eye(longest, dtype=torch.bool)) & torch.ones(longest, longest, dtype=torch.bool).tril()
-    return Tokens(cos, sin, lengths, seen, heads)
+    return Tokens(cos, sin, lengths, Segments.of(branches(lengths), torch.device("cpu")) if trees else None, heads)
+
+
+def branches(lengths: list[int]) -> Iterator[tuple[NDArray[np.int64], int, int]]:
+    """Yield the parts of a random tree for each bin: each continues a random part of an earlier path."""
+    rng = np.random.default_rng(torch.randint(1 << 30, ()).item())
+    start = 0
+    for length in lengths:
+        paths, begin = [np.arange(0)], start
+        while begin < start + length:
+            end = int(rng.integers(begin + 1, start + length + 1))
+            path = paths[rng.integers(len(paths))]
+            prefix = path[: rng.integers(len(path) + 1)]
+            yield prefix, begin, end
+            paths.append(np.concatenate((prefix, np.arange(begin, end))))
+            begin = end
+        start += length
 
 
 def exact_attention(turned: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:

@@ -246,7 +246,14 @@ def test_without_a_request_entropies_carry_no_gradient(model: Any) -> None:
 def test_no_cache_of_keys_and_values_is_made(model: Any) -> None:
     scorer = TokenScorer(model, temperature=1.0)
     packed, _ = packed_together([sequence([5, 6, 7], [2])])
-    assert model(**scorer.inputs(packed)).past_key_values is None
+    caches = []
+
+    def keep(_: Any, __: Any, out: Any) -> None:
+        caches.append(out.past_key_values)
+
+    with model.register_forward_hook(keep):
+        scorer.read(model, packed)
+    assert caches == [None]
 
 
 def test_tokens_after_the_last_trained_one_are_not_read(model: Any) -> None:

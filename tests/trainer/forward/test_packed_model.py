@@ -18,8 +18,9 @@ from areal_lite.errors import ConfigError
 from areal_lite.models.kernels import ragged_attention
 from areal_lite.models.kernels.ragged_attention import Segments, _by_kernel, _one_by_one
 from areal_lite.models.policy_model import check_scorable, load_policy
+from areal_lite.trainer.forward import packed_model
 from areal_lite.trainer.forward.logprobs import TokenScorer
-from areal_lite.trainer.forward.microbatches import Block, num_inputs, plan_blocks
+from areal_lite.trainer.forward.microbatches import Block, num_inputs
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences, pack
 from areal_lite.trainer.learner import Learner
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
@@ -54,7 +55,7 @@ ARCHITECTURES = {  # config, settings, whether bins may hold several sequences
 
 def packed_sequences(model: PackedModel, batch: Sequence[TokenSequence]) -> PackedSequences:
     packed, _ = packed_together(batch, share=model.shares_prefixes)
-    assert (len(packed.input_ids) < len(batch)) == model.shares_prefixes
+    assert (len(packed.lengths) < len(batch)) == model.shares_prefixes
     return packed
 
 
@@ -72,7 +73,7 @@ def test_a_packed_token_attends_only_to_its_own_sequence(name: str) -> None:
     batch = drawn_batch(3)
     with torch.no_grad():
         packed, order = packed_together(batch, share=model.shares_prefixes)
-        assert (len(packed.input_ids) < len(batch)) == model.shares_prefixes
+        assert (len(packed.lengths) < len(batch)) == model.shares_prefixes
         torch.testing.assert_close(
             model.states(packed), torch.cat([states_alone(model, one) for one in order]), atol=1e-4, rtol=1e-4
         )
@@ -83,30 +84,24 @@ def test_side_by_side_a_token_attends_only_to_its_own_sequence(name: str) -> Non
     config_class, settings, shares = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
-    assert model.read_ragged() == model.ragged == shares
     batch = [*drawn_batch(3), sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2]), sequence([5, 6], [1])]
-    below, _ = packed_together(batch, share=shares)
-    side_by_side, _ = packed_together(batch, share=shares, ragged=shares)
-    if shares:
-        bundles = plan_blocks(batch, range(len(batch)), max_tokens=10_000, balance_length=10_000)
-        assert side_by_side.attention_mask is None
-        assert side_by_side.input_ids.shape == (1, sum(block.length for (block,) in bundles))
+    packed, _ = packed_together(batch, share=shares)
     weights = list(model.parameters())
-    states, gradients = zip(
-        *(states_and_gradients(model, packed, weights) for packed in (below, side_by_side)), strict=True
-    )
-    torch.testing.assert_close(states[0], states[1], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-3, rtol=1e-3)
+    below = states_and_gradients(model, packed, weights)
+    assert model.read_ragged() == model.ragged == shares
+    side_by_side = states_and_gradients(model, packed, weights)
+    torch.testing.assert_close(below[0], side_by_side[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(below[1], side_by_side[1], atol=1e-3, rtol=1e-3)
 
 
 def test_side_by_side_a_bfloat16_token_on_a_cpu_attends_only_to_its_own_sequence() -> None:
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL)).eval())
-    below, side_by_side = (packed_together(drawn_batch(3), ragged=ragged)[0] for ragged in (False, True))
+    packed, _ = packed_together(drawn_batch(3))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = model.states(below)
+        expected = model.states(packed)
         assert model.read_ragged()
-        torch.testing.assert_close(model.states(side_by_side), expected, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(model.states(packed), expected, atol=0.05, rtol=0.05)
 
 
 TREE = [  # forks inside trained tokens, a chain, nested forks, equal inputs, and a stranger without a common prefix
@@ -122,42 +117,69 @@ TREE = [  # forks inside trained tokens, a chain, nested forks, equal inputs, an
 ]
 
 
-@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
+@pytest.mark.parametrize("how", ["padded", "wide", "ragged"])
 @pytest.mark.parametrize("name", [name for name, (_, _, shares) in ARCHITECTURES.items() if shares])
-def test_in_a_tree_a_token_attends_only_to_its_own_sequence(name: str, ragged: bool) -> None:
+def test_in_a_tree_a_token_attends_only_to_its_own_sequence(
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config_class, settings, _ = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
+    by_segment: list[Segments] = []
+    attend = _one_by_one
+    monkeypatch.setattr(ragged_attention, "_one_by_one", lambda *given: by_segment.append(given[3]) or attend(*given))
     for batch in (TREE, TREE[::-1], [one for one in TREE if one.group_id == "chain"]):
-        with torch.no_grad():  # alone first: side by side the model takes another kernel
-            expected = [states_alone(model, one) for one in packed_together(batch)[1]]
-        if ragged:
-            assert model.read_ragged()
-        packed, order = packed_together(batch, ragged=ragged)
+        packed, order = packed_together(batch)
+        if how == "wide":
+            monkeypatch.setattr(packed_model, "WIDE", packed.most_seen - packed.num_pairs - 1)
         with torch.no_grad():
+            model.ragged = False
+            expected = [states_alone(model, one) for one in order]
+            assert not by_segment
+            model.ragged = how == "ragged" and model.read_ragged()
             states = model.states(packed)
         torch.testing.assert_close(states, torch.cat(expected), atol=1e-4, rtol=1e-4)
         assert packed.targets.tolist() == [int(token) for one in order for token in one.input_ids[one.loss_mask]]
         assert sum(one.num_trained_tokens for one in batch) == len(packed.predicted_at)
-        model.model.set_attn_implementation("sdpa")
+        assert bool(by_segment) == (how == "ragged" or (how == "wide" and not packed.is_causal))
+        by_segment.clear()
 
 
-def test_a_chain_needs_no_mask_and_a_fork_does() -> None:
+def test_a_chain_is_causal_and_a_fork_is_not() -> None:
     chain = [one for one in TREE if one.group_id == "chain"]
-    assert packed_together(chain)[0].attention_mask is None
-    assert pack(chain, [Block((1,), (0,), 3)], device=CPU).attention_mask is None
-    assert packed_together(chain)[0].input_ids.tolist() == [[30, 31, 32, 33, 34]]
+    assert packed_together(chain)[0].is_causal
+    assert pack(chain, [Block((1,), (0,), 3)], device=CPU).is_causal
+    assert packed_together(chain)[0].input_ids.tolist() == [30, 31, 32, 33, 34]
     fork, _ = packed_together(TREE)
-    assert fork.attention_mask is not None
+    assert not fork.is_causal
     tree = [one.input_ids[: num_inputs(one)].tolist() for one in TREE if one.input_ids[0] == 5]
     prefixes = {tuple(ids[:end]) for ids in tree for end in range(1, len(ids) + 1)}
-    assert fork.input_ids.shape == (3, len(prefixes))  # every prefix is computed once
+    assert max(fork.lengths) == len(prefixes)  # every prefix is computed once
+    assert fork.most_seen == 3 * len(prefixes) ** 2
+
+
+def test_a_mask_shows_each_token_its_own_path_and_padding_itself() -> None:
+    packed, _ = packed_together(TREE)
+    width = max(packed.lengths) + 1
+    seen = packed.segments.seen(packed.lengths, width)
+    assert seen.shape == (3, 1, width, width)
+    start = 0
+    for length, bin in zip(packed.lengths, seen[:, 0], strict=True):
+        ids, positions = (part[start : start + length].tolist() for part in (packed.input_ids, packed.position_ids))
+        for place, position in enumerate(positions):
+            path = bin[place].nonzero()[:, 0].tolist()
+            assert [positions[other] for other in path] == [*range(position + 1)]
+            assert path[-1] == place
+            text = [ids[other] for other in path]
+            assert any(one.input_ids[: len(text)].tolist() == text for one in TREE)
+        assert torch.equal(bin[length:], torch.eye(width, dtype=torch.bool)[length:])
+        start += length
+    assert int(seen.sum()) == packed.num_pairs + sum(width - length for length in packed.lengths)
 
 
 def test_side_by_side_a_sequence_without_tokens_of_its_own_adds_no_segment() -> None:
     same = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 7, 9], [3])]
-    packed, _ = packed_together([*same, sequence([30, 31, 32], [2], group="other")], ragged=True)
-    assert packed.segments is not None
+    packed, _ = packed_together([*same, sequence([30, 31, 32], [2], group="other")])
     assert packed.segments.query_ends.tolist() == [0, 3, 5]
     assert packed.segments.key_ends.tolist() == [0, 3, 5]
     assert packed.segments.keys.tolist() == [0, 1, 2, 3, 4]
@@ -258,13 +280,16 @@ def broken(*_: Any) -> Tensor:
 def test_a_model_that_would_read_other_things_side_by_side_keeps_padded_bins(
     attend: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = PackedModel(load_policy(str(tiny), device=CPU))
-    before = model.model.config._attn_implementation
+    policy = load_policy(str(tiny), device=CPU)
+    before = policy.config._attn_implementation
     monkeypatch.setattr(ragged_attention, "_one_by_one", attend)
+    model = PackedModel(policy)
     assert not model.read_ragged()
-    assert model.model.config._attn_implementation == before
+    assert policy.config._attn_implementation == before
     assert model.balance_length < 10_000
     monkeypatch.setattr(ragged_attention, "_one_by_one", lambda *given: 1.05 * _one_by_one(*given))  # rounded otherwise
+    model = PackedModel(policy)
+    assert not model.ragged
     assert model.read_ragged()
     assert model.balance_length > 10**9
 
@@ -330,7 +355,7 @@ def test_targets_and_their_predicting_positions_are_in_order(
 ) -> None:
     batch = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2]), sequence([1, 2], [1], group="other")]
     packed = packed_sequences(PackedModel(load_policy(str(tiny), device=CPU)), batch)
-    assert packed.input_ids.tolist() == [[5, 6, 7], [1, 0, 0]]  # the last token of a sequence is never read
+    assert packed.input_ids.tolist() == [5, 6, 7, 1]  # the last token of a sequence is never read
     assert packed.targets.tolist() == [9, 7, 8, 2]  # the shorter of two that begin alike comes first
     assert packed.predicted_at.tolist() == [1, 1, 2, 3]
 

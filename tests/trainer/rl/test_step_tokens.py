@@ -26,7 +26,7 @@ class RanksOfOneProcess(Ranks):
 
 
 def model(*, ragged: bool = False) -> Any:
-    return SimpleNamespace(balance_length=500, ragged=ragged, shares_prefixes=True, min_width=0, vocab_size=VOCABULARY)
+    return SimpleNamespace(balance_length=500, ragged=ragged, shares_prefixes=True, vocab_size=VOCABULARY)
 
 
 def test_nothing_is_filled_in_at_first() -> None:
@@ -76,4 +76,4 @@ def test_every_rank_has_as_many_forward_passes_and_each_sequence_is_computed_onc
 def test_side_by_side_a_forward_pass_holds_as_many_tokens_as_allowed() -> None:
     batch = [sequence(range(first, first + 8), [7], group=str(first)) for first in (10, 20, 30, 40)]
     cut = StepCut(batch, model(ragged=True), ranks=Ranks(), device=CPU)
-    assert [one.packed.input_ids.shape for one in cut(range(4), 14)] == [(1, 14), (1, 14)]
+    assert [one.packed.input_ids.shape for one in cut(range(4), 14)] == [(14,), (14,)]
