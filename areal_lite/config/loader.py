@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
 from pydantic import TypeAdapter, ValidationError
 
-from areal_lite.config.dotted_path import load_object
-from areal_lite.config.interpolation import Key, escaped, resolve
+from areal_lite.config.interpolation import Key, check_resolved, escaped, resolve
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
+from areal_lite.config.safe_text import HIDDEN, SECRET_KEY, without_secrets
 from areal_lite.config.schema import field_type, is_mapping, keys, meaning_of, owners, section_of, takes_text
-from areal_lite.config.yaml_text import parse_yaml, read_text, write_yaml
+from areal_lite.config.yaml_text import open_named, parse_yaml, read_text, write_yaml
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import open_inside
 
 C = TypeVar("C", bound=ExperimentConfig)
 KINDS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward_model": "RewardModelConfig"}
 """Classes of :mod:`areal_lite.config.supervised_config` by ``kind``; a file without it is reinforcement learning."""
-_SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
 
 
 @overload
@@ -58,7 +57,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
 def load_recorded(run: Path, overrides: Sequence[str] = (), *, root: type[C]) -> C:
     """Return the config that a run left in its folder, as :func:`load_config` does.
 
-    Keys that have moved since the run are read at their old place: the folder of a run stays readable.
+    Keys that have moved since the run are read at their old place: the folder of a run stays readable. It may be
+    somebody else's folder: the file is opened as :mod:`areal_lite.files.foreign_files` does, and refers to nothing.
     """
     config: Any = _load(run / "config.yaml", overrides, root, recorded=True).config
     return config  # type: ignore[no-any-return]
@@ -89,7 +89,8 @@ class _Loaded(NamedTuple):
 
 
 def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, recorded: bool = False) -> _Loaded:
-    values = parse_yaml(read_text(Path(path)), where=str(path))
+    text = read_text(Path(path), open_inside if recorded else open_named)
+    values = parse_yaml(text, where=str(path))
     if values is None:
         required = ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
         raise ConfigError(f"{path}: the file is empty: write a mapping with at least {required}")
@@ -99,6 +100,8 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, record
         for name in _MOVED.keys() & rollout.keys():
             _, section, key = _MOVED[name].split(".")
             rollout.setdefault(section, {})[key] = rollout.pop(name)
+    if recorded:
+        check_resolved(values, where=str(path))
     root = _config_class(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}
     for override in overrides:
@@ -129,7 +132,7 @@ def dump_config(config: ExperimentConfig) -> str:
 
 def class_of(kind: str) -> type[Any]:
     """Return the config class of a kind of supervised training."""
-    cls: type[Any] = load_object(f"areal_lite.config.supervised_config.{KINDS[kind]}", where="kind")
+    cls: type[Any] = getattr(importlib.import_module("areal_lite.config.supervised_config"), KINDS[kind])
     return cls
 
 
@@ -283,6 +286,6 @@ def _masked(value: Any, key: Any = "") -> Any:
         return {k: _masked(v, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_masked(v) for v in value]
-    if isinstance(value, str) and (_SECRET_VALUE.match(value) or (value and _SECRET_KEY.search(str(key)))):
-        return "***"
-    return value
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if value and SECRET_KEY.search(str(key)) else without_secrets(value, named=False)

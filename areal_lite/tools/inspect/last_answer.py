@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from areal_lite.config.loader import load_recorded
 from areal_lite.config.run_config import RunConfig
+from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import checked, open_inside
 
 CONFIG = "config.yaml"
+UNREADABLE = (ValueError, ArithmeticError, RecursionError, OSError)
+"""What a config that somebody made by hand may raise; a ConfigError is a ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | No
 
 def run_config(run: Path) -> RunConfig | None:
     """Return the config in a run's folder; None without a readable one of a run with rollouts."""
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(*UNREADABLE):
         return load_recorded(run, root=RunConfig)
     return None
 
@@ -67,7 +69,7 @@ def run_tokenizer(run: Path, named: str | None = None) -> Any:
 
         return load_tokenizer(named)
     for path in _tokenizer_folders(run):
-        if (path / "tokenizer_config.json").is_file():  # never a download
+        if (path / "tokenizer_config.json").is_file() and has_plain_files(path, run):  # never a download
             from areal_lite.data.chat.tokenizer import load_tokenizer
 
             with contextlib.suppress(ConfigError):
@@ -77,7 +79,19 @@ def run_tokenizer(run: Path, named: str | None = None) -> Any:
 
 def _tokenizer_folders(run: Path) -> Iterator[Path]:
     # Read as YAML: a config that this version refuses still names its tokenizer.
-    with contextlib.suppress(OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):
-        config = yaml.safe_load((run / CONFIG).read_text())
+    with contextlib.suppress(*UNREADABLE, LookupError, AttributeError, TypeError):
+        config = parse_yaml(read_text(run / CONFIG, open_inside), where=CONFIG)
         yield Path((config.get("rollout") or {}).get("tokenizer_path") or config["model_path"])
     yield run / "model"
+
+
+def has_plain_files(folder: Path, run: Path) -> bool:
+    """Return True if a model's files are regular ones; in the run itself, no link may leave it."""
+    is_own = folder.resolve().is_relative_to(run.resolve()) or folder.is_relative_to(run)
+    root = run if is_own else Path("/")  # the hub's cache has links
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if not path.is_dir():
+                checked(path, root)
+        return True
+    return False

@@ -174,7 +174,7 @@ class RunDumps:
         return {
             **{"run": self.name, "path": str(self.index.root), "index": str(self.index.path)},
             **figures,
-            **{"problems": problems, "unfinished": unfinished, "notes": list(self.index.notes)},
+            **{"problems": problems, "unfinished": unfinished, "notes": [*self.index.notes, *self.index.unread]},
         }
 
     def _versions(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:

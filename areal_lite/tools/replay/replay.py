@@ -17,6 +17,7 @@ from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import read_inside
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.runs.engine_stack import served_dtype
@@ -30,6 +31,7 @@ from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_prefix
 from areal_lite.servers.programs.embedded_settings import check_model_path
+from areal_lite.tools.inspect.last_answer import has_plain_files
 from areal_lite.tools.replay.trained_batches import TrainedBatches
 from areal_lite.trainer.forward.scalar_model import ValueScorer
 from areal_lite.trainer.rl.algorithm import Algorithm
@@ -70,6 +72,9 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
                 f"{run}/config.yaml has {key}={value}, whose batches are not in the dumps: train the run again "
                 "without it"
             )
+    for path in (config.model_path, config.reward_model):
+        if path is not None and Path(path).is_dir() and not has_plain_files(Path(path), run):
+            raise ConfigError(f"{path} holds what is no regular file, or a link out of {run}: name another model_path")
     check_model_path(config.model_path)
     check_learnable(config)
     batches = TrainedBatches.open(run, max_staleness=config.rollout.max_head_offpolicyness)
@@ -168,6 +173,6 @@ def same_weights(run: Path, other: Path) -> bool | None:
         manifest = folder / "model" / "manifest.json"
         if not manifest.is_file():
             return None
-        files = json.loads(manifest.read_bytes())["files"]
+        files = json.loads(read_inside(manifest, folder))["files"]
         saved.append({name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")})
     return saved[0] == saved[1]

@@ -16,7 +16,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS
-from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, phase
+from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, curve, is_number, phase
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import decoder
 from areal_lite.tools.inspect.training_facts import with_facts
@@ -160,9 +160,7 @@ class Answers:
             timed = sorted({name for record in records for name in record if name.startswith(PHASES)})
             step = -(-len(records) // MAX_POINTS) or 1
             curves[run] = {
-                name: points[::step]
-                for name in dict.fromkeys([*wanted, *timed])
-                if (points := [(r["step"], r[name]) for r in records if _is_number(r.get(name))])
+                name: found[::step] for name in dict.fromkeys([*wanted, *timed]) if (found := curve(records, name))
             }
         timing = {
             name: "training" if name == "train/seconds_step" else phase(name)
@@ -201,7 +199,7 @@ class Answers:
             {"run": run, "step": r["step"], "time": r["time"], **{n.partition("/")[2]: r.get(n) for n in _TIMES}}
             for run in self.dumps.runs
             for r in self._records(run)
-            if _is_number(r.get("time")) and "timing/step_s" in r
+            if is_number(r.get("time")) and "timing/step_s" in r
         ]
         return {"episodes": list(episodes.values()), "steps": steps, "more": len(rows) > MAX_TIMELINE}
 
@@ -264,7 +262,7 @@ class Answers:
             if path not in self._metrics or self._metrics[path][0] != state:
                 lines: list[Json] = []
                 with contextlib.suppress(ConfigError):  # a damaged line ends the curves
-                    lines.extend(line for line in read_records(path) if _is_number(line.get("step")))
+                    lines.extend(line for line in read_records(path) if is_number(line.get("step")))
                 self._metrics[path] = (state, lines)
             return self._metrics[path][1]
 
@@ -312,7 +310,7 @@ def _columns(turn: Mapping[str, Any]) -> Json:
             continue
         if name in _SAMPLED and turn.get("role") != "assistant":
             continue
-        if all(value is None or _is_number(value) for value in values):
+        if all(value is None or is_number(value) for value in values):
             columns[_COLUMNS.get(name, (name,))[0]] = values
     proximal, sampled = columns.get("proximal_logprobs"), columns.get("logprob")
     if proximal and sampled:
@@ -350,10 +348,6 @@ def _answer(record: Mapping[str, Any]) -> list[Json]:
             turns.append({"role": turn.get("role"), "text": text and text[:left]})
             left -= len(text or "")
     return turns
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _mean(values: Sequence[float]) -> float | None:
