@@ -12,8 +12,9 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MAX_LINE = 1 << 27
 """Bytes of a line; one of a million tokens has less than half of them."""
@@ -21,6 +22,8 @@ MAX_WHOLE = 1 << 28
 """Bytes of a file that is read at once."""
 MAX_TENSORS = 1 << 36
 """Bytes of a file of weights or of a table, which is read in parts or mapped."""
+MAX_TABLE = 1 << 33
+"""Bytes of a table when it is unpacked; of training facts, those of 100 million tokens of a step."""
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -66,6 +69,37 @@ def read_lines(path: Path, folder: Path | None = None) -> Iterator[bytes]:
     """Yield the lines of a file, opened as :func:`open_inside` does."""
     with open_inside(path, folder) as file:
         yield from lines_of(file)
+
+
+@contextmanager
+def open_table(path: Path, folder: Path, *, most: int = MAX_TABLE) -> Iterator[Any]:
+    """Open a Parquet file as :func:`open_inside` does; raises OSError if it unpacks to more than ``most`` bytes."""
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    with open_inside(path, folder, most=MAX_TENSORS) as stream, parquet.ParquetFile(stream) as file:
+        groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
+        if (size := sum(group.total_byte_size for group in groups)) > most:
+            raise OSError(errno.EFBIG, f"{size} bytes when unpacked, of which at most {most} are read", str(path))
+        yield file
+
+
+def has_plain_files(model: Path, folder: Path) -> bool:
+    """Return True if a model's files are regular ones; for a model inside of ``folder``, no link may leave that."""
+    is_own = _is_inside(os.path.realpath(model), folder) or model.is_relative_to(folder)
+    with suppress(OSError):
+        for path in model.iterdir():
+            if not path.is_dir():
+                checked(path, folder if is_own else Path("/"))  # the hub's cache has links
+        return True
+    return False
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, or refuse one that other users may write; raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} may be written by other users")
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

@@ -23,7 +23,6 @@ import hashlib
 import os
 import re
 import sqlite3
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from typing import BinaryIO
 import orjson
 
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.foreign_files import open_inside
+from areal_lite.files.foreign_files import make_private, open_inside
 from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate
@@ -87,7 +86,7 @@ class DumpIndex:
         for folder in (cache, Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}"):
             path = folder / f"{key}.sqlite"
             try:
-                _make_private(folder)
+                make_private(folder)
                 self._create_at(path)
                 os.utime(path)
                 _forget_unused(folder)
@@ -191,14 +190,6 @@ class DumpIndex:
     def _cannot_read(self, text: str) -> None:
         if text not in self.unread:
             self.unread.append(text)
-
-
-def _make_private(folder: Path) -> None:
-    """Make a folder, or refuse one that other users may write."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} may be written by other users")
 
 
 def _forget_unused(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from rich.table import Table
 from rich.text import Text
 
 from areal_lite.config.safe_text import json_printable, printable
@@ -38,8 +39,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None
 
 
-_STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
+STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
+
+
+def bare_table() -> Table:
+    """Return a table without lines."""
+    return Table(box=None, header_style="bold", pad_edge=False)
 
 
 def print_note(text: str) -> None:
@@ -58,7 +64,7 @@ def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
     yield Text.assemble(
         ("── ", "dim"),
         printable(f"task {record.get('task_id')} episode {record.get('sample_idx')}  "),
-        (printable(status), _STATUS_STYLE.get(status, "")),
+        (printable(status), STATUS_STYLE.get(status, "")),
         printable(f"  reward {record.get('reward')}  {record.get('seqlen')} tokens  versions {versions}"),
     )
     if isinstance(parent := (record.get("extra") or {}).get("continues"), dict):

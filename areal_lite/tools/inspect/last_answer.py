@@ -15,7 +15,7 @@ from areal_lite.config.loader import load_recorded
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import checked, open_inside
+from areal_lite.files.foreign_files import has_plain_files, open_inside
 
 CONFIG = "config.yaml"
 UNREADABLE = (ValueError, ArithmeticError, RecursionError, OSError)
@@ -83,15 +83,3 @@ def _tokenizer_folders(run: Path) -> Iterator[Path]:
         config = parse_yaml(read_text(run / CONFIG, open_inside), where=CONFIG)
         yield Path((config.get("rollout") or {}).get("tokenizer_path") or config["model_path"])
     yield run / "model"
-
-
-def has_plain_files(folder: Path, run: Path) -> bool:
-    """Return True if a model's files are regular ones; in the run itself, no link may leave it."""
-    is_own = folder.resolve().is_relative_to(run.resolve()) or folder.is_relative_to(run)
-    root = run if is_own else Path("/")  # the hub's cache has links
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if not path.is_dir():
-                checked(path, root)
-        return True
-    return False

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.config.dataset_config import DatasetConfig
@@ -32,7 +31,7 @@ from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.tools.argument_types import add_trust
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import json_line, print_note
+from areal_lite.tools.inspect.episode_text import bare_table, json_line, print_note
 from areal_lite.tools.inspect.last_answer import CONFIG, Answer, last_answer, run_config, run_tokenizer
 from areal_lite.tools.inspect.terminal import add_selection
 
@@ -97,12 +96,8 @@ def scored(
     dataset: Path | None = None,
     trust_config: bool = False,
 ) -> Iterator[tuple[Record, float | Exception]]:
-    """Yield each dumped line with its new reward, or with what the reward function raised.
-
-    Args:
-        dataset: Config with the dataset rows, for a function that takes one; None for the run's own.
-        trust_config: Read the rows that the run's own config names, with its code.
-    """
+    """Yield each dumped line with its new reward, or with what the reward function raised. Rows for a function that
+    takes one are those of the config ``dataset``, or with ``trust_config`` of the run's own."""
     takes_row = _takes_row(load_object(reward, where="--reward"))
     score = AsyncRewardWrapper(reward)
     runs = {name: _Run(root, dataset, trust_config=trust_config) for name, root in dumps.runs.items()}
@@ -250,7 +245,7 @@ def _print(result: Rescored, console: Console) -> None:
     counts = Counter(pairs)
     olds, news = ({pair[side] for pair in counts} for side in (0, 1))
     if pairs and max(len(olds), len(news)) <= MAX_VALUES:
-        table = Table(box=None, header_style="bold", pad_edge=False)
+        table = bare_table()
         for name in ("old \\ new", *(f"{new:g}" for new in sorted(news))):
             table.add_column(name, justify="right")
         for old in sorted(olds):

@@ -24,13 +24,12 @@ from areal_lite.config.safe_text import printable
 from areal_lite.errors import ConfigError
 from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import episode_text, json_line, print_note
+from areal_lite.tools.inspect.episode_text import STATUS_STYLE, bare_table, episode_text, json_line, print_note
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import Token, decoder, first_text_difference, first_token_difference, tokens
 from areal_lite.tools.inspect.training_facts import with_facts
 
 _WIDTH = 200
-_STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _EPISODE_COLUMNS = ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause")
 _CONTEXT = 60
 
@@ -180,7 +179,7 @@ def _table(dumps: Dumps, level: str, options: argparse.Namespace) -> tuple[Table
 
 
 def _as_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> tuple[Table, int]:
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = bare_table()
     for name in columns:
         numeric = name in ("reward", "reward_min", "reward_max", "tokens", "trained", "turns", "lines", "groups")
         table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=name == "id")
@@ -200,7 +199,7 @@ def _cell(name: str, value: Any) -> Text:
     elif isinstance(value, float):
         is_time = name == "finished" and 0 <= value < 2**33
         value = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if is_time else f"{value:.3f}"
-    return Text(printable(str(value)), _STATUS_STYLE.get(str(value), "") if name == "status" else "")
+    return Text(printable(str(value)), STATUS_STYLE.get(str(value), "") if name == "status" else "")
 
 
 def _range(versions: Sequence[Mapping[str, Any]]) -> str:
@@ -251,7 +250,7 @@ def _print_tokens(dumps: Dumps, id: str, options: argparse.Namespace, console: C
         return _print_json(map(_flat, rows))
     known = dict.fromkeys(name for token in rows for name in token.facts)
     columns = ("index", "turn", "role", "id", "text", "mask", "logprob", "version", *known)
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = bare_table()
     for name in columns:
         table.add_column(name.replace("_", " "), justify="left" if name in ("role", "text") else "right")
     for token in rows:
@@ -274,20 +273,14 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: argparse.Nam
     if options.json:
         sides = {} if where is None else dict(zip(("first", "second"), where[1:], strict=True))
         different = {name: token and _flat(token) for name, token in sides.items()}
-        print(
-            json_line(
-                {
-                    **{"first": first["id"], "second": second["id"]},
-                    **{"rewards": [first.get("reward"), second.get("reward")]},
-                    **{"token": where and {"index": where[0], **different}, "text": text and text[0]},
-                }
-            )
-        )
-        return 1
+        token = where and {"index": where[0], **different}
+        rewards = [first.get("reward"), second.get("reward")]
+        ids = {"first": first["id"], "second": second["id"]}
+        return _print_json([ids | {"rewards": rewards, "token": token, "text": text and text[0]}])
     if first.get("group_id") != second.get("group_id"):
         print_note("the episodes are of different groups")
     facts = ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind")
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = bare_table()
     for name in ("", first["id"], second["id"]):
         table.add_column(Text(printable(name)), overflow="fold")
     for name in facts:

@@ -7,18 +7,15 @@ Reads the files of :mod:`areal_lite.trainer.rl.token_facts`. A file that is miss
 from __future__ import annotations
 
 import contextlib
-import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from areal_lite.files.foreign_files import MAX_TENSORS, open_inside
+from areal_lite.files.foreign_files import open_table
 
 Record = Mapping[str, Any]
 FOLDER = "training"
-MAX_TABLE = 1 << 33
-"""Bytes of a step's table when it is unpacked: 400 million tokens."""
 _NOT_SHOWN = ("token_idx", "behaviour_logprobs")
 """Lists that the turns have already."""
 _SEARCHED = 64
@@ -62,28 +59,16 @@ def _find(root: Path, record: Record) -> tuple[int, dict[str, Any]] | None:
     return None
 
 
-@contextlib.contextmanager
-def open_facts(path: Path, root: Path) -> Iterator[Any]:
-    """Open a table of the run in ``root``; raises OSError, also for one that would fill the memory."""
-    from pyarrow import parquet  # type: ignore[import-untyped]
-
-    with open_inside(path, root, most=MAX_TENSORS) as stream, parquet.ParquetFile(stream) as file:
-        groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
-        if (size := sum(group.total_byte_size for group in groups)) > MAX_TABLE:
-            raise OSError(errno.EFBIG, f"{size} bytes when unpacked, of which at most {MAX_TABLE} are read", str(path))
-        yield file
-
-
 @lru_cache(maxsize=4 * _SEARCHED)
 def _row_indices(path: Path, root: Path, state: int) -> dict[tuple[str, int | None], int]:
     """Return the row index of each dumped line; ``state`` tells versions of the file apart."""
-    with open_facts(path, root) as file:
+    with open_table(path, root) as file:
         keys = file.read(["task_id", "sample_idx"]).to_pydict()
     return {key: row for row, key in enumerate(zip(keys["task_id"], keys["sample_idx"], strict=True))}
 
 
 def _row(path: Path, root: Path, index: int) -> dict[str, Any]:
-    with open_facts(path, root) as file:
+    with open_table(path, root) as file:
         group = 0
         while index >= (size := file.metadata.row_group(group).num_rows):
             index, group = index - size, group + 1

@@ -6,7 +6,6 @@ run's weights (to the bit, where the run is deterministic), and that the run's f
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import read_inside
+from areal_lite.files.foreign_files import has_plain_files
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.runs.engine_stack import served_dtype
@@ -31,8 +30,8 @@ from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_prefix
 from areal_lite.servers.programs.embedded_settings import check_model_path
-from areal_lite.tools.inspect.last_answer import has_plain_files
 from areal_lite.tools.replay.trained_batches import TrainedBatches
+from areal_lite.tools.verify.verify_weights import weight_hashes
 from areal_lite.trainer.forward.scalar_model import ValueScorer
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
@@ -168,11 +167,5 @@ def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Eval
 
 def same_weights(run: Path, other: Path) -> bool | None:
     """Compare the saved models of two runs bit for bit; None if one of them saved none."""
-    saved = []
-    for folder in (run, other):
-        manifest = folder / "model" / "manifest.json"
-        if not manifest.is_file():
-            return None
-        files = json.loads(read_inside(manifest, folder))["files"]
-        saved.append({name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")})
-    return saved[0] == saved[1]
+    hashes = [weight_hashes(folder / "model", folder) for folder in (run, other)]
+    return hashes[0] == hashes[1] if all(hashes) else None

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ArealLiteError
+from areal_lite.files.foreign_files import open_table
 from areal_lite.rollout.dumps.dump_reader import read_group
-from areal_lite.tools.inspect.training_facts import fact_files, open_facts
+from areal_lite.tools.inspect.training_facts import fact_files
 from areal_lite.tools.verify.verify_run import DumpedGroup, Record, Run, differs, some
 from areal_lite.tools.verify.verify_steps import comparable, fill_advantages, step_metrics
 
@@ -54,7 +55,7 @@ class _Rows:
 def _read_rows(path: Path, root: Path) -> _Rows:
     from pyarrow import types  # type: ignore[import-untyped]
 
-    with open_facts(path, root) as file:
+    with open_table(path, root) as file:
         table = file.read().combine_chunks()
     lists = {name: table[name].chunk(0) for name in table.column_names if types.is_list(table[name].type)}
     return _Rows(

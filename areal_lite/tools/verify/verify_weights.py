@@ -67,7 +67,7 @@ def updates_change_the_weights(run: Run) -> Iterator[str]:
     """Two versions have different weights, unless no step between them could change any."""
     for name in _FOLDERS:
         for (before, one), (after, other) in itertools.pairwise(_numbered(run, name)):
-            if (hashes := _hashes(one, run.root)) != _hashes(other, run.root) or not hashes:
+            if (hashes := weight_hashes(one, run.root)) != weight_hashes(other, run.root) or not hashes:
                 continue
             between = [record for record in run.steps if before < record["step"] <= after]
             if len(between) < after - before or any(_could_change(record) for record in between):
@@ -125,7 +125,8 @@ def _manifest(folder: Path, root: Path) -> dict[str, Any]:
         return {}
 
 
-def _hashes(folder: Path, root: Path) -> dict[str, Any]:
+def weight_hashes(folder: Path, root: Path) -> dict[str, Any]:
+    """Return size and SHA-256 of each file of weights, by the manifest of a folder of the run in ``root``."""
     files = _manifest(folder, root).get("files") or {}
     return {name: digest for name, digest in files.items() if _WEIGHTS.search(name)}
 

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,6 @@ class Answers:
         self.dumps, self.filter = dumps, filter
         dumps.count(filter, budget_s=0.0)  # so that a wrong filter ends the command
         self._decoders: dict[str, Callable[[int], str] | None] = {}
-        self._metrics: dict[Path, tuple[tuple[int, int], list[Json]]] = {}
         self._lock = threading.Lock()
 
     def state(self) -> Json:
@@ -252,28 +252,11 @@ class Answers:
         return found, len(rows) > MAX_COMPARED
 
     def _records(self, run: str) -> list[Json]:
-        path = self.dumps.runs[run] / "metrics.jsonl"
-        try:
-            status = path.stat()
-        except OSError:
-            return []
-        state = (status.st_size, status.st_mtime_ns)
-        with self._lock:
-            if path not in self._metrics or self._metrics[path][0] != state:
-                lines: list[Json] = []
-                with contextlib.suppress(ConfigError):  # a damaged line ends the curves
-                    lines.extend(line for line in read_records(path) if is_number(line.get("step")))
-                self._metrics[path] = (state, lines)
-            return self._metrics[path][1]
+        return _steps(*_metrics_state(self.dumps.runs[run]))
 
     def metrics_state(self) -> list[Any]:
         """Return what changes when a run begins or a metrics.jsonl does."""
-        states: list[Any] = list(self.dumps.runs)
-        for root in self.dumps.runs.values():
-            with contextlib.suppress(OSError):
-                status = (root / "metrics.jsonl").stat()
-                states.append((status.st_size, status.st_mtime_ns))
-        return states
+        return [*self.dumps.runs, *map(_metrics_state, self.dumps.runs.values())]
 
     def _root(self, run: str) -> Path:
         if (root := self.dumps.runs.get(run)) is None:
@@ -286,6 +269,22 @@ class Answers:
             if run not in self._decoders:
                 self._decoders[run] = decoder(root)
             return self._decoders[run]
+
+
+def _metrics_state(root: Path) -> tuple[Path, tuple[int, int] | None]:
+    path = root / "metrics.jsonl"
+    with contextlib.suppress(OSError):
+        return path, ((status := path.stat()).st_size, status.st_mtime_ns)
+    return path, None
+
+
+@lru_cache(maxsize=64)
+def _steps(path: Path, state: tuple[int, int] | None) -> list[Json]:
+    """Return the records of a metrics.jsonl; ``state`` tells versions of the file apart."""
+    lines: list[Json] = []
+    with contextlib.suppress(ConfigError):  # a damaged line ends the curves
+        lines.extend(line for line in read_records(path) if is_number(line.get("step")))
+    return lines
 
 
 def listed_row(row: Row) -> Json:
