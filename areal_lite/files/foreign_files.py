@@ -11,10 +11,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import orjson
+
+from areal_lite.errors import ConfigError
 
 MAX_LINE = 1 << 27
 """Bytes of a line; one of a million tokens has less than half of them."""
@@ -71,6 +77,25 @@ def read_lines(path: Path, folder: Path | None = None) -> Iterator[bytes]:
         yield from lines_of(file)
 
 
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of ``path``, opened as :func:`open_inside` does; an unfinished last line is skipped."""
+    try:
+        with open_inside(path) as file:
+            for number, line in enumerate(lines_of(file), 1):
+                try:
+                    record = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    if not line.endswith(b"\n"):
+                        return
+                    begin = file.tell() - len(line)
+                    raise ConfigError(f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}") from None
+                if not isinstance(record, dict):
+                    raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
+                yield record
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None
+
+
 @contextmanager
 def open_table(path: Path, folder: Path, *, most: int = MAX_TABLE) -> Iterator[Any]:
     """Open a Parquet file as :func:`open_inside` does; raises OSError if it unpacks to more than ``most`` bytes."""
@@ -92,6 +117,26 @@ def has_plain_files(model: Path, folder: Path) -> bool:
                 checked(path, folder if is_own else Path("/"))  # the hub's cache has links
         return True
     return False
+
+
+def private_folders() -> tuple[Path, Path]:
+    """Return the user's cache folder, and a temporary one for where that cannot be written."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "areal-lite", Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}"
+
+
+def remove_database(path: Path) -> None:
+    """Remove an SQLite file with the files beside it."""
+    for suffix in ("-wal", "-shm", ""):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def remove_unused(folder: Path, *, days: float) -> None:
+    """Remove the databases in a folder that were not touched for so long."""
+    for path in folder.glob("*.sqlite"):
+        with suppress(OSError):
+            if path.lstat().st_mtime < time.time() - days * 86400:
+                remove_database(path)
 
 
 def make_private(folder: Path) -> None:

@@ -23,8 +23,6 @@ import hashlib
 import os
 import re
 import sqlite3
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -34,7 +32,7 @@ from typing import BinaryIO
 import orjson
 
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.foreign_files import make_private, open_inside
+from areal_lite.files.foreign_files import make_private, open_inside, private_folders, remove_database, remove_unused
 from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate
@@ -81,15 +79,14 @@ class DumpIndex:
 
     def _create(self) -> Path:
         """Return the index's path, made if it does not exist: in the cache, or in a temporary folder."""
-        key = hashlib.sha256(str(self.root.resolve()).encode(errors="surrogateescape")).hexdigest()[:20]
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-lite"
-        for folder in (cache, Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}"):
-            path = folder / f"{key}.sqlite"
+        name = hashlib.sha256(str(self.root.resolve()).encode(errors="surrogateescape")).hexdigest()[:20]
+        for folder in private_folders():
+            path = folder / f"{name}.sqlite"
             try:
                 make_private(folder)
                 self._create_at(path)
                 os.utime(path)
-                _forget_unused(folder)
+                remove_unused(folder, days=_UNUSED_DAYS)
                 return path
             except (OSError, sqlite3.Error) as error:
                 self.notes.append(f"no index at {path}: {error}")
@@ -111,7 +108,7 @@ class DumpIndex:
                     if attempt:
                         raise
                     self.notes.append(f"{path} was damaged ({error}) and is built again")
-            _remove(path)
+            remove_database(path)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
@@ -190,18 +187,6 @@ class DumpIndex:
     def _cannot_read(self, text: str) -> None:
         if text not in self.unread:
             self.unread.append(text)
-
-
-def _forget_unused(folder: Path) -> None:
-    for path in folder.glob("*.sqlite"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < time.time() - _UNUSED_DAYS * 86400:
-                _remove(path)
-
-
-def _remove(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def _create_tables(connection: sqlite3.Connection) -> None:

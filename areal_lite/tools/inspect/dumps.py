@@ -71,7 +71,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         dumps = cls(list(map(Path, paths)), on_progress)
         try:
             dumps.refresh(budget_s=0.3)
-            if not (may_be_empty or dumps.unread() or dumps.problems(limit=1) or dumps.count()):
+            if not (may_be_empty or dumps.problems(limit=1) or dumps.count()):
                 raise ConfigError(
                     f"{', '.join(map(str, paths))}: no dumped episodes here: with rollout.dump_to_file a run writes "
                     "them to RUN_DIR/rollout, and those of the held-out rows to RUN_DIR/eval-rollout"
@@ -207,7 +207,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         return [run.summary(filter, expr) for run in self._runs.values()]
 
     def problems(self, *, limit: int = 1000) -> list[dict[str, Any]]:
-        """Return what could not be read: dicts with run, file, line, offset, kind and message.
+        """Return what could not be read: dicts with run, file, line, offset, kind and message; a folder has no file.
 
         Kinds: ``not JSON``, ``wrong shape``, ``unfinished line`` (a writer is at it, or was killed), ``unreadable``.
         """
@@ -215,10 +215,6 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         for run in self._runs.values():
             found += run.problems(min(limit, _MOST) - len(found))
         return found
-
-    def unread(self) -> list[str]:
-        """Return why folders could not be read; :meth:`problems` has the files."""
-        return [text for run in self._runs.values() for text in run.index.unread]
 
     def notes(self) -> list[str]:
         """Return what a user should know: lines that could not be read, files of a killed run, where an index is."""

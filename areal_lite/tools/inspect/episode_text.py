@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,29 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lite.config.safe_text import json_printable, printable
-from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import lines_of, open_inside
-
-
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of ``path``, which is opened as :mod:`~areal_lite.files.foreign_files` does; an unfinished last
-    line is skipped."""
-    try:
-        with open_inside(path) as file:
-            for number, line in enumerate(lines_of(file), 1):
-                try:
-                    record = orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    if not line.endswith(b"\n"):
-                        return
-                    begin = file.tell() - len(line)
-                    raise ConfigError(f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}") from None
-                if not isinstance(record, dict):
-                    raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
-                yield record
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None
-
 
 STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}

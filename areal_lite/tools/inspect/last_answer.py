@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.loader import load_recorded
-from areal_lite.config.run_config import RunConfig
 from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
 from areal_lite.files.foreign_files import has_plain_files, open_inside
@@ -53,13 +51,6 @@ def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | No
         completion = tokenizer.decode(turns[last]["ids"], skip_special_tokens=True)
     cut_off = turns[last].get("stop_reason") in ("length", "abort")
     return Answer(prompt, completion, prompt_ids, turns[last]["ids"], cut_off)
-
-
-def run_config(run: Path) -> RunConfig | None:
-    """Return the config in a run's folder; None without a readable one of a run with rollouts."""
-    with contextlib.suppress(*UNREADABLE):
-        return load_recorded(run, root=RunConfig)
-    return None
 
 
 def run_tokenizer(run: Path, named: str | None = None) -> Any:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import read_records
 from areal_lite.files.whole_files import write_whole
-from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.sweep.seed_statistics import mean_interval
 
 Records = Sequence[Mapping[str, Any]]
@@ -188,7 +188,7 @@ def curve(records: Records, name: str) -> list[tuple[int, float]]:
     return [(r["step"], r[name]) for r in records if is_number(r.get("step")) and is_number(r.get(name))]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import UntrustedError, load_object
-from areal_lite.config.loader import load_config
+from areal_lite.config.loader import load_config, load_recorded
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.safe_text import printable
 from areal_lite.data.packer.data_packer import UnpreparedRow
@@ -32,7 +32,7 @@ from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.tools.argument_types import add_trust
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import bare_table, json_line, print_note
-from areal_lite.tools.inspect.last_answer import CONFIG, Answer, last_answer, run_config, run_tokenizer
+from areal_lite.tools.inspect.last_answer import CONFIG, UNREADABLE, Answer, last_answer, run_tokenizer
 from areal_lite.tools.inspect.terminal import add_selection
 
 Record = Mapping[str, Any]
@@ -164,7 +164,12 @@ class _Run:
     def __init__(self, root: Path, dataset: Path | None, *, trust_config: bool) -> None:
         self._config_path = dataset or root / CONFIG
         self._trusted = trust_config or dataset is not None
-        self._config = run_config(root) if dataset is None else load_config(dataset)
+        self._config: RunConfig | None = None
+        if dataset is not None:
+            self._config = load_config(dataset)
+        else:
+            with suppress(*UNREADABLE):
+                self._config = load_recorded(root, root=RunConfig)
         self._rows: dict[str, dict[tuple[int, ...], list[Any]]] = {}
         self.tokenizer = run_tokenizer(root)
         self.notes: list[str] = []

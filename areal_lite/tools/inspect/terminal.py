@@ -273,10 +273,10 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: argparse.Nam
     if options.json:
         sides = {} if where is None else dict(zip(("first", "second"), where[1:], strict=True))
         different = {name: token and _flat(token) for name, token in sides.items()}
-        token = where and {"index": where[0], **different}
+        tokens_differ = where and {"index": where[0], **different}
         rewards = [first.get("reward"), second.get("reward")]
         ids = {"first": first["id"], "second": second["id"]}
-        return _print_json([ids | {"rewards": rewards, "token": token, "text": text and text[0]}])
+        return _print_json([ids | {"rewards": rewards, "token": tokens_differ, "text": text and text[0]}])
     if first.get("group_id") != second.get("group_id"):
         print_note("the episodes are of different groups")
     facts = ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind")

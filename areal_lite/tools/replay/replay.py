@@ -99,15 +99,12 @@ def load_copy(run: Path, overrides: Sequence[str], *, trial_name: str) -> RunCon
     """Return the config of a run with overrides, for another run with that name that dumps nothing itself."""
     given = [f"trial_name={trial_name}", *overrides]
     # The saved config has the run's identity in its rollout section, too.
-    given += [f"rollout.{override}" for override in given if _is_identity(override)]
+    identity = {field.name for field in fields(RunIdentity)}
+    given += [f"rollout.{override}" for override in given if override.split("=")[0] in identity]
     config = load_recorded(run, given, root=RunConfig)
     if config.run_dir.resolve() == run.resolve():
         raise ConfigError(f"{run} is the run itself, which is only read: choose another trial_name")
     return replace(config, rollout=replace(config.rollout, dump_to_file=False))
-
-
-def _is_identity(override: str) -> bool:
-    return override.split("=")[0] in {field.name for field in fields(RunIdentity)}
 
 
 @dataclass(kw_only=True)

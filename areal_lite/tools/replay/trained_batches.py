@@ -12,11 +12,11 @@ from typing import Any
 
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import read_records
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
 from areal_lite.rollout.episodes.batch_cut import cut_batch
 from areal_lite.runs.folder.run_directory import BATCHES
-from areal_lite.tools.inspect.episode_text import read_records
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from rich.table import Column, Table
 from areal_lite.config.loader import dump_config, load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.files.foreign_files import read_records
 from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.argument_types import positive_integer
-from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.plot import plot_means
 from areal_lite.tools.run.supervised import train_supervised
 from areal_lite.tools.run.train import train

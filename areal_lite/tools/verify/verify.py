@@ -86,10 +86,9 @@ def check_run(path: Path, *, reward: str | None = None, trust_config: bool = Fal
         dumps.refresh(budget_s=3600)  # look at every file again
         for problem in dumps.problems():
             if problem["kind"] == UNREADABLE:
-                run.unread.append(f"{problem['file']}: {problem['message']}")
+                run.unread.append(": ".join(filter(None, (problem["file"], problem["message"]))))
             else:
                 report.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
-        run.unread += dumps.unread()
         _check_groups(run, dumps, report)
         if reward is not None:
             try:

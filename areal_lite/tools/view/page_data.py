@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import read_records
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS
 from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, curve, is_number, phase
 from areal_lite.tools.inspect.run_dumps import Row
@@ -67,8 +66,6 @@ class Answers:
     def __init__(self, dumps: Dumps, filter: str = "") -> None:
         self.dumps, self.filter = dumps, filter
         dumps.count(filter, budget_s=0.0)  # so that a wrong filter ends the command
-        self._decoders: dict[str, Callable[[int], str] | None] = {}
-        self._lock = threading.Lock()
 
     def state(self) -> Json:
         """Return what does not depend on a filter."""
@@ -125,7 +122,7 @@ class Answers:
 
     def texts(self, run: str, id: str) -> Json:
         """Return the text of every token id in an episode; null without the run's tokenizer."""
-        decode = self._decoder(run)
+        decode = decoder(self._root(run))
         if decode is None:
             return {"texts": None, "reason": "No text of tokens: the run's tokenizer is not on this machine."}
         turns = [turn for record in self.dumps.episode(run, id) for turn in record["turns"]]
@@ -262,13 +259,6 @@ class Answers:
         if (root := self.dumps.runs.get(run)) is None:
             raise ConfigError(f"no run {run!r} is open; there are: {', '.join(self.dumps.runs)}")
         return root
-
-    def _decoder(self, run: str) -> Callable[[int], str] | None:
-        root = self._root(run)
-        with self._lock:
-            if run not in self._decoders:
-                self._decoders[run] = decoder(root)
-            return self._decoders[run]
 
 
 def _metrics_state(root: Path) -> tuple[Path, tuple[int, int] | None]:
