@@ -10,18 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
-from rich.table import Table
 from rich.text import Text
 
 from areal_lite.config.safe_text import json_printable, printable
 
 STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
-
-
-def bare_table() -> Table:
-    """Return a table without lines."""
-    return Table(box=None, header_style="bold", pad_edge=False)
 
 
 def print_note(text: str) -> None:

@@ -55,14 +55,12 @@ def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | No
 
 def run_tokenizer(run: Path, named: str | None = None) -> Any:
     """Return the tokenizer ``named``, or the one of the run in the folder ``run``; None without one on this machine."""
-    if named is not None:
-        from areal_lite.data.chat.tokenizer import load_tokenizer
+    from areal_lite.data.chat.tokenizer import load_tokenizer
 
+    if named is not None:
         return load_tokenizer(named)
     for path in _tokenizer_folders(run):
         if (path / "tokenizer_config.json").is_file() and has_plain_files(path, run):  # never a download
-            from areal_lite.data.chat.tokenizer import load_tokenizer
-
             with contextlib.suppress(ConfigError):
                 return load_tokenizer(str(path))
     return None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.config.dataset_config import DatasetConfig
@@ -31,7 +32,7 @@ from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.tools.argument_types import add_trust
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import bare_table, json_line, print_note
+from areal_lite.tools.inspect.episode_text import json_line, print_note
 from areal_lite.tools.inspect.last_answer import CONFIG, UNREADABLE, Answer, last_answer, run_tokenizer
 from areal_lite.tools.inspect.terminal import add_selection
 
@@ -250,7 +251,7 @@ def _print(result: Rescored, console: Console) -> None:
     counts = Counter(pairs)
     olds, news = ({pair[side] for pair in counts} for side in (0, 1))
     if pairs and max(len(olds), len(news)) <= MAX_VALUES:
-        table = bare_table()
+        table = Table(box=None, header_style="bold", pad_edge=False)
         for name in ("old \\ new", *(f"{new:g}" for new in sorted(news))):
             table.add_column(name, justify="right")
         for old in sorted(olds):

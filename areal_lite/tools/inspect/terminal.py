@@ -24,7 +24,7 @@ from areal_lite.config.safe_text import printable
 from areal_lite.errors import ConfigError
 from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import STATUS_STYLE, bare_table, episode_text, json_line, print_note
+from areal_lite.tools.inspect.episode_text import STATUS_STYLE, episode_text, json_line, print_note
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import Token, decoder, first_text_difference, first_token_difference, tokens
 from areal_lite.tools.inspect.training_facts import with_facts
@@ -179,7 +179,7 @@ def _table(dumps: Dumps, level: str, options: argparse.Namespace) -> tuple[Table
 
 
 def _as_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> tuple[Table, int]:
-    table = bare_table()
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for name in columns:
         numeric = name in ("reward", "reward_min", "reward_max", "tokens", "trained", "turns", "lines", "groups")
         table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=name == "id")
@@ -250,7 +250,7 @@ def _print_tokens(dumps: Dumps, id: str, options: argparse.Namespace, console: C
         return _print_json(map(_flat, rows))
     known = dict.fromkeys(name for token in rows for name in token.facts)
     columns = ("index", "turn", "role", "id", "text", "mask", "logprob", "version", *known)
-    table = bare_table()
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for name in columns:
         table.add_column(name.replace("_", " "), justify="left" if name in ("role", "text") else "right")
     for token in rows:
@@ -271,16 +271,15 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: argparse.Nam
     first, second = (_record(dumps, id) for id in pair)
     where, text = first_token_difference(first, second), first_text_difference(first, second)
     if options.json:
-        sides = {} if where is None else dict(zip(("first", "second"), where[1:], strict=True))
-        different = {name: token and _flat(token) for name, token in sides.items()}
-        tokens_differ = where and {"index": where[0], **different}
+        sides = () if where is None else zip(("first", "second"), where[1:], strict=True)
+        tokens_differ = where and {"index": where[0], **{name: each and _flat(each) for name, each in sides}}
         rewards = [first.get("reward"), second.get("reward")]
         ids = {"first": first["id"], "second": second["id"]}
         return _print_json([ids | {"rewards": rewards, "token": tokens_differ, "text": text and text[0]}])
     if first.get("group_id") != second.get("group_id"):
         print_note("the episodes are of different groups")
     facts = ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind")
-    table = bare_table()
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("", first["id"], second["id"]):
         table.add_column(Text(printable(name)), overflow="fold")
     for name in facts:

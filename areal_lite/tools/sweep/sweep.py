@@ -133,11 +133,11 @@ def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -
             parts += [_LAST_PART.sub("", one) for one, all_ in zip(chosen, values, strict=True) if len(all_) > 1]
             base = load_config(path, chosen, root=ExperimentConfig)
             first = 1 if base.seed is None else base.seed
-            trial = "-".join([base.trial_name, *parts])
+            trial = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([base.trial_name, *parts]))
             configs = [
                 load_config(
                     path,
-                    [*chosen, f"seed={seed}", f"trial_name={_folder_name(f'{trial}-seed{seed}')}"],
+                    [*chosen, f"seed={seed}", f"trial_name={trial}-seed{seed}"],
                     root=ExperimentConfig,
                 )
                 for seed in range(first, first + seeds)
@@ -227,10 +227,6 @@ def _score(records: Sequence[Mapping[str, Any]], metric: str, run_dir: Path) -> 
 def _split(text: str) -> list[str]:
     """Return the parts between the commas outside of brackets, braces and quotes."""
     return re.findall(r"""(?:[^,\[\]{}"']|\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""", text) or [text]
-
-
-def _folder_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)
 
 
 def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Table:
