@@ -166,11 +166,8 @@ class _Run:
         self._config_path = dataset or root / CONFIG
         self._trusted = trust_config or dataset is not None
         self._config: RunConfig | None = None
-        if dataset is not None:
-            self._config = load_config(dataset)
-        else:
-            with suppress(*UNREADABLE):
-                self._config = load_recorded(root, root=RunConfig)
+        with suppress(*(UNREADABLE if dataset is None else ())):
+            self._config = load_recorded(root, root=RunConfig) if dataset is None else load_config(dataset)
         self._rows: dict[str, dict[tuple[int, ...], list[Any]]] = {}
         self.tokenizer = run_tokenizer(root)
         self.notes: list[str] = []

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import read_records
+from areal_lite.files import foreign_files
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
 from areal_lite.rollout.episodes.batch_cut import cut_batch
@@ -88,12 +90,15 @@ class TrainedBatches:
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the records of steps 1, 2, ...; a resumed run writes the steps that it lost again."""
     records: list[dict[str, Any]] = []
-    for number, record in enumerate(read_records(path), 1):
+    for number, line in enumerate(foreign_files.read_lines(path), 1):
         try:
+            record = orjson.loads(line)
             step, ids = record["step"], record["task_ids"]
             if not (isinstance(ids, list) and ids and 1 <= step <= len(records) + 1):
                 raise ValueError(f"step {step} after step {len(records)}")
         except (ValueError, KeyError, TypeError) as error:
+            if not line.endswith(b"\n"):
+                break  # the run was killed while it wrote
             raise ConfigError(
                 f"{path}, line {number} is not the record of a step ({error}): restore the file, or train the run again"
             ) from None
