@@ -79,19 +79,25 @@ def read_lines(path: Path, folder: Path | None = None) -> Iterator[bytes]:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of ``path``, opened as :func:`open_inside` does; an unfinished last line is skipped."""
+    with needed(path), open_inside(path) as file:
+        for number, line in enumerate(lines_of(file), 1):
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                if not line.endswith(b"\n"):
+                    return
+                begin = file.tell() - len(line)
+                raise ConfigError(f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}") from None
+            if not isinstance(record, dict):
+                raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
+            yield record
+
+
+@contextmanager
+def needed(path: Path) -> Iterator[None]:
+    """Raise ConfigError where ``path`` cannot be read."""
     try:
-        with open_inside(path) as file:
-            for number, line in enumerate(lines_of(file), 1):
-                try:
-                    record = orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    if not line.endswith(b"\n"):
-                        return
-                    begin = file.tell() - len(line)
-                    raise ConfigError(f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}") from None
-                if not isinstance(record, dict):
-                    raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
-                yield record
+        yield
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None
 

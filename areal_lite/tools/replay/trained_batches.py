@@ -47,7 +47,8 @@ class TrainedBatches:
                 f"{run / BATCHES} is missing, so the groups of each step are unknown: train the run again with this "
                 "version"
             )
-        return cls(run, max_staleness, _read(run / BATCHES), files)
+        with foreign_files.needed(run / BATCHES):
+            return cls(run, max_staleness, _read(run / BATCHES), files)
 
     def __len__(self) -> int:
         return len(self.records)

@@ -54,10 +54,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verify(path: Path, *, reward: str | None = None, trust_config: bool = False) -> int:
-    """Print the findings, what could not be read and what cannot be proved; return the exit code.
-
-    It is 0 if the run is sound, 1 with findings, and 2 without a finding if a part could not be read.
-    """
+    """Print what was found, not read and not proved; return 0 if the run is sound, 1 with findings, else 2 if a part
+    could not be read."""
     report = check_run(path, reward=reward, trust_config=trust_config)
     shown: Counter[str] = Counter()
     for name, finding in report.findings:

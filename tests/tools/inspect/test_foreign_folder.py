@@ -132,6 +132,15 @@ def test_a_replay_starts_only_with_the_flag_if_the_config_names_code(
     assert not Path("owned").exists() and not (run.parent / "t-replay").exists()
 
 
+def test_batches_that_are_a_link_out_of_the_folder_are_an_error(
+    run: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "batches.jsonl").unlink()
+    link_out(run / "batches.jsonl")
+    assert main(["replay", str(run), f"model_path={tiny_model}", f"fileroot={run.parents[1]}"]) == 64
+    assert "which is not followed" in capsys.readouterr().err
+
+
 def test_verify_says_what_it_did_not_import_and_the_flag_imports_it(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
