@@ -12,6 +12,7 @@ in this process and judges nothing. docs/benchmarks.md has figures.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def figures_here(mode: str, config: str, *overrides: str) -> dict[str, Any]:
         measured = Measurements(warm_up_steps=1 + loaded.rollout.max_head_offpolicyness)
         measure(loaded, measured)
         made = predict(loaded, measured)
-    return made.as_json()
+    return dataclasses.asdict(made)
 
 
 def figures_of(mode: str, *arguments: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """``areal-lite``: signals, logging and exit codes. :mod:`areal_lite.cli.commands` names the commands.
 
-Exit codes: 0 done, 1 ``verify`` found something, 64 bad arguments or config, 70 internal error, 73 run folder busy,
-74 disk error, 75 try again later, 78 no usable checkpoint, 130 and 143 stopped by SIGINT and SIGTERM.
+Exit codes: 0 done, 1 ``verify`` found something, 2 ``verify`` could not read a part, 64 bad arguments or config, 70
+internal error, 73 run folder busy, 74 disk error, 75 try again later, 78 no usable checkpoint, 130 and 143 stopped by
+SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from areal_lite.cli.commands import parse
 from areal_lite.errors import ArealLiteError
+from areal_lite.files.safe_text import SafeFormatter, printable, without_secrets
 from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.runs.stopping import StopOnSignal
 
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
         elif not stop.signal:
-            traceback.print_exc()
+            _print_error(traceback.format_exc())
     return 128 + stop.signal if stop.signal else code
 
 
@@ -64,11 +66,16 @@ def _start_logging() -> None:
     logging.getLogger("areal_lite").setLevel(logging.INFO if is_first_rank() else logging.WARNING)
     if logging.lastResort is not None:
         logging.lastResort.setLevel(logging.INFO)
-        logging.lastResort.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        logging.lastResort.setFormatter(SafeFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
 
 
 def _report(error: ArealLiteError) -> None:
     if os.environ.get("AREAL_LITE_DEBUG") == "1":
-        traceback.print_exception(error)
+        _print_error("".join(traceback.format_exception(error)))
     for line in "\n".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
-        print(f"error: {line}", file=sys.stderr)
+        _print_error(f"error: {line}\n")
+
+
+def _print_error(text: str) -> None:
+    """Print a text that may quote a model, a server or a folder's files."""
+    sys.stderr.write(printable(without_secrets(text)))

@@ -1,13 +1,17 @@
-"""Load objects by dotted path. Importing runs code, so take paths from trusted configs only."""
+"""Load objects by dotted path. Importing runs code, so a config that came with a folder is read under
+:func:`importing`, where nothing is loaded."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,34 @@ from areal_lite.errors import ConfigError
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
 
 
+_allowed = ContextVar("areal_lite_importing", default=True)
+
+
+class UntrustedError(ConfigError):
+    """Something needs what a folder's config names, and nobody said that the config is trusted."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: what a folder's config names is loaded only with --trust-config")
+
+
+@contextlib.contextmanager
+def importing(*, allowed: bool) -> Iterator[None]:
+    """Unless ``allowed``, let every load in this context raise UntrustedError. New threads are not in it."""
+    token = _allowed.set(allowed)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def _check_allowed(path: str, where: str) -> None:
+    if not _allowed.get():
+        raise UntrustedError(f"{where} is {path!r}")
+
+
 def load_object(path: str, *, where: str) -> Any:
     """Import ``pkg.mod.Name`` (or ``pkg.mod:Name``) and return the object; raises ConfigError."""
+    _check_allowed(path, where)
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         raise ConfigError(f"{where} is {path!r}: write a dotted path 'package.module.Name'")
     module_name, _, name = path.replace(":", ".").rpartition(".")
@@ -51,6 +81,7 @@ def load_class(config: ClassConfig, base: type, *, where: str) -> type:
     A file is executed once per process. Spawned worker processes do not know its module, so objects of its classes
     cannot be sent to them; objects of classes from an importable module can.
     """
+    _check_allowed(config.path, where)
     module = _file_module(config.path, where) if config.path.endswith(".py") else config.path
     cls = load_object(f"{module}.{config.name}", where=where)
     if not (isinstance(cls, type) and issubclass(cls, base)):

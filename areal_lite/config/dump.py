@@ -9,11 +9,10 @@ from typing import Any
 import yaml
 
 from areal_lite.config.run_config import ExperimentConfig
+from areal_lite.files.safe_text import HIDDEN, SECRET_KEY, without_secrets
 
 # YAML 1.1 reads 1e-5 as a string; users mean the number.
 FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
-_SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -46,7 +45,7 @@ def write_yaml(values: Any, *, flow: bool = False) -> str:
 def plain(value: Any, key: Any = "") -> Any:
     """Return nested values, ``value`` being that of ``key``, as a config file can hold them.
 
-    API keys and tokens are ``***``, and no text is a reference to :mod:`areal_lite.config.interpolation`.
+    API keys and tokens are hidden, and no text is a reference to :mod:`areal_lite.config.interpolation`.
     """
     if isinstance(value, dict):
         return {name: plain(inner, name) for name, inner in value.items()}
@@ -54,5 +53,6 @@ def plain(value: Any, key: Any = "") -> Any:
         return [plain(inner) for inner in value]
     if not isinstance(value, str):
         return value
-    is_secret = _SECRET_VALUE.match(value) or (value and _SECRET_KEY.search(str(key)))
-    return "***" if is_secret else re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if value and SECRET_KEY.search(str(key)):
+        return HIDDEN
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", without_secrets(value, named=False))

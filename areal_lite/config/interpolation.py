@@ -15,6 +15,7 @@ from areal_lite.errors import ConfigError
 
 Key = tuple[str, ...]
 _REFERENCE = re.compile(r"(?<!\\)\$\{([^${}:]+)\}")
+_LIVE = re.compile(r"(?<!\\)(\\\\)*\$\{")
 _MISSING = re.compile(r"(?:Interpolation key '|Error trying to access )([^':]+)")
 _UNSET = re.compile(r"Environment variable '(.*?)' not found")
 
@@ -117,6 +118,13 @@ def _reason(error: Exception) -> str:
 
 def _at(where: str, one: _Text) -> str:
     return f"{where}: {'.'.join(one.key)}: {one.text!r}"
+
+
+def check_resolved(values: dict[Any, Any], *, where: str) -> None:
+    """Refuse references in a config that a run wrote, which has none: they would read this machine's environment."""
+    for one in _texts(values, ()):
+        if _LIVE.search(one.text):
+            raise ConfigError(f"{_at(where, one)}: the config of a run refers to nothing: somebody changed it")
 
 
 def _texts(value: Any, path: tuple[Any, ...]) -> Iterator[_Text]:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
 from pydantic import TypeAdapter, ValidationError
 
-from areal_lite.config.dotted_path import load_object
 from areal_lite.config.dump import plain, write_yaml
-from areal_lite.config.interpolation import Key, resolve
+from areal_lite.config.interpolation import Key, check_resolved, resolve
 from areal_lite.config.keys import describe_fields, field_type, is_mapping, owners, section_of, takes_text
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.schema import meaning_of
-from areal_lite.config.yaml_text import parse_yaml, read_text
+from areal_lite.config.yaml_text import open_named, parse_yaml, read_text
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import open_inside
 
 C = TypeVar("C", bound=ExperimentConfig)
 KINDS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward_model": "RewardModelConfig"}
@@ -57,7 +58,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
 def load_recorded(run: Path, overrides: Sequence[str] = (), *, root: type[C]) -> C:
     """Return the config that a run left in its folder, as :func:`load_config` does.
 
-    Keys that have moved since the run are read at their old place: the folder of a run stays readable.
+    Keys that have moved since the run are read at their old place: the folder of a run stays readable. It may be
+    somebody else's folder: the file is opened as :mod:`areal_lite.files.foreign_files` does, and refers to nothing.
     """
     config: Any = _load(run / "config.yaml", overrides, root, recorded=True).config
     return config  # type: ignore[no-any-return]
@@ -88,7 +90,8 @@ class _Loaded(NamedTuple):
 
 
 def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, recorded: bool = False) -> _Loaded:
-    values = parse_yaml(read_text(Path(path)), where=str(path))
+    text = read_text(Path(path), open_inside if recorded else open_named)
+    values = parse_yaml(text, where=str(path))
     if values is None:
         required = ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
         raise ConfigError(f"{path}: the file is empty: write a mapping with at least {required}")
@@ -98,6 +101,8 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, record
         for name in _MOVED.keys() & rollout.keys():
             _, section, key = _MOVED[name].split(".")
             rollout.setdefault(section, {})[key] = rollout.pop(name)
+    if recorded:
+        check_resolved(values, where=str(path))
     root = _config_class(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}
     for override in overrides:
@@ -123,7 +128,7 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, record
 
 def class_of(kind: str) -> type[Any]:
     """Return the config class of a kind of supervised training."""
-    cls: type[Any] = load_object(f"areal_lite.config.supervised_config.{KINDS[kind]}", where="kind")
+    cls: type[Any] = getattr(importlib.import_module("areal_lite.config.supervised_config"), KINDS[kind])
     return cls
 
 

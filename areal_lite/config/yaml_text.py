@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -18,6 +19,7 @@ from areal_lite.errors import ConfigError
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
 """Most values of a file that uses aliases, each alias counted as what it repeats."""
+MAX_DIGITS = 400
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,14 +35,27 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def number(self, node: yaml.ScalarNode) -> Any:
+        # 1:1:1:... is a number to the base of 60 in YAML 1.1: a megabyte of it takes minutes.
+        if len(node.value) > MAX_DIGITS:
+            raise yaml.MarkedYAMLError(problem=f"a number of {len(node.value)} digits", problem_mark=node.start_mark)
+        return self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
 
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.number)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
-def read_text(path: Path) -> str:
+def open_named(path: Path) -> BinaryIO:
+    """Open a file that the user names, which may be a pipe."""
+    return path.open("rb")
+
+
+def read_text(path: Path, opened: Callable[[Path], BinaryIO] = open_named) -> str:
     """Return the text of a file; raises ConfigError with the fix."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_close_files(path)}") from None

@@ -1,4 +1,5 @@
-"""Files and folders written whole or not at all, and models checked before they are loaded.
+"""Files and folders written whole or not at all, models checked before they are loaded, and files of others opened
+safely.
 
 Promises that a file or folder under its final name is complete, and that a model which cannot be had is an error within
 seconds. Knows no run, no torch, and no network but for names on the Hub. May import ``errors``; called by every room

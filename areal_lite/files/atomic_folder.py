@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from areal_lite.errors import CheckpointError, StorageError
 from areal_lite.files.crash_points import crash_point
+from areal_lite.files.foreign_files import checked, read_inside
 
 Kind = Literal["weights", "model", "checkpoint"]
 
@@ -69,23 +70,28 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, ver
         sweep(folder.parent)
 
 
-def check_folder(folder: Path) -> None:
-    """Read back a folder of :func:`write_folder` and compare it with its manifest; raises CheckpointError."""
+def check_folder(folder: Path, *, root: Path | None = None) -> None:
+    """Read back a folder of :func:`write_folder` and compare it with its manifest; raises CheckpointError.
+
+    With ``root``, a folder above it, nothing is read that is not a regular file inside of ``root``.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads(read_inside(folder / MANIFEST, root))
         if manifest["schema"] != _SCHEMA:
             raise CheckpointError(
                 f"{folder} has schema {manifest['schema']} and this version reads {_SCHEMA}: use the one that wrote it"
             )
-        check_files(folder, manifest)
+        check_files(folder, manifest, root)
     except DAMAGED as error:
         raise CheckpointError(f"{folder} is incomplete: {error}") from error
 
 
-def check_files(folder: Path, manifest: Any) -> None:
+def check_files(folder: Path, manifest: Any, root: Path | None = None) -> None:
     """Compare the files of a folder with its manifest; raises CheckpointError, or one of ``DAMAGED``."""
     for name, expected in manifest["files"].items():
-        if _digest(folder / name) != expected:
+        if root is not None:
+            checked(folder / name, root)
+        if (folder / name).stat().st_size != expected["size"] or _digest(folder / name) != expected:
             raise CheckpointError(f"{folder / name} differs from {MANIFEST}: it was changed or cut")
 
 

@@ -1,4 +1,6 @@
-"""Types of command-line arguments that several tools share."""
+"""Command-line arguments that several tools share."""
+
+import argparse
 
 
 def positive_integer(text: str) -> int:
@@ -6,3 +8,10 @@ def positive_integer(text: str) -> int:
     if (number := int(text)) < 1:
         raise ValueError
     return number
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add the flag without which nothing is imported that the config in a run's folder names."""
+    parser.add_argument(
+        "--trust-config", action="store_true", help="run the code and read the rows that RUN/config.yaml names"
+    )

@@ -13,7 +13,7 @@ import asyncio
 import html
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,18 +178,15 @@ class _Notebook(_Lines):
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         super().on_step(step, metrics)
         self._step = step
-        self._on_loop(self._show_progress)
+        self._loop.call_soon_threadsafe(self._show_progress)
         if time.monotonic() >= self._next_curves:
             began = time.monotonic()
             curves = self._curves()
             self._next_curves = began + max(_CURVES_EVERY_S, _CURVES_SHARE * (time.monotonic() - began))
-            self._on_loop(lambda: self._curves_display.update(curves))
+            self._loop.call_soon_threadsafe(self._curves_display.update, curves)
 
     def end(self) -> None:
         self._curves_display.update(self._curves())
-
-    def _on_loop(self, show: Callable[[], object]) -> None:
-        self._loop.call_soon_threadsafe(show)
 
     def _show_progress(self) -> None:
         lines = html.escape("\n".join(self._text.getvalue().splitlines()[-_LINES:]))

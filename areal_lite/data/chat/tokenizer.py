@@ -31,7 +31,8 @@ def _load(path: str) -> Any:
 
     fix = "name a folder with tokenizer.json and tokenizer_config.json, such as the model's"
     with _as_config_error(f"no tokenizer can be loaded from {path!r}", fix):
-        return AutoTokenizer.from_pretrained(path)
+        # A folder's code is never run; without this transformers asks on the terminal whether it may.
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def tokenizer_files(path: str) -> dict[str, bytes]:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, Turn, TurnRole
+from areal_lite.api.trajectory import Group, ProcessRecord, TokenSequence, Trajectory, Turn, TurnRole
+from areal_lite.files.safe_text import command_without_secrets, without_secrets
 
 SCHEMA = 2  # version of the line format
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
@@ -41,6 +42,7 @@ def dump_lines(
         ids = [] if tokenizer is None else [token for turn in turns for token in turn.ids.tolist()]
         versions = None if sequence is None else sequence.trained_versions()
         failure = trajectory.failure
+        error = group.rejection if failure is None else failure.text
         line: dict[str, Any] = {
             "schema": SCHEMA,
             "task_id": group.task_id,
@@ -48,7 +50,7 @@ def dump_lines(
             "sample_idx": sample_idx,
             "member_idx": trajectory.member_idx,
             "status": trajectory.status,
-            "error": group.rejection if failure is None else failure.text,
+            "error": None if error is None else without_secrets(error),
             "error_kind": None if failure is None else failure.kind,
             "error_type": None if failure is None else failure.type or None,
             "seqlen": seqlen,
@@ -62,7 +64,7 @@ def dump_lines(
             "turns": [_turn(turn, place, sequence, tokenizer) for turn, place in zip(turns, path, strict=True)],
             "counts": trajectory.counts,
             "reward_extra": trajectory.reward_extra,
-            "processes": [asdict(each) for each in trajectory.processes] if is_first else [],
+            "processes": [_process(each) for each in trajectory.processes] if is_first else [],
             "timings": timings,
         }
         if sample_idx == 0:
@@ -96,10 +98,16 @@ def _turn(turn: Turn, place: int, sequence: TokenSequence | None, tokenizer: Any
         line["logprobs"] = [0.0] * count if logprobs is None else logprobs.astype(np.float64)
         line["versions"] = [-1] * count if versions is None else np.ascontiguousarray(versions)
         line["stop_reason"], line["started"], line["latency_s"] = turn.stop_reason, turn.started, turn.latency_s
-        line["agent"], line["server"] = turn.agent, turn.server
+        line["agent"] = turn.agent
+        line["server"] = turn.server if turn.server is None or "@" not in turn.server else without_secrets(turn.server)
     if sequence is not None and sequence.token_rewards is not None:
         line["rewards"] = sequence.token_rewards[turn.start : turn.end].astype(np.float64)
     return line
+
+
+def _process(process: ProcessRecord) -> dict[str, Any]:
+    texts = {name: without_secrets(getattr(process, name)) for name in ("stdout", "stderr")}
+    return asdict(process) | {"command": command_without_secrets(process.command), **texts}
 
 
 def _mask(mask: bytes) -> Any:

@@ -15,13 +15,14 @@ import orjson
 
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.errors import ConfigError
+from areal_lite.files import foreign_files
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 
 
-def read_group(path: Path, *, oldest_schema: int = SCHEMA) -> Group:
+def read_group(path: Path, *, oldest_schema: int = SCHEMA, root: Path | None = None) -> Group:
     """Return the accepted part of a dumped group. ``oldest_schema`` 1 also reads schema 1, which has no branches: its
-    lines count as conversations of their own."""
-    lines = read_lines(path, oldest_schema=oldest_schema)
+    lines count as conversations of their own. ``root`` is a folder above the dump that no link may leave."""
+    lines = read_lines(path, oldest_schema=oldest_schema, root=root)
     records = [record for record in lines if record["status"] == EpisodeStatus.ACCEPTED]
     if not records:
         raise ConfigError(f"{path} has no accepted episode: it is not the dump of a trained group")
@@ -42,10 +43,10 @@ def read_group(path: Path, *, oldest_schema: int = SCHEMA) -> Group:
         raise ConfigError(f"{path} is damaged ({error!r}): restore it from a copy, or train the run again") from None
 
 
-def read_lines(path: Path, *, oldest_schema: int = SCHEMA) -> list[dict[str, Any]]:
+def read_lines(path: Path, *, oldest_schema: int = SCHEMA, root: Path | None = None) -> list[dict[str, Any]]:
     """Return the lines of a dump; each must be whole and of a known schema."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = list(foreign_files.read_lines(path, root))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}: restore it, or train the run again") from None
     records = []

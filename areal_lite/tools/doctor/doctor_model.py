@@ -79,13 +79,8 @@ def tokenizer(config: Config) -> Findings:
     if rollout and str(prompt).rstrip().endswith("<think>"):
         budget = rollout.gconfig.max_new_tokens
         text = f"the chat template opens <think>: answers begin with reasoning, within max_new_tokens {budget}"
-        yield (
-            ok(text)
-            if budget >= _LITTLE_REASONING
-            else warning(
-                f"{text}, which may cut them: raise rollout.gconfig.max_new_tokens to {_LITTLE_REASONING} or more"
-            )
-        )
+        fix = f", which may cut them: raise rollout.gconfig.max_new_tokens to {_LITTLE_REASONING} or more"
+        yield ok(text) if budget >= _LITTLE_REASONING else warning(text + fix)
 
 
 def end_of_turn(model_path: str, tokenizer: Any, stop_ids: list[int]) -> Findings:
@@ -156,13 +151,8 @@ def _memory(needs: Mapping[str, float]) -> Findings:
         what = f"weights and optimizer need {gigabytes(need)} of memory ({device}), {gigabytes(free)} are free"
         if need > free:
             raise ConfigError(f"{what}: use a smaller model, trainer.lora, or a machine with more memory")
-        yield (
-            ok(what)
-            if 1.5 * need < free
-            else warning(
-                f"{what}, and activations come on top: lower trainer.max_tokens_per_microbatch if memory runs out"
-            )
-        )
+        fix = ", and activations come on top: lower trainer.max_tokens_per_microbatch if memory runs out"
+        yield ok(what) if 1.5 * need < free else warning(what + fix)
 
 
 def _disk(config: Config, parameters: int) -> Findings:

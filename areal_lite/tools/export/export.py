@@ -22,7 +22,7 @@ from areal_lite.errors import ConfigError, StorageError
 from areal_lite.tools.export.conversation_text import ConversationReader, Message
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import print_note
-from areal_lite.tools.inspect.filters import Both, Expr, Not, parse
+from areal_lite.tools.inspect.filters import parse, terms
 from areal_lite.tools.inspect.last_answer import last_answer, run_tokenizer
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.terminal import add_selection
@@ -179,20 +179,10 @@ def export(form: Form, file: Path, options: argparse.Namespace) -> int:
 
 def _of_training(filter: str) -> str:
     """Return the filter for accepted training episodes, where it does not choose status and scope itself."""
-    names = set(_names(parse(filter))) if filter.strip() else set()
+    names = {term.key.name for term in terms(parse(filter))}
     defaults = {"status": "status=accepted", "scope": "scope!=eval-rollout"}
-    terms = [f"({filter})"] if filter.strip() else []
-    return " ".join([*terms, *(term for name, term in defaults.items() if name not in names)])
-
-
-def _names(expr: Expr) -> Iterator[str]:
-    if isinstance(expr, Not):
-        yield from _names(expr.part)
-    elif isinstance(expr, Both):
-        for part in expr.parts:
-            yield from _names(part)
-    else:
-        yield expr.key.name
+    chosen = [f"({filter})"] if filter.strip() else []
+    return " ".join([*chosen, *(term for name, term in defaults.items() if name not in names)])
 
 
 def _source(record: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -5,6 +5,10 @@ index that is damaged, of another version or deleted is built again. A line that
 ``problems``, never an exception. An unfinished last line is read again when its file grows. Processes may share an
 index.
 
+It is in a folder that only this user can write, and never in the run's: whoever made that folder could put any file
+there, such as a link to another database, triggers that run when rows are added, or rows that hide what the dumps say.
+To tell these from an own index takes a secret in the user's cache, and then the index may be there as well.
+
 Readers build the index, not the dumper: a row costs 22 us of CPU beside the 36 us of dumping a line (192 tokens), in a
 thread that shares the interpreter with all episodes. A reader spends about 69 us a line, parsing included, once. Full
 text is searched in the dumps, line by line in the order asked for, at 15 us a line: the first matches come at once, and
@@ -19,7 +23,6 @@ import hashlib
 import os
 import re
 import sqlite3
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -29,13 +32,14 @@ from typing import BinaryIO
 import orjson
 
 from areal_lite.errors import ConfigError, StorageError
+from areal_lite.files.foreign_files import make_private, open_inside, private_folders, remove_database, remove_unused
 from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate
 
-INDEX_NAME = "index.sqlite"
-"""In the run's folder; elsewhere, and for a folder that cannot be written, it is in the user's cache."""
 _SCHEMA = 3
+_UNUSED_DAYS = 60
+"""Days after which the index of a run that nobody looked at is deleted."""
 _BUSY_S = 30.0
 
 _CREATE = f"""
@@ -61,6 +65,8 @@ class DumpIndex:
         self.root, self.name = root, name
         self.notes: list[str] = []
         """Sentences about the index itself, for users."""
+        self.unread: list[str] = []
+        """Sentences about folders that could not be read."""
         self._is_run = is_run(root)
         self._on_progress = on_progress
         self._idle: list[tuple[sqlite3.Connection, _TextReader]] = []
@@ -72,26 +78,21 @@ class DumpIndex:
     # -- connections
 
     def _create(self) -> Path:
-        """Return the index's path, made if it does not exist; in the cache or a temporary folder if it must be."""
-        key = hashlib.sha256(str(self.root.resolve()).encode(errors="surrogateescape")).hexdigest()[:20]
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-lite"
-        candidates = [
-            cache / f"{key}.sqlite",
-            Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}" / f"{key}.sqlite",
-        ]
-        if self._is_run:
-            candidates.insert(0, self.root / INDEX_NAME)
-        for path in candidates:
+        """Return the index's path, made if it does not exist: in the cache, or in a temporary folder."""
+        name = hashlib.sha256(str(self.root.resolve()).encode(errors="surrogateescape")).hexdigest()[:20]
+        for folder in private_folders():
+            path = folder / f"{name}.sqlite"
             try:
+                make_private(folder)
                 self._create_at(path)
+                os.utime(path)
+                remove_unused(folder, days=_UNUSED_DAYS)
                 return path
             except (OSError, sqlite3.Error) as error:
                 self.notes.append(f"no index at {path}: {error}")
         raise ConfigError("; ".join(self.notes) + ". Set XDG_CACHE_HOME to a folder that you may write")
 
     def _create_at(self, path: Path) -> None:
-        if path.parent != self.root:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for attempt in range(2):
             with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S)) as connection:
                 try:
@@ -107,8 +108,7 @@ class DumpIndex:
                     if attempt:
                         raise
                     self.notes.append(f"{path} was damaged ({error}) and is built again")
-            for suffix in ("", "-wal", "-shm"):
-                Path(f"{path}{suffix}").unlink(missing_ok=True)
+            remove_database(path)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
@@ -158,7 +158,7 @@ class DumpIndex:
         return self.root / path if self.root.is_dir() else self.root
 
     def read_line(self, path: str, offset: int, length: int) -> bytes:
-        with self.full_path(path).open("rb") as file:
+        with open_inside(self.full_path(path), self.root) as file:
             file.seek(offset)
             return file.read(length)
 
@@ -174,19 +174,19 @@ class DumpIndex:
         try:
             with self._refreshing, self.connection() as connection:
                 update = IndexUpdate(
-                    connection, self.root, is_run=self._is_run, note=self._note, on_progress=self._on_progress
+                    connection, self.root, is_run=self._is_run, note=self._cannot_read, on_progress=self._on_progress
                 )
                 try:
                     self._recheck_from = update.run(self._recheck_from, budget_s)
                 finally:
                     read = update.lines
         except StorageError as error:
-            self._note(f"the index is not up to date: {error}")
+            self._cannot_read(f"the index is not up to date: {error}")
         return read
 
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+    def _cannot_read(self, text: str) -> None:
+        if text not in self.unread:
+            self.unread.append(text)
 
 
 def _create_tables(connection: sqlite3.Connection) -> None:
@@ -229,7 +229,7 @@ class _TextReader:
             path = self._index.file_path(self._connection, file)
             if path is None:
                 raise LookupError(file)
-            self._id, self._file = file, self._index.full_path(path).open("rb")
+            self._id, self._file = file, open_inside(self._index.full_path(path), self._index.root)
         self._file.seek(offset)
         return self._file.read(length)
 

@@ -71,7 +71,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         dumps = cls(list(map(Path, paths)), on_progress)
         try:
             dumps.refresh(budget_s=0.3)
-            if not may_be_empty and not dumps.problems(limit=1) and not dumps.count():
+            if not (may_be_empty or dumps.problems(limit=1) or dumps.count()):
                 raise ConfigError(
                     f"{', '.join(map(str, paths))}: no dumped episodes here: with rollout.dump_to_file a run writes "
                     "them to RUN_DIR/rollout, and those of the held-out rows to RUN_DIR/eval-rollout"
@@ -207,7 +207,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         return [run.summary(filter, expr) for run in self._runs.values()]
 
     def problems(self, *, limit: int = 1000) -> list[dict[str, Any]]:
-        """Return what could not be read: dicts with run, file, line, offset, kind and message.
+        """Return what could not be read: dicts with run, file, line, offset, kind and message; a folder has no file.
 
         Kinds: ``not JSON``, ``wrong shape``, ``unfinished line`` (a writer is at it, or was killed), ``unreadable``.
         """
@@ -220,7 +220,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         """Return what a user should know: lines that could not be read, files of a killed run, where an index is."""
         found = []
         for run in self._runs.values():
-            found += run.index.notes
+            found += [*run.index.notes, *run.index.unread]
             counts, unfinished = run.problem_counts()
             if counts:
                 kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
@@ -287,7 +287,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
     elif depth:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+            names = [e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
             for name in names:
                 yield from _runs_below(folder / name, depth - 1)
 

@@ -5,46 +5,17 @@ Text comes from a model, so only its printable characters reach the terminal.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import orjson
 from rich.text import Text
 
-from areal_lite.errors import ConfigError
+from areal_lite.files.safe_text import json_printable, printable
 
-
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of ``path``; an unfinished last line is skipped."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    record = orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    if not line.endswith(b"\n"):
-                        return
-                    begin = file.tell() - len(line)
-                    raise ConfigError(f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}") from None
-                if not isinstance(record, dict):
-                    raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
-                yield record
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None
-
-
-# Control characters except newline and tab, and marks that reverse the reading direction.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
+STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with every control character written out, as in ``\\x1b``."""
-    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def print_note(text: str) -> None:
@@ -53,8 +24,7 @@ def print_note(text: str) -> None:
 
 def json_line(record: Mapping[str, Any]) -> str:
     """Return ``record`` as one line of JSON, its unprintable characters escaped."""
-    text = orjson.dumps(record, option=orjson.OPT_NON_STR_KEYS).decode()
-    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return json_printable(orjson.dumps(record, option=orjson.OPT_NON_STR_KEYS).decode())
 
 
 def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
@@ -64,7 +34,7 @@ def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
     yield Text.assemble(
         ("── ", "dim"),
         printable(f"task {record.get('task_id')} episode {record.get('sample_idx')}  "),
-        (printable(status), _STATUS_STYLE.get(status, "")),
+        (printable(status), STATUS_STYLE.get(status, "")),
         printable(f"  reward {record.get('reward')}  {record.get('seqlen')} tokens  versions {versions}"),
     )
     if isinstance(parent := (record.get("extra") or {}).get("continues"), dict):

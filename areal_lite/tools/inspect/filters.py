@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -257,10 +258,17 @@ def text_hash(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def needs_text(expr: Expr) -> bool:
+def terms(expr: Expr) -> Iterator[Term]:
+    """Yield the comparisons of an expression."""
     if isinstance(expr, Term):
-        return expr.key.kind is Kind.TEXT
-    return any(map(needs_text, (expr.part,) if isinstance(expr, Not) else expr.parts))
+        yield expr
+    else:
+        for part in (expr.part,) if isinstance(expr, Not) else expr.parts:
+            yield from terms(part)
+
+
+def needs_text(expr: Expr) -> bool:
+    return any(term.key.kind is Kind.TEXT for term in terms(expr))
 
 
 def to_sql(expr: Expr) -> tuple[str, list[float | str]]:

@@ -11,9 +11,11 @@ for one chunk of the other process, not for a million lines.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sqlite3
+import stat
 import time
 import zlib
 from collections.abc import Callable
@@ -22,9 +24,11 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from areal_lite.files.foreign_files import lines_of, open_inside
 from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, TEXTS, ShapeError, row_of
 from areal_lite.tools.inspect.filters import text_hash
 
+UNREADABLE = "unreadable"
 _CHUNK_LINES = 4000
 _CHUNK_BYTES = 32 << 20
 """Memory of an update is bounded by one chunk and one line."""
@@ -117,8 +121,10 @@ class IndexUpdate:
     def _list_if_changed(self, path: str, mtime: int | None, subfolders: list[str]) -> list[str]:
         """Index the new dumps of a folder, drop those that are gone, and return the paths of its subfolders."""
         full = self._root / path
-        found = full.stat().st_mtime_ns
-        if found == mtime:
+        status = full.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "a link or no folder, which is not followed")
+        if (found := status.st_mtime_ns) == mtime:
             return subfolders
         listed_at = time.time_ns()
         subfolders, dumps, unfinished = _list_folder(full, path)
@@ -164,7 +170,7 @@ class IndexUpdate:
             status = os.stat(full)  # noqa: PTH116 -- Path.stat costs twice as much
             if (status.st_size, status.st_mtime_ns) == (size, mtime):
                 return False
-            with full.open("rb") as file:
+            with open_inside(full, self._root) as file:
                 grown = indexed > 0 and size < status.st_size and inode == status.st_ino
                 if not grown or zlib.crc32(_before(file, indexed)) != guard:
                     if id is not None:
@@ -176,7 +182,7 @@ class IndexUpdate:
             return False
         except OSError as error:
             id = self._save_state(id, path, (-1, 0, 0, indexed, lines, guard))
-            self._add(id, indexed, [], [(lines + 1, indexed, "unreadable", error.strerror or str(error))])
+            self._add(id, indexed, [], [(lines + 1, indexed, UNREADABLE, error.strerror or str(error))])
             return False
         # A smaller size than the file's makes the next call continue here.
         size = chunk.offset if chunk.is_cut else status.st_size
@@ -238,14 +244,17 @@ class _Chunk:
         """True if the chunk ends before the file may."""
         self.tail = _before(file, offset)
         self.offset, self.line = offset, line
-        for text in file:
-            if self.offset - offset >= _CHUNK_BYTES or len(self.rows) >= _CHUNK_LINES:
-                self.is_cut = True
-                return
-            if text.strip() and not self._read(text, scope, version, is_loose=is_loose):
-                return
-            self.offset, self.line = self.offset + len(text), self.line + 1
-            self.tail = (self.tail + text[-_GUARD:])[-_GUARD:]
+        try:
+            for text in lines_of(file):
+                if self.offset - offset >= _CHUNK_BYTES or len(self.rows) >= _CHUNK_LINES:
+                    self.is_cut = True
+                    return
+                if text.strip() and not self._read(text, scope, version, is_loose=is_loose):
+                    return
+                self.offset, self.line = self.offset + len(text), self.line + 1
+                self.tail = (self.tail + text[-_GUARD:])[-_GUARD:]
+        except OSError as error:  # an endless line; those before it are read
+            self.problems.append((self.line + 1, self.offset, UNREADABLE, error.strerror or str(error)))
 
     def _read(self, text: bytes, scope: str | None, version: int | None, *, is_loose: bool) -> bool:
         """Add the row of a line; return False for an unfinished line."""

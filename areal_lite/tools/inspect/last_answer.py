@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from areal_lite.config.loader import load_recorded
-from areal_lite.config.run_config import RunConfig
+from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import has_plain_files, open_inside
 
 CONFIG = "config.yaml"
+UNREADABLE = (ValueError, ArithmeticError, RecursionError, OSError)
+"""What a config that somebody made by hand may raise; a ConfigError is a ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +53,14 @@ def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | No
     return Answer(prompt, completion, prompt_ids, turns[last]["ids"], cut_off)
 
 
-def run_config(run: Path) -> RunConfig | None:
-    """Return the config in a run's folder; None without a readable one of a run with rollouts."""
-    with contextlib.suppress(ConfigError):
-        return load_recorded(run, root=RunConfig)
-    return None
-
-
 def run_tokenizer(run: Path, named: str | None = None) -> Any:
     """Return the tokenizer ``named``, or the one of the run in the folder ``run``; None without one on this machine."""
-    if named is not None:
-        from areal_lite.data.chat.tokenizer import load_tokenizer
+    from areal_lite.data.chat.tokenizer import load_tokenizer
 
+    if named is not None:
         return load_tokenizer(named)
     for path in _tokenizer_folders(run):
-        if (path / "tokenizer_config.json").is_file():  # never a download
-            from areal_lite.data.chat.tokenizer import load_tokenizer
-
+        if (path / "tokenizer_config.json").is_file() and has_plain_files(path, run):  # never a download
             with contextlib.suppress(ConfigError):
                 return load_tokenizer(str(path))
     return None
@@ -77,7 +68,7 @@ def run_tokenizer(run: Path, named: str | None = None) -> Any:
 
 def _tokenizer_folders(run: Path) -> Iterator[Path]:
     # Read as YAML: a config that this version refuses still names its tokenizer.
-    with contextlib.suppress(OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):
-        config = yaml.safe_load((run / CONFIG).read_text())
+    with contextlib.suppress(*UNREADABLE, LookupError, AttributeError, TypeError):
+        config = parse_yaml(read_text(run / CONFIG, open_inside), where=CONFIG)
         yield Path((config.get("rollout") or {}).get("tokenizer_path") or config["model_path"])
     yield run / "model"

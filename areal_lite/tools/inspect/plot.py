@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from areal_lite.errors import ConfigError
-from areal_lite.tools.inspect.episode_text import read_records
+from areal_lite.files.foreign_files import read_records
+from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.sweep.seed_statistics import mean_interval
 
 Records = Sequence[Mapping[str, Any]]
@@ -86,7 +88,7 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
         "/".join(Path(folder).resolve().parts[-2:]): list(read_records(Path(folder) / "metrics.jsonl"))
         for folder in run_dirs
     }
-    panels = [panel for panel in PANELS if any(_points(r, name) for r in runs.values() for name in panel.curves)]
+    panels = [panel for panel in PANELS if any(curve(r, name) for r in runs.values() for name in panel.curves)]
     stacks = {run: phases for run, records in runs.items() if (phases := _phases(records))}
     count = len(panels) + len(stacks)
     figure = _figure(count, runs)
@@ -125,7 +127,7 @@ def means_figure(variants: Mapping[str, Sequence[Path]], *, level: float = 0.95)
 
 def _means(runs: Sequence[Records], metric: str, level: float) -> list[tuple[int, float, float, float]]:
     """Return step, mean and interval of the steps that all runs have; an interval of one run has no width."""
-    columns = [dict(_points(records, metric)) for records in runs]
+    columns = [dict(curve(records, metric)) for records in runs]
     points = []
     for step in sorted(set.intersection(*map(set, columns))):
         interval = mean_interval([column[step] for column in columns], level)
@@ -155,18 +157,22 @@ def _figure(count: int, names: Iterable[str]) -> Any:
 
 
 def _save(figure: Any, out: str | Path) -> Path:
+    path, image = Path(out), BytesIO()
     try:
-        figure.savefig(out, dpi=150)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent}")
+        figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
+        write_whole(path, image.getvalue())  # in place of a link, never through it
     except (OSError, ValueError) as error:  # ValueError: a suffix that names no format
         raise ConfigError(f"{out} cannot be written: {error}. Use a .png in an existing folder") from error
-    return Path(out)
+    return path
 
 
 def _draw_panel(axes: Any, panel: Panel, runs: Mapping[str, Records]) -> None:
     axes.set(title=panel.title, ylabel=panel.unit)
     for color, (run, records) in enumerate(runs.items()):
         for number, (name, label) in enumerate(panel.curves.items()):
-            if points := _points(records, name):
+            if points := curve(records, name):
                 axes.plot(
                     *zip(*points, strict=True),
                     label=label if len(runs) == 1 else f"{run}: {label}",
@@ -178,17 +184,21 @@ def _draw_panel(axes: Any, panel: Panel, runs: Mapping[str, Records]) -> None:
                 )
 
 
-def _points(records: Records, name: str) -> list[tuple[int, float]]:
-    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+def curve(records: Records, name: str) -> list[tuple[int, float]]:
+    return [(r["step"], r[name]) for r in records if is_number(r.get("step")) and is_number(r.get(name))]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _phases(records: Records) -> tuple[list[int], dict[str, list[float]]] | None:
     names = {name: None for record in records for name in record if name.startswith(PHASES)}
-    timed = [record for record in records if not names.keys().isdisjoint(record)]
+    timed = [record for record in records if is_number(record.get("step")) and not names.keys().isdisjoint(record)]
     seconds = {
         phase(name): column
         for name in names
-        if name not in _TOTALS and any(column := [record.get(name) or 0.0 for record in timed])
+        if name not in _TOTALS and any(column := [v if is_number(v := record.get(name)) else 0.0 for record in timed])
     }
     return ([record["step"] for record in timed], seconds) if seconds else None
 

@@ -24,14 +24,16 @@ from rich.table import Table
 
 from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.config.dotted_path import load_object
-from areal_lite.config.loader import load_config
+from areal_lite.config.dotted_path import UntrustedError, load_object
+from areal_lite.config.loader import load_config, load_recorded
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError, EpisodeError
+from areal_lite.files.safe_text import printable
+from areal_lite.tools.argument_types import add_trust
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import json_line, print_note, printable
-from areal_lite.tools.inspect.last_answer import CONFIG, Answer, last_answer, run_config, run_tokenizer
+from areal_lite.tools.inspect.episode_text import json_line, print_note
+from areal_lite.tools.inspect.last_answer import CONFIG, UNREADABLE, Answer, last_answer, run_tokenizer
 from areal_lite.tools.inspect.terminal import add_selection
 
 Record = Mapping[str, Any]
@@ -61,19 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reward", required=True, metavar="PKG.FN", help="fn(prompt, completion, prompt_ids, completion_ids, **row)")
     add("--dataset", type=Path, metavar="CONFIG", help="config with the dataset rows (default: RUN/config.yaml)")
     add("--json", action="store_true", help="one JSON object per episode")
+    add_trust(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    filter = " ".join(options.filter)
-    rescore(options.path, options.reward, filter=filter, dataset=options.dataset, json=options.json)
+    rows = {"dataset": options.dataset, "trust_config": options.trust_config}
+    rescore(options.path, options.reward, filter=" ".join(options.filter), json=options.json, **rows)
     return 0
 
 
-def rescore(path: Path, reward: str, *, filter: str = "", dataset: Path | None = None, json: bool = False) -> Rescored:
-    """Print old against new rewards, or with ``json`` one object per episode."""
+def rescore(path: Path, reward: str, *, filter: str = "", json: bool = False, **rows: Any) -> Rescored:
+    """Print old against new rewards, or with ``json`` one object per episode; ``rows`` as for :func:`scored`."""
     result = Rescored()
     with Dumps.open(path) as dumps:
-        for record, new in scored(dumps, reward, result, filter=filter, dataset=dataset):
+        for record, new in scored(dumps, reward, result, filter=filter, **rows):
             _keep(result, record, new, json=json)
         result.notes += dumps.notes()
     for note in result.notes:
@@ -86,12 +89,19 @@ def rescore(path: Path, reward: str, *, filter: str = "", dataset: Path | None =
 
 
 def scored(
-    dumps: Dumps, reward: str, result: Rescored, *, filter: str = "", dataset: Path | None = None
+    dumps: Dumps,
+    reward: str,
+    result: Rescored,
+    *,
+    filter: str = "",
+    dataset: Path | None = None,
+    trust_config: bool = False,
 ) -> Iterator[tuple[Record, float | Exception]]:
-    """Yield each dumped line with its new reward, or with what the reward function raised; arguments as above."""
+    """Yield each dumped line with its new reward, or with what the reward function raised. Rows for a function that
+    takes one are those of the config ``dataset``, or with ``trust_config`` of the run's own."""
     takes_row = _takes_row(load_object(reward, where="--reward"))
     score = AsyncRewardWrapper(reward)
-    runs = {name: _Run(root, dataset) for name, root in dumps.runs.items()}
+    runs = {name: _Run(root, dataset, trust_config=trust_config) for name, root in dumps.runs.items()}
     result.notes += [note for run in runs.values() for note in run.notes]
     records = _answered(dumps.records(dumps.rows(filter)), runs, result)
     with asyncio.Runner() as runner:
@@ -152,9 +162,12 @@ def _takes_row(function: Any) -> bool:
 class _Run:
     """The tokenizer of a run, and its dataset rows by the tokens of their prompt."""
 
-    def __init__(self, root: Path, dataset: Path | None) -> None:
+    def __init__(self, root: Path, dataset: Path | None, *, trust_config: bool) -> None:
         self._config_path = dataset or root / CONFIG
-        self._config = run_config(root) if dataset is None else load_config(dataset)
+        self._trusted = trust_config or dataset is not None
+        self._config: RunConfig | None = None
+        with suppress(*(UNREADABLE if dataset is None else ())):
+            self._config = load_recorded(root, root=RunConfig) if dataset is None else load_config(dataset)
         self._rows: dict[str, dict[tuple[int, ...], list[Any]]] = {}
         self.tokenizer = run_tokenizer(root)
         self.notes: list[str] = []
@@ -166,6 +179,8 @@ class _Run:
             "give the function exactly the parameters prompt, completions, prompt_ids and completion_ids if it needs "
             "no row, or name the config of the run with --dataset"
         )
+        if self._config is not None and not self._trusted:
+            raise UntrustedError("the function takes dataset rows, which dumps do not hold (--dataset names a config)")
         if self._config is None or self.tokenizer is None:
             what = f"{self._config_path} cannot be read" if self._config is None else "the run's tokenizer is not here"
             raise ConfigError(f"dumps do not hold dataset rows, and {what}: {fix}")

@@ -15,7 +15,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dump_index import DumpIndex
 from areal_lite.tools.inspect.episode_row import COLUMNS, TEXTS, cause, row_of
 from areal_lite.tools.inspect.filters import Expr, needs_text, to_sql
-from areal_lite.tools.inspect.index_update import is_utf8
+from areal_lite.tools.inspect.index_update import UNREADABLE, is_utf8
 
 Row = dict[str, Any]
 """A dumped line without its turns, under the names of the filter keys (``docs/trajectories.md``), with ``run``, ``id``
@@ -148,10 +148,9 @@ class RunDumps:
                 "ORDER BY e.file, e.line LIMIT ?",
                 (*self._parameters, limit),
             ).fetchall()
-            return [
-                dict(zip(keys, (self.name, self.index.file_path(connection, file), *rest), strict=True))
-                for file, *rest in rows
-            ]
+            found = [(self.index.file_path(connection, file), *rest) for file, *rest in rows]
+        found += [(None, None, None, UNREADABLE, text) for text in self.index.unread[: limit - len(found)]]
+        return [dict(zip(keys, (self.name, *each), strict=True)) for each in found]
 
     def problem_counts(self) -> tuple[dict[str, int], int]:
         """Return the problems by kind, and the number of unfinished files."""
@@ -174,7 +173,7 @@ class RunDumps:
         return {
             **{"run": self.name, "path": str(self.index.root), "index": str(self.index.path)},
             **figures,
-            **{"problems": problems, "unfinished": unfinished, "notes": list(self.index.notes)},
+            **{"problems": problems, "unfinished": unfinished, "notes": [*self.index.notes, *self.index.unread]},
         }
 
     def _versions(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:

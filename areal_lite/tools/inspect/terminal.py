@@ -21,15 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lite.errors import ConfigError
+from areal_lite.files.safe_text import printable
 from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import episode_text, json_line, print_note, printable
+from areal_lite.tools.inspect.episode_text import STATUS_STYLE, episode_text, json_line, print_note
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import Token, decoder, first_text_difference, first_token_difference, tokens
 from areal_lite.tools.inspect.training_facts import with_facts
 
 _WIDTH = 200
-_STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _EPISODE_COLUMNS = ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause")
 _CONTEXT = 60
 
@@ -199,7 +199,7 @@ def _cell(name: str, value: Any) -> Text:
     elif isinstance(value, float):
         is_time = name == "finished" and 0 <= value < 2**33
         value = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if is_time else f"{value:.3f}"
-    return Text(printable(str(value)), _STATUS_STYLE.get(str(value), "") if name == "status" else "")
+    return Text(printable(str(value)), STATUS_STYLE.get(str(value), "") if name == "status" else "")
 
 
 def _range(versions: Sequence[Mapping[str, Any]]) -> str:
@@ -271,18 +271,11 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: argparse.Nam
     first, second = (_record(dumps, id) for id in pair)
     where, text = first_token_difference(first, second), first_text_difference(first, second)
     if options.json:
-        sides = {} if where is None else dict(zip(("first", "second"), where[1:], strict=True))
-        different = {name: token and _flat(token) for name, token in sides.items()}
-        print(
-            json_line(
-                {
-                    **{"first": first["id"], "second": second["id"]},
-                    **{"rewards": [first.get("reward"), second.get("reward")]},
-                    **{"token": where and {"index": where[0], **different}, "text": text and text[0]},
-                }
-            )
-        )
-        return 1
+        sides = () if where is None else zip(("first", "second"), where[1:], strict=True)
+        tokens_differ = where and {"index": where[0], **{name: each and _flat(each) for name, each in sides}}
+        rewards = [first.get("reward"), second.get("reward")]
+        ids = {"first": first["id"], "second": second["id"]}
+        return _print_json([ids | {"rewards": rewards, "token": tokens_differ, "text": text and text[0]}])
     if first.get("group_id") != second.get("group_id"):
         print_note("the episodes are of different groups")
     facts = ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind")

@@ -67,7 +67,7 @@ def first_token_difference(first: Record, second: Record) -> tuple[int, Token | 
 
 def first_text_difference(first: Record, second: Record) -> tuple[int, str, str] | None:
     """Return the first index where the texts of two records differ, and both texts; None if they are equal."""
-    a, b = (whole_text(record) for record in (first, second))
+    a, b = ("".join(turn.get("text") or "" for turn in record["turns"]) for record in (first, second))
     if a == b:
         return None
     low, high = 0, min(len(a), len(b))
@@ -75,7 +75,3 @@ def first_text_difference(first: Record, second: Record) -> tuple[int, str, str]
         middle = (low + high + 1) // 2
         low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
     return low, a, b
-
-
-def whole_text(record: Record) -> str:
-    return "".join(turn.get("text") or "" for turn in record["turns"])

@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from areal_lite.files.foreign_files import open_table
+
 Record = Mapping[str, Any]
 FOLDER = "training"
 _NOT_SHOWN = ("token_idx", "behaviour_logprobs")
@@ -51,25 +53,22 @@ def _find(root: Path, record: Record) -> tuple[int, dict[str, Any]] | None:
     key, tail = (str(record["task_id"]), record.get("sample_idx")), record.get("tail_version")
     for step, path in fact_files(root).items():
         if tail is None or tail < step <= tail + _SEARCHED:
-            with contextlib.suppress(OSError, ValueError):  # pyarrow's errors are among them
-                if (index := _row_indices(path, path.stat().st_mtime_ns).get(key)) is not None:
-                    return step, _row(path, index)
+            with contextlib.suppress(OSError, ValueError, LookupError):  # pyarrow's errors are among them
+                if (index := _row_indices(path, root, path.stat().st_mtime_ns).get(key)) is not None:
+                    return step, _row(path, root, index)
     return None
 
 
 @lru_cache(maxsize=4 * _SEARCHED)
-def _row_indices(path: Path, state: int) -> dict[tuple[str, int | None], int]:
+def _row_indices(path: Path, root: Path, state: int) -> dict[tuple[str, int | None], int]:
     """Return the row index of each dumped line; ``state`` tells versions of the file apart."""
-    from pyarrow import parquet  # type: ignore[import-untyped]
-
-    keys = parquet.read_table(path, columns=["task_id", "sample_idx"]).to_pydict()
+    with open_table(path, root) as file:
+        keys = file.read(["task_id", "sample_idx"]).to_pydict()
     return {key: row for row, key in enumerate(zip(keys["task_id"], keys["sample_idx"], strict=True))}
 
 
-def _row(path: Path, index: int) -> dict[str, Any]:
-    from pyarrow import parquet
-
-    with parquet.ParquetFile(path) as file:
+def _row(path: Path, root: Path, index: int) -> dict[str, Any]:
+    with open_table(path, root) as file:
         group = 0
         while index >= (size := file.metadata.row_group(group).num_rows):
             index, group = index - size, group + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from areal_lite.config.loader import load_config
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     print("trying the first steps in a temporary folder ...", file=sys.stderr)
     made = plan(config, on_step=lambda step, metrics: print(f"step {step}", file=sys.stderr))
     if options.json:
-        print(json.dumps(made.as_json()))
+        print(json.dumps(asdict(made)))
         return 0
     Console().print(plan_table(made))
     print(f"not in it: {'; '.join(made.unknown)}")

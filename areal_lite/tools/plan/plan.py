@@ -7,7 +7,6 @@ probe cannot see.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import tempfile
@@ -56,9 +55,6 @@ class Plan:
     staleness: dict[str, float]
     """Mean in policy versions; shares of the sampled tokens that grew too old, and of the groups drawn again."""
     unknown: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def plan(config: Trainable, *, on_step: OnStep | None = None) -> Plan:

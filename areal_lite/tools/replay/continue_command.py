@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from areal_lite.tools.argument_types import positive_integer
+from areal_lite.config.dotted_path import importing
+from areal_lite.files.safe_text import printable
+from areal_lite.tools.argument_types import add_trust, positive_integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="PATH", help="model or checkpoint that answers (default: RUN's model, or last checkpoint)")
     add("--address", metavar="HOST:PORT", help="running server that answers")
     add("--say", metavar="TEXT", help="replace the last user message before the turn; of agents only")
+    add_trust(parser)
     add("--n", type=positive_integer, default=1, metavar="N", help="branches (default: 1)")
 
 
@@ -30,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
     from areal_lite.tools.replay import continue_episode as command
 
     chosen = {name: getattr(options, name) for name in command.Options.__dataclass_fields__}
-    run_dir = command.continue_episode(command.Options(**chosen))
-    print(f"written to {run_dir}\nnext: areal-lite view {options.path} {run_dir}")
+    with importing(allowed=options.trust_config):
+        run_dir = command.continue_episode(command.Options(**chosen))
+    print(printable(f"written to {run_dir}\nnext: areal-lite view {options.path} {run_dir}"))
     return 0

@@ -21,6 +21,7 @@ from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
+from areal_lite.files.safe_text import printable
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
 from areal_lite.runs.engine_stack import check_startable, generating_engine
@@ -71,7 +72,8 @@ def continue_episode(options: Options, *, console: Console | None = None) -> Pat
     continuation = _continuation(config, fork, options, is_eval=is_eval)
     check_startable(config)
     source = options.address or config.model_path
-    console.print(f"{len(fork.kept)} answers come from the dump, the next from {source}", soft_wrap=True)
+    said = f"{len(fork.kept)} answers come from the dump, the next from {source}"
+    console.print(Text(printable(said)), soft_wrap=True)
     with run_directory(config, fresh=False, trains=False) as run_dir:
         task_id = next_task_id(run_dir)
         with generating_engine(config, run_dir) as engine:

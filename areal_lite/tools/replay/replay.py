@@ -6,7 +6,6 @@ run's weights (to the bit, where the run is deterministic), and that the run's f
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import has_plain_files
 from areal_lite.files.model_path import check_model_path
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
@@ -32,6 +32,7 @@ from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_dtypes, with_prefix
 from areal_lite.tools.replay.trained_batches import TrainedBatches
+from areal_lite.tools.verify.verify_weights import weight_hashes
 from areal_lite.trainer.forward.scalar_model import ValueScorer
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
@@ -71,6 +72,9 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
                 f"{run}/config.yaml has {key}={value}, whose batches are not in the dumps: train the run again "
                 "without it"
             )
+    for path in (config.model_path, config.reward_model):
+        if path is not None and Path(path).is_dir() and not has_plain_files(Path(path), run):
+            raise ConfigError(f"{path} holds what is no regular file, or a link out of {run}: name another model_path")
     check_model_path(config.model_path)
     check_learnable(config)
     batches = TrainedBatches.open(run, max_staleness=config.rollout.max_head_offpolicyness)
@@ -96,15 +100,12 @@ def load_copy(run: Path, overrides: Sequence[str], *, trial_name: str) -> RunCon
     """Return the config of a run with overrides, for another run with that name that dumps nothing itself."""
     given = [f"trial_name={trial_name}", *overrides]
     # The saved config has the run's identity in its rollout section, too.
-    given += [f"rollout.{override}" for override in given if _is_identity(override)]
+    identity = {field.name for field in fields(RunIdentity)}
+    given += [f"rollout.{override}" for override in given if override.split("=")[0] in identity]
     config = load_recorded(run, given, root=RunConfig)
     if config.run_dir.resolve() == run.resolve():
         raise ConfigError(f"{run} is the run itself, which is only read: choose another trial_name")
     return replace(config, rollout=replace(config.rollout, dump_to_file=False))
-
-
-def _is_identity(override: str) -> bool:
-    return override.split("=")[0] in {field.name for field in fields(RunIdentity)}
 
 
 @dataclass(kw_only=True)
@@ -164,11 +165,5 @@ def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Eval
 
 def same_weights(run: Path, other: Path) -> bool | None:
     """Compare the saved models of two runs bit for bit; None if one of them saved none."""
-    saved = []
-    for folder in (run, other):
-        manifest = folder / "model" / "manifest.json"
-        if not manifest.is_file():
-            return None
-        files = json.loads(manifest.read_bytes())["files"]
-        saved.append({name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")})
-    return saved[0] == saved[1]
+    hashes = [weight_hashes(folder / "model", folder) for folder in (run, other)]
+    return hashes[0] == hashes[1] if all(hashes) else None

@@ -14,6 +14,7 @@ import orjson
 
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
+from areal_lite.files import foreign_files
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
 from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
 from areal_lite.rollout.episodes.batch_cut import cut_batch
@@ -41,12 +42,13 @@ class TrainedBatches:
                 f"{run}/rollout has no dumps to train from: train the run again with rollout.dump_to_file=true"
             )
         if not (run / BATCHES).is_file():
-            read_lines(next(iter(files.values()))[0])  # a run of schema 1 has none
+            read_lines(next(iter(files.values()))[0], root=run)  # a run of schema 1 has none
             raise ConfigError(
                 f"{run / BATCHES} is missing, so the groups of each step are unknown: train the run again with this "
                 "version"
             )
-        return cls(run, max_staleness, _read(run / BATCHES), files)
+        with foreign_files.needed(run / BATCHES):
+            return cls(run, max_staleness, _read(run / BATCHES), files)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -59,7 +61,8 @@ class TrainedBatches:
         """Return the groups of a step, from 1 on; raises ConfigError."""
         record = self.records[step - 1]
         groups = [
-            read_group(self._file(step, task_id), oldest_schema=self.oldest_schema) for task_id in record["task_ids"]
+            read_group(self._file(step, task_id), oldest_schema=self.oldest_schema, root=self.run)
+            for task_id in record["task_ids"]
         ]
         for group, baseline in zip(groups, record.get("baselines", ()), strict=False):
             group.baseline = baseline
@@ -88,7 +91,7 @@ class TrainedBatches:
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the records of steps 1, 2, ...; a resumed run writes the steps that it lost again."""
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(foreign_files.read_lines(path), 1):
         try:
             record = orjson.loads(line)
             step, ids = record["step"], record["task_ids"]

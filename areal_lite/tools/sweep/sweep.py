@@ -22,9 +22,9 @@ from areal_lite.config.dump import dump_config
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.files.foreign_files import read_records
 from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.argument_types import positive_integer
-from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.plot import plot_means
 from areal_lite.tools.run.supervised import train_supervised
 from areal_lite.tools.run.train import train
@@ -134,11 +134,11 @@ def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -
             parts += [_LAST_PART.sub("", one) for one, all_ in zip(chosen, values, strict=True) if len(all_) > 1]
             base = load_config(path, chosen, root=ExperimentConfig)
             first = 1 if base.seed is None else base.seed
-            trial = "-".join([base.trial_name, *parts])
+            trial = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([base.trial_name, *parts]))
             configs = [
                 load_config(
                     path,
-                    [*chosen, f"seed={seed}", f"trial_name={_folder_name(f'{trial}-seed{seed}')}"],
+                    [*chosen, f"seed={seed}", f"trial_name={trial}-seed{seed}"],
                     root=ExperimentConfig,
                 )
                 for seed in range(first, first + seeds)
@@ -228,10 +228,6 @@ def _score(records: Sequence[Mapping[str, Any]], metric: str, run_dir: Path) -> 
 def _split(text: str) -> list[str]:
     """Return the parts between the commas outside of brackets, braces and quotes."""
     return re.findall(r"""(?:[^,\[\]{}"']|\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""", text) or [text]
-
-
-def _folder_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)
 
 
 def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Table:

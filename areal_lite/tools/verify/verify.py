@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from areal_lite.config.dotted_path import UntrustedError, importing
+from areal_lite.files.safe_text import printable
+from areal_lite.tools.argument_types import add_trust
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import printable
+from areal_lite.tools.inspect.index_update import UNREADABLE
 from areal_lite.tools.inspect.rescore import Rescored, scored
 from areal_lite.tools.verify.verify_episodes import GROUP_CHECKS, LINE_CHECKS
 from areal_lite.tools.verify.verify_run import DumpedGroup, Run, differs
@@ -32,6 +35,8 @@ class Report:
     findings: list[tuple[str, str]] = field(default_factory=list)
     """Name of the check, and what it found."""
     unproved: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    """What could not be read, with the reason."""
     lines: int = 0
     groups: int = 0
     steps: int = 0
@@ -41,15 +46,17 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--reward", metavar="PKG.FN", help="the run's reward function: score its episodes again")
+    add_trust(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    return verify(options.path, reward=options.reward)
+    return verify(options.path, reward=options.reward, trust_config=options.trust_config)
 
 
-def verify(path: Path, *, reward: str | None = None) -> int:
-    """Print the findings, then what cannot be proved; return 0 if the run is sound, 1 with findings."""
-    report = check_run(path, reward=reward)
+def verify(path: Path, *, reward: str | None = None, trust_config: bool = False) -> int:
+    """Print what was found, not read and not proved; return 0 if the run is sound, 1 with findings, else 2 if a part
+    could not be read."""
+    report = check_run(path, reward=reward, trust_config=trust_config)
     shown: Counter[str] = Counter()
     for name, finding in report.findings:
         shown[name] += 1
@@ -58,32 +65,41 @@ def verify(path: Path, *, reward: str | None = None) -> int:
     for name, count in shown.items():
         if count > SHOWN:
             print(f"{name}: and {count - SHOWN} more")
-    for text in report.unproved:
-        print(printable(f"not proved: {text}"))
+    for heading, texts in (("not read", report.unread), ("not proved", report.unproved)):
+        for text in dict.fromkeys(texts):
+            print(printable(f"{heading}: {text}"))
     what = f"{report.checks} checks over {report.groups} groups, {report.lines} lines and {report.steps} steps"
-    print(f"{len(report.findings)} findings in {what}" if report.findings else f"sound: {what}")
-    return 1 if report.findings else 0
+    found = f"{len(report.findings)} findings" if report.findings else "no finding"
+    print(f"{found} in {what}" if report.findings or report.unread else f"sound: {what}")
+    return 1 if report.findings else 2 if report.unread else 0
 
 
-def check_run(path: Path, *, reward: str | None = None) -> Report:
+def check_run(path: Path, *, reward: str | None = None, trust_config: bool = False) -> Report:
     """Run all checks over the run in the folder ``path``; arguments as for :func:`verify`."""
     run = Run.open(path)
-    report = Report(unproved=run.unproved, steps=len(run.steps))
+    report = Report(unproved=run.unproved, unread=run.unread, steps=len(run.steps))
     tables = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, TOKEN_CHECKS)
     report.checks = sum(len(table) for table in tables) + 1  # dumps
     with Dumps.open(path, may_be_empty=True) as dumps:
         dumps.refresh(budget_s=3600)  # look at every file again
         for problem in dumps.problems():
-            report.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
+            if problem["kind"] == UNREADABLE:
+                run.unread.append(": ".join(filter(None, (problem["file"], problem["message"]))))
+            else:
+                report.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
         _check_groups(run, dumps, report)
         if reward is not None:
-            report.findings += _reward_findings(dumps, reward)
+            try:
+                report.findings += _reward_findings(dumps, reward, trust_config=trust_config)
+            except UntrustedError as error:
+                run.unproved.append(f"the rewards of the episodes: {error}")
         run.unproved.extend(dumps.notes())
     if not run.groups:
         run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
-    report.findings += token_findings(run)
-    for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
-        report.findings.extend((name, finding) for finding in _found(check(run)))
+    with importing(allowed=trust_config):
+        report.findings += token_findings(run)
+        for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
+            report.findings.extend((name, finding) for finding in _found(check(run), run))
     return report
 
 
@@ -96,9 +112,9 @@ def _check_groups(run: Run, dumps: Dumps, report: Report) -> None:
     report.groups = len(run.groups)
 
 
-def _reward_findings(dumps: Dumps, reward: str) -> Iterator[tuple[str, str]]:
+def _reward_findings(dumps: Dumps, reward: str, *, trust_config: bool) -> Iterator[tuple[str, str]]:
     """Yield the accepted lines whose reward is not the one that the reward function gives."""
-    for record, new in scored(dumps, reward, Rescored(), filter="status=accepted"):
+    for record, new in scored(dumps, reward, Rescored(), filter="status=accepted", trust_config=trust_config):
         if isinstance(new, Exception):
             yield "rewards", f"{record['id']}: {reward} raised {type(new).__name__}: {new}"
         elif differs(record.get("reward"), new):
@@ -109,17 +125,19 @@ def _group_findings(group: DumpedGroup, run: Run) -> Iterator[tuple[str, str]]:
     broken = False
     for record in group.records:
         for name, check in LINE_CHECKS.items():
-            for finding in _found(check(record)):
+            for finding in _found(check(record), run):
                 broken = broken or name == "columns"
                 yield name, f"{record['id']}: {finding}"
     for name, group_check in GROUP_CHECKS.items() if not broken else ():
-        for finding in _found(group_check(group, run)):
+        for finding in _found(group_check(group, run), run):
             yield name, f"{group.id}: {finding}"
 
 
-def _found(findings: Iterator[str]) -> Iterator[str]:
+def _found(findings: Iterator[str], run: Run) -> Iterator[str]:
     """Yield the findings of a check; a field that is missing or has another type is one."""
     try:
         yield from findings
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except OSError as error:
+        run.unread.append(f"{error.filename or 'a file'}: {error.strerror}")
+    except Exception as error:  # a folder that somebody made by hand may break any assumption
         yield f"it cannot be checked: {type(error).__name__}: {error}"

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from areal_lite.config.loader import load_recorded
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import read_lines
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.last_answer import CONFIG
+from areal_lite.tools.inspect.last_answer import CONFIG, UNREADABLE
 
 Record = Mapping[str, Any]
 SLACK_S = 0.5
 """Seconds by which clocks may differ: a record's time is taken after what it describes."""
+METRICS = "metrics.jsonl"
 TRAINING = "rollout"
 EVALUATION = "eval-rollout"
 
@@ -97,19 +99,37 @@ class Run:
     groups: list[DumpedGroup] = field(default_factory=list)
     unproved: list[str] = field(default_factory=list)
     """Claims that the folder cannot prove, one line each."""
+    unread: list[str] = field(default_factory=list)
+    """Files that could not be read, with the reason."""
 
     @classmethod
     def open(cls, root: Path) -> Run:
         """Return the run in the folder ``root``, without its dumps."""
-        if not any((root / name).exists() for name in (CONFIG, "metrics.jsonl", TRAINING, EVALUATION)):
+        if not any((root / name).exists() for name in (CONFIG, METRICS, TRAINING, EVALUATION)):
             raise ConfigError(f"{root} is not the folder of a run: name the one with config.yaml and metrics.jsonl")
-        metrics, broken = _read_metrics(root / "metrics.jsonl")
-        run = cls(root, None, metrics, broken)
-        with contextlib.suppress(ConfigError):
+        run = cls(root, None, [], [])
+        try:
             run.config = load_recorded(root, root=ExperimentConfig)
-        if run.config is None:
+        except UNREADABLE as error:
+            if (root / CONFIG).exists():
+                reason = str(error).partition("\n")[0].removeprefix(f"{root}/{CONFIG}: ")
+                run.unread.append(f"{CONFIG}: {reason[:200]}")
             run.unproved.append("config.yaml cannot be read, so group sizes, staleness and advantages are not checked")
+        run._read_metrics()
         return run
+
+    def _read_metrics(self) -> None:
+        path = self.root / METRICS
+        try:
+            for number, line in enumerate(read_lines(path, self.root) if path.exists() else (), 1):
+                try:
+                    record = orjson.loads(line)
+                    assert type(record["step"]) is int and isinstance(record["time"], int | float)
+                    self.metrics.append(record)
+                except (ValueError, KeyError, TypeError, AssertionError):
+                    self.broken_metrics.append(f"metrics.jsonl, line {number} is not a record")
+        except OSError as error:
+            self.unread.append(f"{METRICS}: {error.strerror}")
 
     @property
     def rl(self) -> RunConfig | None:
@@ -181,17 +201,3 @@ def differs(one: float | None, other: float | None, *, relative: float = 1e-4) -
 def some(values: Iterable[Any], most: int = 8) -> str:
     listed = [str(value) for value in values]
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
-
-
-def _read_metrics(path: Path) -> tuple[list[Record], list[str]]:
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    records: list[Record] = []
-    broken = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            assert isinstance(record["step"], int) and isinstance(record["time"], int | float)
-            records.append(record)
-        except (ValueError, KeyError, TypeError, AssertionError):
-            broken.append(f"metrics.jsonl, line {number} is not a record")
-    return records, broken

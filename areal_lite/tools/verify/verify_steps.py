@@ -12,8 +12,8 @@ from typing import Any
 from areal_lite.api.trajectory import Group
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ArealLiteError
+from areal_lite.files.foreign_files import read_records
 from areal_lite.runs.folder.run_directory import BATCHES
-from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.training_facts import fact_files
 from areal_lite.tools.replay.trained_batches import TrainedBatches
 from areal_lite.tools.verify.verify_run import EVALUATION, SLACK_S, Record, Run, began, differs, some
@@ -85,13 +85,15 @@ def groups_ended_once(run: Run) -> Iterator[str]:
     counts = Counter(group.task for group in run.groups)
     if several := [task for task, count in counts.items() if count > 1]:
         yield f"the tasks {some(several)} are there more than once"
-    ids = {task for task in counts if isinstance(task, int)}
-    if missing := sorted(set(range(max(ids, default=-1) + 1)) - ids):
+    ids = {task for task in counts if isinstance(task, int) and task >= 0}
+    if missing := max(ids, default=-1) + 1 - len(ids):  # may be any number, so only the first ones are listed
         if run.complete:
-            yield f"the tasks {some(missing)} are missing: {len(missing)} groups never ended, or their dumps are gone"
+            first = itertools.islice((task for task in itertools.count() if task not in ids), min(missing, 8))
+            named = ", ".join(map(str, first)) + (f" and {missing - 8} more" if missing > 8 else "")
+            yield f"the tasks {named} are missing: {missing} groups never ended, or their dumps are gone"
         else:
             run.unproved.append(
-                f"that each group ended: {len(missing)} task ids are missing, as a run that was killed or runs has them"
+                f"that each group ended: {missing} task ids are missing, as a run that was killed or runs has them"
             )
     if run.restarted:
         return  # a resumed run may train the calls of a lost step again
@@ -249,7 +251,9 @@ def _batches(run: Run, config: RunConfig) -> TrainedBatches | None:
             )
         return None
     sizes = {record["step"]: int(record["train/groups"]) for record in run.steps}
-    records: list[dict[str, Any]] = [{"task_ids": []} for _ in range(max(sizes))]
+    if sizes.keys() != set(range(1, len(sizes) + 1)):
+        return None  # another check finds it
+    records: list[dict[str, Any]] = [{"task_ids": []} for _ in sizes]
     files: dict[str, list[Path]] = {}
     for group in sorted(run.trained, key=lambda group: (isinstance(group.task, str), group.task)):
         files.setdefault(f"{group.task}.jsonl", []).append(run.root / group.file)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from areal_lite.config.yaml_text import MAX_BYTES
 from areal_lite.errors import CheckpointError
+from areal_lite.files.foreign_files import checked, read_inside
 from areal_lite.tools.verify.verify_run import Record, Run
 from areal_lite.tools.verify.verify_steps import RunCheck
 
@@ -28,11 +30,11 @@ def folders_are_whole(run: Run) -> Iterator[str]:
         folders.append((run.root / "model", None))
     for folder, number in folders:
         try:
-            check_folder(folder)
+            check_folder(folder, root=run.root)
         except CheckpointError as error:
             yield str(error)
             continue
-        label = _manifest(folder).get("version")
+        label = _manifest(folder, run.root).get("version")
         if label != number:
             yield f"{folder.relative_to(run.root)} has the version {label} in its manifest"
 
@@ -45,7 +47,7 @@ def checkpoints_have_their_step(run: Run) -> Iterator[str]:
     for number, folder in _numbered(run, "checkpoints"):
         name = str(folder.relative_to(run.root))
         try:
-            state = json.loads((folder / "trainer.json").read_bytes())
+            state = json.loads(read_inside(folder / "trainer.json", run.root))
             counts = {state["step"], *(learner["steps_done"] for learner in state["learners"].values())}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             yield f"{name}: trainer.json cannot be read: {error!r}"
@@ -56,7 +58,7 @@ def checkpoints_have_their_step(run: Run) -> Iterator[str]:
             continue
         steps = [record for record in run.steps if record["step"] <= number]
         skipped = sum(record.get("train/skipped_updates") or 0 for record in steps)
-        made = _updates_of(folder / "policy" / "optimizer.safetensors")
+        made = _updates_of(folder / "policy" / "optimizer.safetensors", run.root)
         if len(steps) == number and made is not None and made != number - skipped:
             yield f"{name}: its optimizer made {made:g} updates in {number} steps, of which {skipped:g} skipped theirs"
 
@@ -65,7 +67,7 @@ def updates_change_the_weights(run: Run) -> Iterator[str]:
     """Two versions have different weights, unless no step between them could change any."""
     for name in _FOLDERS:
         for (before, one), (after, other) in itertools.pairwise(_numbered(run, name)):
-            if _hashes(one) != _hashes(other) or not _hashes(one):
+            if (hashes := weight_hashes(one, run.root)) != weight_hashes(other, run.root) or not hashes:
                 continue
             between = [record for record in run.steps if before < record["step"] <= after]
             if len(between) < after - before or any(_could_change(record) for record in between):
@@ -85,7 +87,7 @@ def copies_are_of_their_step(run: Run) -> Iterator[str]:
     if not copies:
         run.unproved.append("that published and saved weights are those of their step: no checkpoint of such a step")
     for number, folder in copies:
-        name = _first_difference(checkpoints[number] / "policy" / "model", folder)
+        name = _first_difference(checkpoints[number] / "policy" / "model", folder, run.root)
         if name == "":
             run.unproved.append(f"that {folder.relative_to(run.root)} is of its step: its weights have other names")
         elif name is not None:
@@ -97,10 +99,12 @@ def checkpoints_have_the_runs_config(run: Run) -> Iterator[str]:
     """A checkpoint was made with the run's config."""
     from areal_lite.config.dump import dump_config
     from areal_lite.errors import ConfigError
-    from areal_lite.trainer.checkpoint.checkpoint import check_config
+    from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, check_config
 
     for _, folder in _numbered(run, "checkpoints") if run.config is not None else ():
         try:
+            if (folder / CONFIG_FILE).exists():
+                checked(folder / CONFIG_FILE, run.root, most=MAX_BYTES)
             check_config(folder, dump_config(run.config))  # type: ignore[arg-type]
         except (ConfigError, ValueError) as error:
             yield str(error)
@@ -113,16 +117,17 @@ def _numbered(run: Run, name: str) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path, root: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        manifest = json.loads(read_inside(folder / "manifest.json", root))
         return manifest if isinstance(manifest, dict) else {}
     except (OSError, ValueError):
         return {}
 
 
-def _hashes(folder: Path) -> dict[str, Any]:
-    files = _manifest(folder).get("files") or {}
+def weight_hashes(folder: Path, root: Path) -> dict[str, Any]:
+    """Return size and SHA-256 of each file of weights, by the manifest of a folder of the run in ``root``."""
+    files = _manifest(folder, root).get("files") or {}
     return {name: digest for name, digest in files.items() if _WEIGHTS.search(name)}
 
 
@@ -133,19 +138,19 @@ def _could_change(record: Record) -> bool:
     )
 
 
-def _updates_of(file: Path) -> float | None:
+def _updates_of(file: Path, root: Path) -> float | None:
     """Return the number of updates that an optimizer's state counts; None if unknown."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(checked(file, root), framework="pt") as tensors:
             name = next((name for name in tensors.keys() if name.endswith(".step")), None)  # noqa: SIM118
             return None if name is None else float(tensors.get_tensor(name))
     except (OSError, SafetensorError):
         return None
 
 
-def _first_difference(trained: Path, copy: Path) -> str | None:
+def _first_difference(trained: Path, copy: Path, root: Path) -> str | None:
     """Return the first weight of ``copy`` that is not the trained one in its dtype; "" if no names are shared."""
     from contextlib import ExitStack
 
@@ -157,7 +162,8 @@ def _first_difference(trained: Path, copy: Path) -> str | None:
         try:
             for folder in (trained, copy):
                 files = [
-                    stack.enter_context(safe_open(f, framework="pt")) for f in sorted(folder.glob("model*.safetensors"))
+                    stack.enter_context(safe_open(checked(file, root), framework="pt"))
+                    for file in sorted(folder.glob("model*.safetensors"))
                 ]
                 opened.append({name: file for file in files for name in file.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:

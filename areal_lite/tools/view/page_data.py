@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
+from areal_lite.files.foreign_files import read_records
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import read_records
 from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS
-from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, phase
+from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, curve, is_number, phase
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import decoder
 from areal_lite.tools.inspect.training_facts import with_facts
@@ -66,9 +66,6 @@ class Answers:
     def __init__(self, dumps: Dumps, filter: str = "") -> None:
         self.dumps, self.filter = dumps, filter
         dumps.count(filter, budget_s=0.0)  # so that a wrong filter ends the command
-        self._decoders: dict[str, Callable[[int], str] | None] = {}
-        self._metrics: dict[Path, tuple[tuple[int, int], list[Json]]] = {}
-        self._lock = threading.Lock()
 
     def state(self) -> Json:
         """Return what does not depend on a filter."""
@@ -125,7 +122,7 @@ class Answers:
 
     def texts(self, run: str, id: str) -> Json:
         """Return the text of every token id in an episode; null without the run's tokenizer."""
-        decode = self._decoder(run)
+        decode = decoder(self._root(run))
         if decode is None:
             return {"texts": None, "reason": "No text of tokens: the run's tokenizer is not on this machine."}
         turns = [turn for record in self.dumps.episode(run, id) for turn in record["turns"]]
@@ -160,9 +157,7 @@ class Answers:
             timed = sorted({name for record in records for name in record if name.startswith(PHASES)})
             step = -(-len(records) // MAX_POINTS) or 1
             curves[run] = {
-                name: points[::step]
-                for name in dict.fromkeys([*wanted, *timed])
-                if (points := [(r["step"], r[name]) for r in records if _is_number(r.get(name))])
+                name: found[::step] for name in dict.fromkeys([*wanted, *timed]) if (found := curve(records, name))
             }
         timing = {
             name: "training" if name == "train/seconds_step" else phase(name)
@@ -201,7 +196,7 @@ class Answers:
             {"run": run, "step": r["step"], "time": r["time"], **{n.partition("/")[2]: r.get(n) for n in _TIMES}}
             for run in self.dumps.runs
             for r in self._records(run)
-            if _is_number(r.get("time")) and "timing/step_s" in r
+            if is_number(r.get("time")) and "timing/step_s" in r
         ]
         return {"episodes": list(episodes.values()), "steps": steps, "more": len(rows) > MAX_TIMELINE}
 
@@ -254,40 +249,32 @@ class Answers:
         return found, len(rows) > MAX_COMPARED
 
     def _records(self, run: str) -> list[Json]:
-        path = self.dumps.runs[run] / "metrics.jsonl"
-        try:
-            status = path.stat()
-        except OSError:
-            return []
-        state = (status.st_size, status.st_mtime_ns)
-        with self._lock:
-            if path not in self._metrics or self._metrics[path][0] != state:
-                lines: list[Json] = []
-                with contextlib.suppress(ConfigError):  # a damaged line ends the curves
-                    lines.extend(line for line in read_records(path) if _is_number(line.get("step")))
-                self._metrics[path] = (state, lines)
-            return self._metrics[path][1]
+        return _steps(*_metrics_state(self.dumps.runs[run]))
 
     def metrics_state(self) -> list[Any]:
         """Return what changes when a run begins or a metrics.jsonl does."""
-        states: list[Any] = list(self.dumps.runs)
-        for root in self.dumps.runs.values():
-            with contextlib.suppress(OSError):
-                status = (root / "metrics.jsonl").stat()
-                states.append((status.st_size, status.st_mtime_ns))
-        return states
+        return [*self.dumps.runs, *map(_metrics_state, self.dumps.runs.values())]
 
     def _root(self, run: str) -> Path:
         if (root := self.dumps.runs.get(run)) is None:
             raise ConfigError(f"no run {run!r} is open; there are: {', '.join(self.dumps.runs)}")
         return root
 
-    def _decoder(self, run: str) -> Callable[[int], str] | None:
-        root = self._root(run)
-        with self._lock:
-            if run not in self._decoders:
-                self._decoders[run] = decoder(root)
-            return self._decoders[run]
+
+def _metrics_state(root: Path) -> tuple[Path, tuple[int, int] | None]:
+    path = root / "metrics.jsonl"
+    with contextlib.suppress(OSError):
+        return path, ((status := path.stat()).st_size, status.st_mtime_ns)
+    return path, None
+
+
+@lru_cache(maxsize=64)
+def _steps(path: Path, state: tuple[int, int] | None) -> list[Json]:
+    """Return the records of a metrics.jsonl; ``state`` tells versions of the file apart."""
+    lines: list[Json] = []
+    with contextlib.suppress(ConfigError):  # a damaged line ends the curves
+        lines.extend(line for line in read_records(path) if is_number(line.get("step")))
+    return lines
 
 
 def listed_row(row: Row) -> Json:
@@ -312,7 +299,7 @@ def _columns(turn: Mapping[str, Any]) -> Json:
             continue
         if name in _SAMPLED and turn.get("role") != "assistant":
             continue
-        if all(value is None or _is_number(value) for value in values):
+        if all(value is None or is_number(value) for value in values):
             columns[_COLUMNS.get(name, (name,))[0]] = values
     proximal, sampled = columns.get("proximal_logprobs"), columns.get("logprob")
     if proximal and sampled:
@@ -350,10 +337,6 @@ def _answer(record: Mapping[str, Any]) -> list[Json]:
             turns.append({"role": turn.get("role"), "text": text and text[:left]})
             left -= len(text or "")
     return turns
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _mean(values: Sequence[float]) -> float | None:

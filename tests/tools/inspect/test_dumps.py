@@ -54,6 +54,13 @@ def kinds(dumps: Dumps) -> list[tuple[str, int, str]]:
     return [(problem["file"], problem["line"], problem["kind"]) for problem in dumps.problems()]
 
 
+def index_of(run: Path) -> Path:
+    """Return the file of a run's index, which is up to date and closed."""
+    with Dumps.open(run) as dumps:
+        assert dumps.count() == 6
+        return Path(dumps.summary()[0]["index"])
+
+
 def test_rows_come_by_version_task_and_sample_with_what_filters_use(dumps: Dumps) -> None:
     assert ids(dumps) == [
         "rollout/3/7.jsonl:1",
@@ -351,16 +358,14 @@ def test_a_path_without_dumps_is_an_error(tmp_path: Path) -> None:
     "content", [b"not a database, but long enough to look like a file" * 30, b"", b"SQLite format 3\x00" * 99]
 )
 def test_a_damaged_index_is_built_again(run: Path, content: bytes) -> None:
-    Dumps.open(run).close()
-    (run / "index.sqlite").write_bytes(content)
+    index_of(run).write_bytes(content)
     with Dumps.open(run) as dumps:
         assert dumps.count() == 6
         assert bool(content) == any("built again" in note for note in dumps.summary()[0]["notes"])
 
 
 def test_an_index_of_another_version_is_built_again(run: Path) -> None:
-    Dumps.open(run).close()
-    with sqlite3.connect(run / "index.sqlite") as connection:
+    with sqlite3.connect(index_of(run)) as connection:
         connection.execute("PRAGMA user_version = 99")
         connection.execute("DROP TABLE problems")
     connection.close()
@@ -368,13 +373,11 @@ def test_an_index_of_another_version_is_built_again(run: Path) -> None:
         assert dumps.count() == 6
 
 
-def test_a_run_folder_that_cannot_be_written_has_its_index_in_the_cache(
-    run: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dump_index, "INDEX_NAME", "metrics.jsonl/index.sqlite")
-    with Dumps.open(run) as dumps:
-        assert dumps.count() == 6
-        assert Path(dumps.summary()[0]["index"]).parent == cache / "areal-lite"
+def test_the_index_is_in_the_cache_and_nothing_is_written_to_the_run(run: Path, cache: Path) -> None:
+    before = sorted(run.rglob("*"))
+    assert index_of(run).parent == cache / "areal-lite"
+    assert sorted(run.rglob("*")) == before
+    assert (cache / "areal-lite").stat().st_mode & 0o777 == 0o700
 
 
 def test_processes_that_index_the_same_run_at_once_add_each_line_once(run: Path) -> None:

@@ -15,6 +15,11 @@ from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def judge(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Return the folder of a reward model."""

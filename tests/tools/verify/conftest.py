@@ -14,6 +14,11 @@ from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_server: str) -> Path:
     folder = tmp_path_factory.mktemp("sound")
@@ -60,4 +65,4 @@ def sound_run(run_yaml: Path) -> Path:
 @pytest.fixture
 def run(sound_run: Path, tmp_path: Path) -> Path:
     """Return a copy of the sound run."""
-    return shutil.copytree(sound_run, tmp_path / "copy" / "t", ignore=shutil.ignore_patterns("index.sqlite*"))
+    return shutil.copytree(sound_run, tmp_path / "copy" / "t")

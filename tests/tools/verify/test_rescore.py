@@ -59,7 +59,7 @@ def test_the_rewards_of_the_run_itself_come_out_again_and_nothing_changes(
 
 
 def test_each_episode_gets_its_own_row(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rescore", str(run), "--reward", f"{HERE}.counted", "--json"]) == 0
+    assert main(["rescore", str(run), "--reward", f"{HERE}.counted", "--json", "--trust-config"]) == 0
     news = {int(each["new"]) for each in objects(capsys)}
     assert news <= set(range(len(rows()))) and len(news) > 8
 
