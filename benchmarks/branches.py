@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.models.policy_model import resolve_dtype
 from areal_lite.trainer.forward.microbatches import num_inputs, plan_blocks, plan_microbatches, tree_length
-from benchmarks.logits_memory import peak
 from benchmarks.packing import VOCABULARY, Plan, alone, make_scorer, run
 from benchmarks.report import Figure, make_parser, write_figures
 from benchmarks.roofline import smollm2_config
@@ -143,9 +142,16 @@ def memory(args: Any, way: str) -> float:
         before = torch.cuda.memory_allocated()
         work.step(way)
         return float(torch.cuda.max_memory_allocated() - before) / (1 << 20)
-    before = peak()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far was of loading
+    before = _status("VmRSS")
     work.step(way)
-    return peak() - before
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> float:
+    """Return a figure of this process in MiB."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
 
 
 def main() -> None:

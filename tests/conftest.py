@@ -1,6 +1,8 @@
 """Settings of all tests, and the model and server that most runs of tests share."""
 
 import gc
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,13 @@ settings.load_profile("areal_lite")
 
 # Nothing that imports and collection leave is garbage; to scan it again and again takes as long as many tests.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what commands cache, such as indexes of dumps, out of the user's own cache."""
+    folder = tempfile.TemporaryDirectory(prefix="areal-lite-cache-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["XDG_CACHE_HOME"] = folder.name
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,5 @@
 """Importing the package is cheap and changes nothing."""
 
-import statistics
 import subprocess
 import sys
 
@@ -33,7 +32,7 @@ def test_import_is_cheap_loads_no_torch_and_changes_neither_environment_nor_loop
     statements = ["import areal_lite; from areal_lite.api import *", BASELINE]
     probe(statements[0])
     runs = [[probe(statement) for statement in statements] for _ in range(5)]  # in turn: load falls on both
-    ours, baseline = (statistics.median(run[i][0] for run in runs) for i in (0, 1))
+    ours, baseline = (min(run[i][0] for run in runs) for i in (0, 1))  # a busy machine only adds to it
     assert runs[0][0][2] == []
     assert ours <= 1.5 * baseline, f"import takes {ours:.3f} s, the baseline {baseline:.3f} s"
     assert max(run[0][1] for run in runs) <= 60

@@ -14,7 +14,8 @@ import yaml
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, Trajectory
 from areal_lite.cli import main as cli
-from areal_lite.config.loader import dump_config, load_config
+from areal_lite.config.dump import dump_config
+from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError
 from areal_lite.files.safe_text import SafeFormatter, command_without_secrets, without_secrets
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text

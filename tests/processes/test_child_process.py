@@ -21,7 +21,7 @@ class Agent:
 """
 SENDS = {
     "agent": "pickled_agent(Agent())",
-    "workflow": "pickled_workflow(Agent, {}, 1, InferenceEngineConfig(workers=2))",
+    "workflow": "pickled_workflow(Agent, {}, InferenceEngineConfig(workers=2))",
 }
 
 
