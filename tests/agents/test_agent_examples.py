@@ -257,7 +257,7 @@ def test_an_example_earns_its_reward_and_each_token_is_recorded_once(
     assert sorted(trained) == sorted(sampled)  # each token has a log-prob of its own
     assert len(trajectory.sequences) == example.sequences
     assert watch.session is not None and watch.session.tool_parse_errors == 0
-    assert {request.stream for request in watch.requests} == {stream}
+    assert {request.options.stream for request in watch.requests} == {stream}
     assert bool(watch.in_process) == (door == "in process")
 
     row = observed.setdefault(example.sdk, {"API": f"`{watch.path}`", "history exact": YES})
