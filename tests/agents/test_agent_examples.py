@@ -173,7 +173,7 @@ class Watch:
 
     def num_prompts(self) -> int:
         """Return how many different beginnings the conversations have: one for each agent."""
-        return len({(request.keys[0], request.render_key) for request in self.requests})
+        return len({(request.conversation.keys[0], request.render_key) for request in self.requests})
 
 
 class ByAddress:
