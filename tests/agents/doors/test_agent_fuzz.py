@@ -174,7 +174,7 @@ def test_3_000_cases_of_the_description_get_no_server_error() -> None:
     async def serve() -> None:
         service = AgentService()
         async with listening(service) as listener:
-            address.extend([listener.url, service.open(new_session(lambda _: "hi"))])
+            address.extend([f"http://127.0.0.1:{listener.port}", service.open(new_session(lambda _: "hi"))])
             started.set()
             await asyncio.to_thread(stopped.wait)
 

@@ -69,7 +69,7 @@ AXES: dict[str, list[Any]] = {
     "critic": [{}, {"clip_eps": 0.01}, {"updates_before_policy": 1}],
     "lora": [None, {"rank": 2, "alpha": 3.0}, {"rank": 3, "target_modules": ["q_proj", "down_proj"]}],
     "advantage": [
-        *((name, {}) for name in ESTIMATORS),
+        *((name, {}) for name in sorted(ESTIMATORS)),
         ("grpo", {"divide_by_std": False}), ("grpo_passk", {"divide_by_std": False}), ("gpg", {"f_norm": 2.0}),
         ("gae", {"gamma": 0.9, "lam": 0.8}), ("reinforce", {"gamma": 0.9}), ("reinforce_plus_plus", {"gamma": 0.9}),
         ("optimal_token_baseline", {"credit_lone_tail": True}), ("turn_grpo", {"divide_by_std": False}),
