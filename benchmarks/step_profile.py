@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
+from areal_lite.embedded.decoder import lean_decoder_kernels
 from areal_lite.embedded.model_runner import ModelRunner, load_model
-from areal_lite.models.kernels import fused_decoder_kernels, lean_decoder_kernels, score_kernels
+from areal_lite.models.kernels import fused_decoder_kernels, score_kernels
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import decode_limit, limits

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from areal_lite.embedded.bad_request import invalid_value, wrong_type
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams, parse_sampling_params
-from areal_lite.servers.dialects.sglang_errors import invalid_value, wrong_type
 
 _UNSUPPORTED = (
     *("text", "input_embeds", "image_data", "audio_data", "video_data", "return_hidden_states"),

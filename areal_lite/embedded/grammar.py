@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from areal_lite.embedded.bad_request import invalid_value
 from areal_lite.embedded.sampling_params import SamplingParams
-from areal_lite.servers.dialects.sglang_errors import invalid_value
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite.embedded.adapter import Adapter
+from areal_lite.embedded.decoder.lean_decoder import LeanDecoder
+from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, lean_decoder_operations
+from areal_lite.embedded.decoder.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
 from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
-from areal_lite.models.kernels.lean_decoder_kernels import LayerOperations, lean_decoder_operations
-from areal_lite.models.lean_decoder import LeanDecoder
-from areal_lite.models.slot_cache import SlotCache
 
 
 class ModelRunner:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from areal_lite.servers.dialects.sglang_errors import BadRequest, invalid_value, wrong_type
+from areal_lite.embedded.bad_request import BadRequest, invalid_value, wrong_type
 
 
 def _check_top_k(value: int) -> int:

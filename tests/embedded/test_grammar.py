@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from areal_lite.embedded.bad_request import BadRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.sampling_params import SamplingParams
-from areal_lite.servers.dialects.sglang_errors import BadRequest
 from tests.embedded.serving import Client, load, logprobs_of, reported, serving, worst
 
 PROMPT = list(b"Describe the fox in JSON: ")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from areal_lite.embedded.bad_request import BadRequest
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.sampling import sample
 from areal_lite.embedded.sampling_params import SamplingParams, parse_sampling_params
-from areal_lite.servers.dialects.sglang_errors import BadRequest
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from areal_lite.embedded.decoder.lean_decoder_kernels import CompiledOperations
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.models.attention_windows import causal_window, short_windows, window_of
 from areal_lite.models.fused_decoder import FusedDecoder
-from areal_lite.models.kernels.lean_decoder_kernels import CompiledOperations
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from tests.fixtures.windowed_models import FAMILIES, reference, windowed
 from tests.trainer.training_data import packed_together, sequence

@@ -8,10 +8,10 @@ from typing import Any
 from aiohttp import web
 
 from areal_lite import __version__
+from areal_lite.embedded.bad_request import wrong_type
 from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.http_server import fields_of, reply_json
 from areal_lite.embedded.routes.weight_routes import WeightRoutes
-from areal_lite.servers.dialects.sglang_errors import wrong_type
 
 _FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "

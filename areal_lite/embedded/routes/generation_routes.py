@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
+from areal_lite.embedded.bad_request import BadRequest, invalid_value
 from areal_lite.embedded.generate_body import GenerationLimits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.http_server import fields_of, json_of, reply_json
 from areal_lite.embedded.routes.weight_routes import WeightRoutes
-from areal_lite.servers.dialects.sglang_errors import BadRequest, invalid_value
 
 T = TypeVar("T")
 

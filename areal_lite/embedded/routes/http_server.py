@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
+from areal_lite.embedded.bad_request import BadRequest, wrong_type
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
 from areal_lite.processes.http_limits import BodyError, HttpLimits, read_body
-from areal_lite.servers.dialects.sglang_errors import BadRequest, wrong_type
 
 LIMITS = web.AppKey("limits", HttpLimits)
 

@@ -15,12 +15,12 @@ import torch
 from aiohttp import web
 
 from areal_lite.embedded.adapter import Adapter, read_adapter
+from areal_lite.embedded.bad_request import invalid_value, wrong_type
 from areal_lite.embedded.checked_weights import Checkpoint, check_manifest, check_shapes, check_tied
 from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.http_server import failure, fields_of, reply_json, version_of
+from areal_lite.embedded.weight_receiver import WeightReceiver
 from areal_lite.errors import ArealLiteError, ConfigError
-from areal_lite.servers.dialects.sglang_errors import invalid_value, wrong_type
-from areal_lite.servers.weights.receiver import WeightReceiver
 
 
 class WeightRoutes:

@@ -24,12 +24,12 @@ from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.__main__ import main
+from areal_lite.embedded.bad_request import BadRequest
 from areal_lite.embedded.routes.generation_routes import GenerationRoutes
 from areal_lite.embedded.routes.http_server import body_of
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer, FullWindow
 from areal_lite.servers.dialects.sglang import SGLang
-from areal_lite.servers.dialects.sglang_errors import BadRequest
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 _NO_TEMPLATE = "{{ raise_exception('the tokenizer has no chat template: send a prompt to /v1/completions') }}"

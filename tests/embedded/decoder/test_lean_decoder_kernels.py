@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areal_lite.embedded.model_runner import ModelRunner
-from areal_lite.models.kernels.lean_decoder_kernels import (
+from areal_lite.embedded.decoder.lean_decoder_kernels import (
     CompiledOperations,
     LayerOperations,
     Turn,
     compiled_operations,
     lean_decoder_operations,
 )
-from areal_lite.models.slot_cache import SlotCache, SlotLayer
-from tests.models.test_lean_decoder import MODELS, run, tiny
+from areal_lite.embedded.decoder.slot_cache import SlotCache, SlotLayer
+from areal_lite.embedded.model_runner import ModelRunner
+from tests.embedded.decoder.test_lean_decoder import MODELS, run, tiny
 
 HALF_STEP = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
@@ -67,7 +67,7 @@ def test_the_product_is_that_of_torch(dtype: torch.dtype, outs: int, width: int,
 def test_products_of_few_rows_are_compiled_ones(
     dtype: torch.dtype, has_instructions: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_lite.models.kernels.lean_decoder_kernels.has_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr("areal_lite.embedded.decoder.lean_decoder_kernels.has_bfloat16", lambda: has_instructions)
     operations = compiled_operations(tiny("llama", dtype))
     states, weight = torch.empty(900, 1, 48), torch.empty(5, 48)
     assert [operations.takes(states[:rows], weight) for rows in (1, most, most + 1)] == [True, True, most == 900]
@@ -148,7 +148,7 @@ def test_logits_are_as_near_to_float32_as_those_of_torch(family: str, slots: lis
 def test_a_large_model_in_float32_has_torchs_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(family, torch.float32)
     expected = run(ModelRunner(model, slots=5, context_length=32, compiled=False), [3, 0, 4])
-    monkeypatch.setattr("areal_lite.models.kernels.lean_decoder_kernels._MIN_FLOAT32", 0)
+    monkeypatch.setattr("areal_lite.embedded.decoder.lean_decoder_kernels._MIN_FLOAT32", 0)
     runner = ModelRunner(model, slots=5, context_length=32)
     assert runner._lean is not None and type(runner._lean._operations) is CompiledOperations
     torch.testing.assert_close(run(runner, [3, 0, 4]), expected, atol=1e-5, rtol=0.0)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areal_lite.embedded.decoder.slot_cache import SlotLayer
 from areal_lite.models.decoder_family import family_of, fits_kernels, query_key_norms
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.policy_model import has_bfloat16
-from areal_lite.models.slot_cache import SlotLayer
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = {

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, Turn
+from areal_lite.embedded.decoder.slot_cache import SlotCache, SlotLayer
 from areal_lite.models.decoder_family import DecoderLayer
-from areal_lite.models.kernels.lean_decoder_kernels import LayerOperations, Turn
-from areal_lite.models.slot_cache import SlotCache, SlotLayer
 
 
 class _Linear:

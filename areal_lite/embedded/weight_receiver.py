@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_lite.embedded.bad_request import wrong_type
 from areal_lite.errors import ServerError
-from areal_lite.servers.dialects.sglang_errors import wrong_type
 from areal_lite.servers.weights.process_group import broadcast, join_group, open_store
 
 _SILENCE_S = 60.0
