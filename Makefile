@@ -7,7 +7,7 @@ AGENTS := .venv-agents
 # servers to start while the other computes. Hundreds of processes start, so compiled bytecode is kept.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
 
-.PHONY: install demo test test-slow test-agents test-browser test-servers fuzz mutants lint format bench clean
+.PHONY: install demo test test-slow test-agents test-browser test-servers test-versions fuzz mutants lint format bench clean
 
 install: $(STAMP)
 
@@ -55,6 +55,25 @@ test-servers: install .venv-sglang/installed .venv-vllm/installed
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -q torch==2.13.0
 	.venv-$*/bin/python -m pip install -q --no-deps -r $<
+	touch $@
+
+# The core of the suite with the lowest version of each dependency that pyproject.toml allows, then with the newest that
+# is served. Both environments hold torch with its GPU libraries: about 10 GB each.
+test-versions: .venv-lowest/installed .venv-highest/installed
+	$(TEST_ENV) .venv-lowest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(CORE)
+	$(TEST_ENV) .venv-highest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(CORE)
+
+CORE := $(addprefix tests/,agents api config data embedded models processes rollout runs servers trainer)
+EXTRAS := $(addprefix --extra ,examples lora math plot tensorboard vision)
+
+.venv-lowest/installed: RESOLUTION := lowest-direct
+.venv-highest/installed: RESOLUTION := highest
+.venv-lowest/installed .venv-highest/installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q uv
+	$(@D)/bin/uv pip compile -q --python $(@D)/bin/python --resolution $(RESOLUTION) $(EXTRAS) pyproject.toml -o $(@D)/versions.txt
+	$(@D)/bin/uv pip install -q --python $(@D)/bin/python -r $(@D)/versions.txt -e . \
+		anthropic hypothesis psutil pytest pytest-timeout pytest-xdist schemathesis
 	touch $@
 
 fuzz: install

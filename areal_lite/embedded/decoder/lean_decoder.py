@@ -6,6 +6,7 @@ model's own forward does. Shares the model's weights; in bfloat16 on a CPU it al
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,17 +25,35 @@ class _Linear:
         self._weight = weight
         self._bias = bias
         self._operations = operations
-        half = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        self._packs = half and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+        self._packs = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and can_pack()
         self.packed: Tensor | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
         if not self._packs or self._operations.takes(states, self._weight):
             return self._operations.product(states, self._weight, self._bias)
         if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self._weight)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self._bias, "none", [], "")
+            self.packed = _pack(self._weight)
+        product: Tensor = _packed_product(states, self.packed, self._bias)
         return product
+
+
+def _pack(weight: Tensor) -> Any:
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def _packed_product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Any:
+    return torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+
+
+@cache
+def can_pack() -> bool:
+    """Try the operators for packed weights, which are private to torch: another version may lack or change them."""
+    try:
+        weight = torch.eye(32, dtype=torch.bfloat16)
+        supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return supported and torch.equal(_packed_product(weight, _pack(weight), None), weight)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 class LeanDecoder:

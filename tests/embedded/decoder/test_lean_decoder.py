@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areal_lite.embedded.decoder import lean_decoder
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.models.decoder_family import FAMILIES
 
@@ -82,3 +83,22 @@ def test_new_weights_act(family: str, dtype: torch.dtype) -> None:
     atol = 1e-5 if dtype == torch.float32 else 0.0
     torch.testing.assert_close(after, run(own, [0, 1, 2]), atol=atol, rtol=0.0)
     assert not torch.allclose(before, after, atol=0.1)
+
+
+@pytest.mark.parametrize("change", ["missing", "another signature", "another result"])
+def test_a_torch_whose_private_operators_changed_gets_plain_products(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: dict[str, Any] = {"missing": AttributeError(), "another signature": RuntimeError()}
+
+    def packed_product(states: Any, packed: Any, bias: Any) -> Any:
+        if error := results.get(change):
+            raise error
+        return states + 1
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
+    monkeypatch.setattr(lean_decoder, "_pack", lambda weight: weight)
+    monkeypatch.setattr(lean_decoder, "_packed_product", packed_product)
+    assert not lean_decoder.can_pack.__wrapped__()
+    monkeypatch.setattr(lean_decoder, "_packed_product", lambda states, packed, bias: states @ packed)
+    assert lean_decoder.can_pack.__wrapped__()
