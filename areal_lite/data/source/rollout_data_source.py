@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from areal_lite.data.source.data_source_state import (
     state_path,
     write_state,
 )
-from areal_lite.data.source.row_streams import DatasetRows, EmptyRows, RowStream
+from areal_lite.data.source.row_streams import DatasetRows, IterableRows, RowStream
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.data.source.source_settings import SampleGroup, SourceSettings, dataset_of
 from areal_lite.errors import ConfigError
@@ -53,7 +54,7 @@ class RolloutDataSource:
             dataset, settings = dataset_of(dataset)  # of slime's args
         settings = settings or SourceSettings()
         if not isinstance(dataset, RowStream):
-            dataset = EmptyRows(settings) if dataset is None else DatasetRows(dataset, settings)
+            dataset = IterableRows(repeat({}), settings) if dataset is None else DatasetRows(dataset, settings)
         self.rows: RowStream = dataset
         self.settings: SourceSettings = self.rows.settings
         self.sample_index = 0
