@@ -377,6 +377,18 @@ def test_types_are_widened_only_where_files_differ(tmp_path, load):
     assert load(texts)["p"][:] == ["x", "x"]
 
 
+def test_a_column_without_values_takes_the_type_of_other_files(tmp_path, write, load):
+    dicts = parquet(tmp_path / "b.parquet", [{"p": {"a": 1}}])
+    assert load([write("a.jsonl", lines({"p": None})), dicts])["p"][:] == [None, {"a": 1}]
+
+
+def test_text_never_becomes_bytes(tmp_path, write, load):
+    texts, data = write("a.jsonl", lines({"p": "x"})), parquet(tmp_path / "b.parquet", [{"p": b"x"}])
+    for files in ([texts, data], [data, texts]):
+        with pytest.raises(ConfigError, match=r"column 'p' is a .*binary.*use one type"):
+            load(files)
+
+
 def test_of_several_columns_the_one_that_differs_is_named(tmp_path, write, load):
     first = parquet(tmp_path / "a.parquet", [{"same": 1, "none": None, "p": 1}])
     with pytest.raises(ConfigError, match="b.jsonl: column 'p' is a text"):
