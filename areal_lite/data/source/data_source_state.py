@@ -62,7 +62,7 @@ def groups_from_json(saved: Iterable[list[dict[str, Any]]], stream: RowStream) -
 
     def sample_of(saved: dict[str, Any]) -> Sample:  # siblings share the row, and nothing else
         position = saved["position"]
-        return Sample.from_dict((settings.sample_fields(rows[position]) if position in rows else {}) | saved)
+        return Sample.from_dict(saved | (settings.sample_fields(rows[position]) if position in rows else {}))
 
     loaded = [[sample_of(saved) for saved in group] for group in groups]
     again = settings.in_mini_batches([None] * len(loaded), [group[0].row for group in loaded])

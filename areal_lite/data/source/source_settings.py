@@ -76,16 +76,22 @@ class SourceSettings:
         return row if isinstance(row, Mapping) else {self.prompt_key: row}  # type: ignore[return-value]
 
     def sample_fields(self, row: Any) -> dict[str, Any]:
-        """Return the sample's fields that come from its row; ConfigError if its ``metadata_key`` is not a dict."""
+        """Return the sample's fields that come from its row, except the metadata."""
         columns = self.columns_of(row)
         prompt = self.render(row) if self.render is not None else deep_copy(columns.get(self.prompt_key, ""))
         label = columns.get(self.label_key) if self.label_key else None
-        metadata = (columns.get(self.metadata_key) if self.metadata_key else None) or {}
+        return {"row": row, "prompt": prompt, "label": deep_copy(label)}
+
+    def metadata_of(self, row: Any) -> dict[str, Any]:
+        """Return the sample's metadata; ConfigError if the column ``metadata_key`` is not a dict."""
+        if self.metadata_key is None or not isinstance(row, Mapping):
+            return {}
+        metadata = row.get(self.metadata_key) or {}
         if not isinstance(metadata, Mapping):
             raise ConfigError(
                 f"the column {self.metadata_key!r} (metadata_key) of a row is {metadata!r:.80}: it must be a dict"
             )
-        return {"row": row, "prompt": prompt, "label": deep_copy(label), "metadata": dict(deep_copy(metadata))}
+        return dict(deep_copy(metadata))
 
     def in_mini_batches(self, positions: Sequence[int | None], rows: Sequence[Any]) -> list[DrawnRow]:
         """Return the rows, those that become workflow input together with their mini-batch."""
@@ -107,7 +113,8 @@ class SourceSettings:
             ConfigError: If the row is neither a dict nor text nor a list.
         """
         row = deep_copy(checked_row(drawn.row))
-        first = Sample(first_index, group_index=number, position=drawn.position, **self.sample_fields(row))
+        fields, metadata = self.sample_fields(row), self.metadata_of(row)
+        first = Sample(first_index, group_index=number, position=drawn.position, metadata=metadata, **fields)
         first.mini_batch = drawn.mini_batch
         return [first, *(first.sibling(first_index + i) for i in range(1, self.n_samples_per_prompt))]
 
