@@ -219,7 +219,7 @@ def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
 def _joined(parts: Sequence[tuple[str, datasets.Dataset]]) -> datasets.Dataset:
     """Return the rows of all parts; types that differ in width, such as int32 and float, become the wider one."""
     import datasets
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     parts = [(name, rows) for name, rows in parts if len(rows)]
     if not parts:
