@@ -8,8 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_lite.config.dataset_config import DatasetConfig, RowsConfig
@@ -18,7 +17,7 @@ from areal_lite.data.rows.row_files import load_dataset, looks_like_files
 from areal_lite.data.rows.text_rows import Row, checked_row, kind_of
 from areal_lite.errors import ConfigError
 
-__all__ = ["Row", "check_held_out", "generator_of", "load_rows", "select_rows"]
+__all__ = ["Row", "check_held_out", "load_rows", "select_rows"]
 
 _GYM = "reasoning-gym:"
 _GYM_SIZE = 500
@@ -110,31 +109,14 @@ def _function(path: str, kwargs: dict[str, Any]) -> list[Row]:
     function = load_object(path, where="dataset path")
     if not callable(function):
         raise ConfigError(f"dataset {path}: a {kind_of(function)}: it must be a function that returns rows")
-    rows = _call(function, path, kwargs)()
+    try:
+        inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"dataset {path}: kwargs {kwargs} do not fit: {error}") from None
+    rows = function(**kwargs)
     if isinstance(rows, str | Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise ConfigError(f"dataset {path}: it returned a {kind_of(rows)}: it must return a list of dicts")
     return [
         row if isinstance(row, str | list) else dict(checked_row(row, f"{path}, row {number}"))  # type: ignore[misc]
         for number, row in enumerate(rows, 1)
     ]
-
-
-def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:
-    """Return the generator function at ``rows.path``, with its arguments."""
-    path = str(rows.path)
-    function = load_object(path, where="train_dataset.path")
-    if not inspect.isgeneratorfunction(function):
-        raise ConfigError(
-            "rollout_global_dataset is false, so rows come from a generator function, and train_dataset.path "
-            f"{path!r} is none: name a function that yields rows, or set rollout_global_dataset: true for files and "
-            "functions that return a list"
-        )
-    return _call(function, path, rows.kwargs)
-
-
-def _call(function: Callable[..., Any], path: str, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    try:
-        inspect.signature(function).bind(**kwargs)
-    except TypeError as error:
-        raise ConfigError(f"dataset {path}: kwargs {kwargs} do not fit: {error}") from None
-    return partial(function, **kwargs)

@@ -8,6 +8,7 @@ made under the data source's lock, except :meth:`CurriculumRows.update`.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import threading
 from abc import ABC, abstractmethod
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.config.dotted_path import load_object
 from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
 from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.source_settings import DrawnRow, SourceSettings, checked_row
@@ -259,3 +262,20 @@ class GeneratedRows(_RepeatedRows):
                 f"the generator {self.settings.name} ended before row {drawn}, which this run had drawn: a "
                 "resumed run needs a function that yields the same rows again"
             )
+
+
+def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:
+    """Return the generator function at ``rows.path``, with its arguments."""
+    path = str(rows.path)
+    function = load_object(path, where="train_dataset.path")
+    if not inspect.isgeneratorfunction(function):
+        raise ConfigError(
+            "rollout_global_dataset is false, so rows come from a generator function, and train_dataset.path "
+            f"{path!r} is none: name a function that yields rows, or set rollout_global_dataset: true for files and "
+            "functions that return a list"
+        )
+    try:
+        inspect.signature(function).bind(**rows.kwargs)
+    except TypeError as error:
+        raise ConfigError(f"train_dataset.kwargs {rows.kwargs} do not fit {path}: {error}") from None
+    return lambda: function(**rows.kwargs)

@@ -6,9 +6,8 @@ import pytest
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.rows.load_rows import generator_of
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.source.row_streams import GeneratedRows
+from areal_lite.data.source.row_streams import GeneratedRows, generator_of
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 
@@ -82,7 +81,7 @@ def test_a_generator_with_too_few_rows_is_an_error():
     [
         ({"path": "rows.jsonl"}, "'rows.jsonl'"),
         ({"path": "tests.data.source.test_generated_rows.a_list"}, "is none: name a function that yields rows"),
-        ({"kwargs": {"end": 5}}, "dataset tests.data.source.test_generated_rows.count: kwargs {'end': 5} do not fit"),
+        ({"kwargs": {"end": 5}}, "train_dataset.kwargs {'end': 5} do not fit"),
     ],
 )
 def test_a_path_that_is_no_generator_is_refused(changes, says):
