@@ -197,13 +197,17 @@ class CurriculumRows(DatasetRows):
                 self._indices = iter(self._sampler)
 
 
-class _RepeatedRows(RowStream):
-    """The rows of an iterator; ``begin`` makes a new one each time it ends."""
+class GeneratedRows(RowStream):
+    """The rows of a generator function, which is called again each time it ends.
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], settings: SourceSettings) -> None:
+    The state names the number of rows drawn: a resumed stream skips as many, so the function must give the same rows
+    again. Groups that are owed are saved with their rows, which must be JSON values.
+    """
+
+    def __init__(self, generate: Callable[[], Iterator[Any]], settings: SourceSettings) -> None:
         super().__init__(settings)
-        self._begin = begin
-        self._iterator = begin()
+        self._generate = generate
+        self._iterator = generate()
         self._ended = False
 
     def _read_ahead(self, count: int) -> None:
@@ -215,12 +219,25 @@ class _RepeatedRows(RowStream):
 
     def _begins_again(self) -> bool:
         if self.sample_offset == 0:
-            return False
-        self.epoch_id, self.sample_offset, self._iterator = self.epoch_id + 1, 0, self._begin()
+            raise ConfigError(f"the generator {self.settings.name} yielded no row: yield at least one")
+        self.epoch_id, self.sample_offset, self._iterator = self.epoch_id + 1, 0, self._generate()
         return True
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state``: skip the rows that were drawn."""
+        super().load_state_dict(state)
+        epoch, drawn = self.epoch_id, self.sample_offset
+        self.sample_offset, self._iterator, self._ended = 0, self._generate(), False
+        for _ in self.draw(drawn):
+            pass
+        if self.epoch_id != epoch:
+            raise ConfigError(
+                f"the generator {self.settings.name} ended before row {drawn}, which this run had drawn: a "
+                "resumed run needs a function that yields the same rows again"
+            )
 
-class IterableRows(_RepeatedRows):
+
+class IterableRows(GeneratedRows):
     """The rows of an iterable, which restarts each time it ends; an iterator ends for good. A list is a batch."""
 
     has_position = False
@@ -232,36 +249,10 @@ class IterableRows(_RepeatedRows):
         )
 
     def _begins_again(self) -> bool:
-        return self._endless and super()._begins_again()
+        return self._endless and self.sample_offset > 0 and super()._begins_again()
 
     def state_dict(self) -> dict[str, Any]:
         raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")
-
-
-class GeneratedRows(_RepeatedRows):
-    """The rows of a generator function, which is called again each time it ends.
-
-    The state names the number of rows drawn: a resumed stream skips as many, so the function must give the same rows
-    again. Groups that are owed are saved with their rows, which must be JSON values.
-    """
-
-    def _begins_again(self) -> bool:
-        if not super()._begins_again():
-            raise ConfigError(f"the generator {self.settings.name} yielded no row: yield at least one")
-        return True
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``: skip the rows that were drawn."""
-        super().load_state_dict(state)
-        epoch, drawn = self.epoch_id, self.sample_offset
-        self.sample_offset, self._iterator = 0, self._begin()
-        for _ in self.draw(drawn):
-            pass
-        if self.epoch_id != epoch:
-            raise ConfigError(
-                f"the generator {self.settings.name} ended before row {drawn}, which this run had drawn: a "
-                "resumed run needs a function that yields the same rows again"
-            )
 
 
 def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:
