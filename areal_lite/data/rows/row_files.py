@@ -11,11 +11,11 @@ import difflib
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, located_rows, text_table
+from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import check_cache, local_copies
 
@@ -63,22 +63,11 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
     return rows
 
 
-def place_of_row(paths: Sequence[str], row: Mapping[str, Any], *, cache_dir: str | None) -> str:
-    """Return file and line of the first row of the text files in ``paths`` that equals ``row``; empty if none does."""
+def text_files(paths: Sequence[str], *, cache_dir: str | None) -> list[Path]:
+    """Return the JSON and CSV files that ``paths`` name, remote ones as local copies."""
     cache = Path(cache_dir or "~/.cache/areal_lite").expanduser()
-    try:
-        names = [name for path in paths for files in _source(path, cache)[1].values() for name in files]
-    except ConfigError:  # a function or a task
-        return ""
-    files = itertools.chain.from_iterable(_local(name, cache) for name in names)
-    places = (
-        where
-        for file in files
-        if _suffix(file.name) in _TEXT
-        for where, found in located_rows(file)
-        if all(found.get(key) == value for key, value in row.items())
-    )
-    return next(places, "")
+    names = [name for path in paths for files in _source(path, cache)[1].values() for name in files]
+    return [file for name in names for file in _local(name, cache) if _suffix(file.name) in _TEXT]
 
 
 def looks_like_files(path: str) -> bool:

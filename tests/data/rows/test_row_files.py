@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.load_rows import load_rows
-from areal_lite.data.rows.row_files import load_dataset, place_of_row
+from areal_lite.data.rows.row_files import load_dataset
+from areal_lite.data.supervised.tokenized_dataset import place_of_row
 from areal_lite.errors import ConfigError, StorageError
 
 
