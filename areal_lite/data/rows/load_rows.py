@@ -17,8 +17,6 @@ from areal_lite.data.rows.row_files import load_dataset, looks_like_files
 from areal_lite.data.rows.text_rows import Row, checked_row, kind_of
 from areal_lite.errors import ConfigError
 
-__all__ = ["GYM", "Row", "load_rows", "select_rows"]
-
 GYM = "reasoning-gym:"
 
 

@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_class
 from areal_lite.data.chat.prompt_encoder import PromptEncoder, TemplateError
-from areal_lite.data.rows.load_rows import Row, load_rows, select_rows
-from areal_lite.data.rows.text_rows import checked_row, different_columns
+from areal_lite.data.rows.load_rows import load_rows, select_rows
+from areal_lite.data.rows.text_rows import Row, checked_row, different_columns
 from areal_lite.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -222,7 +222,7 @@ def _joined(parts: Sequence[tuple[str, datasets.Dataset]]) -> datasets.Dataset:
         for place, column in enumerate(schema.names):
             both = schema.field(column), own.field(column)
             # Text and bytes would become bytes.
-            promote = "default" if any(pa.types.is_binary(field.type) for field in both) else "permissive"
+            promote = "default" if any("binary" in str(field.type) for field in both) else "permissive"
             try:
                 wider = pa.unify_schemas([pa.schema([field]) for field in both], promote_options=promote).field(0)
             except pa.ArrowTypeError as error:

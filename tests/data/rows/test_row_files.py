@@ -384,10 +384,12 @@ def test_a_column_without_values_takes_the_type_of_other_files(tmp_path, write, 
 
 
 def test_text_never_becomes_bytes(tmp_path, write, load):
-    texts, data = write("a.jsonl", lines({"p": "x"})), parquet(tmp_path / "b.parquet", [{"p": b"x"}])
-    for files in ([texts, data], [data, texts]):
-        with pytest.raises(ConfigError, match=r"column 'p' is a .*binary.*use one type"):
-            load(files)
+    texts = write("a.jsonl", lines({"p": "x"}))
+    for kind in (pa.binary(), pa.large_binary()):
+        data = parquet(tmp_path / "b.parquet", pa.table({"p": pa.array([b"x"], kind)}))
+        for files in ([texts, data], [data, texts]):
+            with pytest.raises(ConfigError, match=r"column 'p' is a .*binary.*use one type"):
+                load(files)
 
 
 def test_of_several_columns_the_one_that_differs_is_named(tmp_path, write, load):
