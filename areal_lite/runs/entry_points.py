@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from areal_lite.api.trajectory import EpisodeStatus, Group
+from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.rules import check_rows_end, check_training, held_out_rows
 from areal_lite.config.run_config import RunConfig
-from areal_lite.data.rows.load_rows import check_held_out
+from areal_lite.data.rows.load_rows import GYM
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.quick_import import quick_import
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
 
 logger = logging.getLogger(__name__)
+
+_GYM_SIZE = 500
+"""Default number of rows of a reasoning-gym task."""
 
 
 def run_training(
@@ -150,3 +154,23 @@ def check_learnable(config: RunConfig) -> None:
             f"rollout.group_size is {rollout.group_size}: a group of one has no baseline, so every advantage of "
             f"{config.trainer.advantage} would be 0. Use 2 or more"
         )
+
+
+def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
+    """Check that held-out rows of a reasoning-gym task are not training rows too: row i comes from ``seed + i``."""
+    if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(GYM)):
+        return
+    first, second = map(_gym_seeds, (train, held_out))
+    if max(first.start, second.start) < min(first.stop, second.stop):
+        raise ConfigError(
+            f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, which overlap with the "
+            f"training rows' {first.start} to {first.stop - 1}: set its seed to {first.stop} or more"
+        )
+
+
+def _gym_seeds(config: DatasetConfig) -> range:
+    seed = int(config.kwargs.get("seed", 0))
+    size = int(config.kwargs.get("size", _GYM_SIZE))
+    if config.max_samples is not None and not config.shuffle:
+        size = min(size, config.max_samples)
+    return range(seed, seed + size)

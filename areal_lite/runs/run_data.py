@@ -223,8 +223,7 @@ def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: Wo
 
 
 def _dataset(config: RunConfig, rows: DatasetConfig, workflow: WorkflowChoice, *, is_train: bool) -> Any:
-    from areal_lite.data.rows.dynamic_dataset import DynamicGenRows, make_dataset
-    from areal_lite.data.rows.prompt_rows import PromptRows
+    from areal_lite.data.rows.prompt_rows import DynamicGenRows, PromptRows, make_dataset
 
     # Only prompt lengths, and classes of the user's that may read tokens, need a tokenizer here.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)

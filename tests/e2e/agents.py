@@ -9,7 +9,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator
+from areal_lite.data.rows.prompt_rows import AbstractDataGenerator
 from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.rollout import workflow_context
 

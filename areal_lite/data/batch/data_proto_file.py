@@ -21,8 +21,8 @@ from torch import Tensor
 
 from areal_lite.data.batch.data_proto import DataProto, form_of, object_array
 from areal_lite.data.rows.fingerprint import differences
-from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.whole_files import write_whole
+from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import storing, write_whole
 
 _FORMAT = "areal_lite.DataProto"
 _SCHEMA = "1"
@@ -44,14 +44,12 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
     tensors = to_tensors(batch)
     path = Path(path)
     try:
-        write_whole(path, save(tensors, {"format": _FORMAT, "schema": _SCHEMA}))
+        content = save(tensors, {"format": _FORMAT, "schema": _SCHEMA})
     except KeyError as error:  # a dtype that safetensors does not support
         names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
         raise ValueError(f"{names} have dtype {error}, which safetensors lacks: convert them") from error
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"the batch could not be written to {path}: {error}: free disk space or fix its permissions"
-        ) from error
+    with storing(f"the batch {path}", "free disk space or fix its permissions"):
+        write_whole(path, content)
     return path
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import orjson
 
 from areal_lite.data.batch.data_proto import form_of
-from areal_lite.errors import StorageError
-from areal_lite.files.whole_files import write_whole
+from areal_lite.files.whole_files import storing, write_whole
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -35,12 +34,8 @@ def dump_rollouts(
     folder = Path(directory)
     names = (f"{step}{f'.{number}' if number else ''}.jsonl" for number in count())
     path = next(folder / name for name in names if not (folder / name).exists())
-    try:
+    with storing(f"{path} with the rollouts of step {step}", "free disk space or fix its permissions"):
         write_whole(path, content)
-    except OSError as error:
-        raise StorageError(
-            f"the rollouts of step {step} cannot be written to {path}: {error}: free disk space or fix its permissions"
-        ) from error
     return path
 
 

@@ -11,17 +11,13 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_lite.config.dataset_config import DatasetConfig, RowsConfig
+from areal_lite.config.dataset_config import RowsConfig
 from areal_lite.config.dotted_path import load_object
 from areal_lite.data.rows.row_files import load_dataset, looks_like_files
 from areal_lite.data.rows.text_rows import Row, checked_row, kind_of
 from areal_lite.errors import ConfigError
 
-__all__ = ["Row", "check_held_out", "load_rows", "select_rows"]
-
-_GYM = "reasoning-gym:"
-_GYM_SIZE = 500
-"""Default number of rows of a reasoning-gym task."""
+GYM = "reasoning-gym:"
 
 
 def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
@@ -37,8 +33,8 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
         ConfigError: If the rows cannot be loaded, one is damaged, or there are none.
     """
     path = config.path
-    if isinstance(path, str) and (path.startswith(_GYM) or not looks_like_files(path)):
-        make = _reasoning_gym if path.startswith(_GYM) else _function
+    if isinstance(path, str) and (path.startswith(GYM) or not looks_like_files(path)):
+        make = _reasoning_gym if path.startswith(GYM) else _function
         rows: Sequence[Row] = make(path, config.kwargs)
         if not rows:
             raise ConfigError(f"dataset {path}: there are no rows: give at least one")
@@ -61,33 +57,13 @@ def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
     return rows.select(chosen)  # type: ignore[attr-defined,no-any-return]
 
 
-def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
-    """Check that held-out rows of a reasoning-gym task are not training rows too: row i comes from ``seed + i``."""
-    if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(_GYM)):
-        return
-    first, second = map(_gym_seeds, (train, held_out))
-    if max(first.start, second.start) < min(first.stop, second.stop):
-        raise ConfigError(
-            f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, which overlap with the "
-            f"training rows' {first.start} to {first.stop - 1}: set its seed to {first.stop} or more"
-        )
-
-
-def _gym_seeds(config: DatasetConfig) -> range:
-    seed = int(config.kwargs.get("seed", 0))
-    size = int(config.kwargs.get("size", _GYM_SIZE))
-    if config.max_samples is not None and not config.shuffle:
-        size = min(size, config.max_samples)
-    return range(seed, seed + size)
-
-
 def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
         raise ConfigError(f"dataset {path} needs {error.name}, not installed: pip install {error.name}") from None
-    task = path.removeprefix(_GYM)
+    task = path.removeprefix(GYM)
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, 3)
         tasks = f"the tasks are {', '.join(sorted(DATASETS))}"

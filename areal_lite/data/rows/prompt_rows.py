@@ -1,30 +1,35 @@
-"""The rows of a run, without those whose prompts are too long.
+"""The dataset that a config names: its rows, without those whose prompts are too long; rows that grow; a user's class.
 
-Guarantees that dropped rows are counted by reason. ``load_rows`` reads the rows; ``prompt_encoder`` measures a prompt.
+A user's generator adds rows at the start and after each step. Guarantees that dropped rows are counted by reason, and
+that a resumed run has the rows it had generated. ``load_rows`` reads the rows; ``prompt_encoder`` measures a prompt.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
 from torch.utils.data import Dataset
 
 from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.config.dotted_path import load_class
 from areal_lite.data.chat.prompt_encoder import PromptEncoder, TemplateError
-from areal_lite.data.rows.load_rows import Row, load_rows, select_rows
+from areal_lite.data.rows.load_rows import load_rows, select_rows
+from areal_lite.data.rows.text_rows import Row, checked_row, different_columns
 from areal_lite.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 TOO_LONG = "too long"
 TEMPLATE_FAILED = "template failed"
-_BAD_ROW = "bad row: "
 
 
 class PromptRows(Dataset[Any]):
@@ -94,22 +99,21 @@ class PromptRows(Dataset[Any]):
         limit = self.config.max_prompt_length
         if limit is None:
             raise ConfigError("filter_overlong_prompts is set, but max_prompt_length is not: set it as well")
-        measure = functools.partial(_reason_to_drop, self._encoder("filter_overlong_prompts"), limit)
+        encoder, where = self._encoder("filter_overlong_prompts"), f"dataset {self.config.path}"
+        measure = functools.partial(_reason_to_drop, encoder, limit, where)
         if isinstance(rows, list):
-            reasons = [measure(row)["reason"] for row in rows]
+            reasons = [measure(row, index)["reason"] for index, row in enumerate(rows)]
         else:
             workers = min(self.config.filter_overlong_prompts_workers, len(rows))
             reasons = rows.map(  # type: ignore[attr-defined]
                 measure,
+                with_indices=True,
                 num_proc=workers if workers > 1 else None,
                 remove_columns=rows.column_names,  # type: ignore[attr-defined]
                 keep_in_memory=True,
                 load_from_cache_file=False,
                 desc=f"Filtering prompts longer than {limit} tokens",
             )["reason"][:]
-        for index, reason in enumerate(reasons):
-            if reason.startswith(_BAD_ROW):
-                raise ConfigError(f"dataset {self.config.path}, row {index}: {reason.removeprefix(_BAD_ROW)}")
         kept = [index for index, reason in enumerate(reasons) if not reason]
         if len(kept) == len(rows):
             return rows
@@ -146,11 +150,109 @@ class PromptRows(Dataset[Any]):
         return PromptEncoder(self.config, self.tokenizer, system_prompt)
 
 
-def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) -> dict[str, str]:
+def _reason_to_drop(
+    encoder: PromptEncoder, limit: int, where: str, row: Mapping[str, Any], index: int
+) -> dict[str, str]:
     try:
         length = len(encoder.encode(row).input_ids)
     except TemplateError as error:  # counted and logged; fatal only if every row fails
         return {"reason": f"{TEMPLATE_FAILED}: {error}"}
     except ConfigError as error:
-        return {"reason": f"{_BAD_ROW}{error}"}
+        raise ConfigError(f"{where}, row {index}: {error}") from error
     return {"reason": TOO_LONG if length > limit else ""}
+
+
+class AbstractDataGenerator(ABC):
+    """Base class of a user's generator of training rows."""
+
+    def __init__(self, config: DatasetConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def generate(self, dataset: PromptRows) -> Sequence[Row]:
+        """Return new rows: dicts of JSON values with the columns of ``dataset.rows``. May be empty."""
+
+
+class DynamicGenRows(PromptRows):
+    """Rows to which the generator ``config.datagen`` adds rows, at construction and after each step."""
+
+    def __init__(
+        self, data_files: str | Sequence[str], tokenizer: Any, config: DatasetConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        if config.datagen is None:
+            raise ConfigError("datagen is null: set the path and name of a data generator class")
+        super().__init__(data_files, tokenizer, config, *args, **kwargs)
+        cls = load_class(config.datagen, AbstractDataGenerator, where="datagen")
+        self.data_generator: AbstractDataGenerator = cls(self.config)
+        self.rows: _GrowingRows = _GrowingRows(self.rows)
+        self._generate()
+
+    def on_batch_end(self, batch: Any) -> None:
+        """Add the generator's rows after the training step on ``batch``."""
+        self._generate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generated rows as JSON values."""
+        return {"generated": orjson.loads(orjson.dumps(self.rows.generated))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the generated rows with those of ``state``."""
+        self.rows.generated[:] = orjson.loads(orjson.dumps(state["generated"]))
+
+    def _generate(self) -> None:
+        where = f"datagen {type(self.data_generator).__name__}"
+        columns = self.rows[0].keys()
+        made = self.data_generator.generate(self)
+        try:
+            rows = orjson.loads(orjson.dumps([checked_row(row, f"{where}, row {i}") for i, row in enumerate(made, 1)]))
+        except TypeError as error:
+            raise ConfigError(f"{where}: cannot save its rows ({error}): use JSON values, text keys") from error
+        for number, row in enumerate(rows, 1):
+            if row.keys() != columns:
+                raise different_columns(str(self.config.path), columns, f"{where}, row {number}", row)
+        if rows:
+            self.rows.generated.extend(self.without_overlong(rows))
+
+
+class _GrowingRows(Sequence[Row]):
+    def __init__(self, on_disk: Sequence[Row]) -> None:
+        self.on_disk = on_disk
+        self.generated: list[Row] = []
+
+    def __len__(self) -> int:
+        return len(self.on_disk) + len(self.generated)
+
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        if isinstance(index, range):
+            return [self[single] for single in index]
+        generated = index - len(self.on_disk)
+        return self.on_disk[index] if generated < 0 else self.generated[generated]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        return [self[index] for index in indices]
+
+
+def make_dataset(config: DatasetConfig, default: type[PromptRows], **given: Any) -> Dataset[Any]:
+    """Return a dataset of the user's class ``config.custom_cls``, else of ``default``.
+
+    Args:
+        given: Arguments of the class: data_files, tokenizer, processor; max_samples, seed and system_prompt are left
+            out if the user's class does not accept them.
+
+    Raises:
+        ConfigError: If the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that
+            was given.
+    """
+    if config.custom_cls is None:
+        return default(config=config, **given)
+    cls: Any = load_class(config.custom_cls, Dataset, where="custom_cls")
+    parameters = inspect.signature(cls).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        optional = {"max_samples", "seed", "system_prompt"} - parameters.keys()
+        if (most := given.get("max_samples", -1)) != -1 and "max_samples" in optional:
+            raise ConfigError(
+                f"max_samples is {most}, but {cls.__name__} takes no max_samples: add the argument or leave it unset"
+            )
+        given = {name: value for name, value in given.items() if name not in optional}
+    return cls(config=config, **given)  # type: ignore[no-any-return]

@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, kept_ends
-from areal_lite.data.rows.dynamic_dataset import DynamicGenRows, make_dataset
-from areal_lite.data.rows.prompt_rows import PromptRows
+from areal_lite.data.rows.prompt_rows import DynamicGenRows, PromptRows, make_dataset
 from areal_lite.data.vision.multimodal import MultimodalEncoder, MultimodalPrompt
 from areal_lite.data.vision.rope_positions import multimodal_position_ids
 from areal_lite.errors import ConfigError

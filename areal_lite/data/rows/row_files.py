@@ -11,11 +11,11 @@ import difflib
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, located_rows, text_table
+from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import check_cache, local_copies
 
@@ -28,13 +28,6 @@ _TEXT = (".json", ".jsonl", ".csv")
 _SUFFIXES = (*_TEXT, ".parquet", ".arrow")
 _SPLIT = re.compile(r"[\w.\-]+(\[[^\]]*\])?(\+[\w.\-]+(\[[^\]]*\])?)*")
 _HUB_NAME = re.compile(r"[\w\-]+(/[\w.\-]+)?")
-_WIDEST = {
-    "string": {"string", "large_string"},
-    "int64": {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"},
-    "float64": {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64"},
-}
-"""Common type of a column whose type differs between files."""
-
 
 _Source = tuple[str, dict[str, list[str]]]
 """The wanted split or slice, and files (or their addresses) by split."""
@@ -70,22 +63,11 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
     return rows
 
 
-def place_of_row(paths: Sequence[str], row: Mapping[str, Any], *, cache_dir: str | None) -> str:
-    """Return file and line of the first row of the text files in ``paths`` that equals ``row``; empty if none does."""
+def text_files(paths: Sequence[str], *, cache_dir: str | None) -> list[Path]:
+    """Return the JSON and CSV files that ``paths`` name, remote ones as local copies."""
     cache = Path(cache_dir or "~/.cache/areal_lite").expanduser()
-    try:
-        names = [name for path in paths for files in _source(path, cache)[1].values() for name in files]
-    except ConfigError:  # a function or a task
-        return ""
-    files = itertools.chain.from_iterable(_local(name, cache) for name in names)
-    places = (
-        where
-        for file in files
-        if _suffix(file.name) in _TEXT
-        for where, found in located_rows(file)
-        if all(found.get(key) == value for key, value in row.items())
-    )
-    return next(places, "")
+    names = [name for path in paths for files in _source(path, cache)[1].values() for name in files]
+    return [file for name in names for file in _local(name, cache) if _suffix(file.name) in _TEXT]
 
 
 def looks_like_files(path: str) -> bool:
@@ -224,40 +206,37 @@ def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
 
 
 def _joined(parts: Sequence[tuple[str, datasets.Dataset]]) -> datasets.Dataset:
+    """Return the rows of all parts; types that differ in width, such as int32 and float, become the wider one."""
     import datasets
+    import pyarrow as pa
 
     parts = [(name, rows) for name, rows in parts if len(rows)]
     if not parts:
         return datasets.Dataset.from_dict({})
     first_name, first = parts[0]
+    schema = first.features.arrow_schema
     for name, rows in parts[1:]:
         if set(rows.column_names) != set(first.column_names):
             raise different_columns(first_name, first.column_names, name, rows.column_names)
-    tables = [rows for _, rows in parts]
-    for column in first.column_names:
-        types = {str(getattr(rows.features[column], "dtype", "")) for rows in tables} - {"null"}
-        widest = next((widest for widest, narrower in _WIDEST.items() if types <= narrower), None)
-        if len(types) > 1 and widest:
-            tables = [rows.cast_column(column, datasets.Value(widest)) for rows in tables]
-    try:
-        return datasets.concatenate_datasets(tables)
-    except ValueError:
-        raise _different_types(parts) from None
-
-
-def _different_types(parts: Sequence[tuple[str, datasets.Dataset]]) -> ConfigError:
-    import datasets
-
-    for (first_name, first), (name, rows) in itertools.combinations(parts, 2):
-        for column in first.column_names:
-            types = first.features[column], rows.features[column]
-            if types[0] != types[1] and datasets.Value("null") not in types:
+        own = rows.features.arrow_schema
+        for place, column in enumerate(schema.names):
+            both = schema.field(column), own.field(column)
+            # Text and bytes would become bytes.
+            promote = "default" if any("binary" in str(field.type) for field in both) else "permissive"
+            try:
+                wider = pa.unify_schemas([pa.schema([field]) for field in both], promote_options=promote).field(0)
+            except pa.ArrowTypeError as error:
                 kinds = kind_of(first[0][column]), kind_of(rows[0][column])
-                return ConfigError(
-                    f"dataset {name}: column {column!r} is a {kinds[1]} ({types[1]}), but a {kinds[0]} in "
-                    f"{first_name} ({types[0]}): use one type in all files"
-                )
-    raise AssertionError("concatenate_datasets refused tables of equal types")
+                raise ConfigError(
+                    f"dataset {name}: column {column!r} is a {kinds[1]} ({both[1].type}), but a {kinds[0]} in "
+                    f"{first_name} ({both[0].type}): use one type in all files"
+                ) from error
+            schema = schema.set(place, wider)
+    features = datasets.Features.from_arrow_schema(schema)
+    tables = (rows for _, rows in parts)
+    return datasets.concatenate_datasets(
+        [rows if rows.features == features else rows.cast(features) for rows in tables]
+    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The state of a data source on disk: JSON, written atomically; a state of other data is an error."""
+"""The state of a data source on disk: its file, and its groups as JSON values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import orjson
 
-from areal_lite.data.rows.fingerprint import differences
 from areal_lite.data.source.row_streams import RowStream
 from areal_lite.data.source.sample import Sample, SampleStatus
-from areal_lite.errors import CheckpointError, ConfigError, StorageError
-from areal_lite.files.whole_files import write_whole
+from areal_lite.errors import CheckpointError, ConfigError
 
 
 def state_path(directory: Path | str, rollout_id: int) -> Path:
@@ -21,24 +19,15 @@ def state_path(directory: Path | str, rollout_id: int) -> Path:
 
 
 def state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Return what :func:`write_state` writes."""
+    """Return the content of the file."""
     try:
         return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
         raise ConfigError(f"the data state is not JSON ({error}): keep JSON in metadata and rewards") from error
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` to ``path`` atomically; on failure keep the old file."""
-    content = state_bytes(state)
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        raise StorageError(f"the data state {path} cannot be written: {error}: free disk space") from error
-
-
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what :func:`write_state` wrote."""
+    """Return the state in the file ``path``."""
     try:
         state: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:
@@ -48,15 +37,6 @@ def read_state(path: Path) -> dict[str, Any]:
     except (OSError, orjson.JSONDecodeError) as error:
         raise CheckpointError(f"the data state {path} cannot be read: {error}: use another step") from error
     return state
-
-
-def check_fingerprint(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that the state was made with this data."""
-    if changed := differences(then, now):
-        raise ConfigError(
-            f"the state was made with other data: {changed}. Use the data and settings of the run "
-            "that saved it, or start another trial"
-        )
 
 
 def group_to_json(group: list[Sample]) -> list[dict[str, Any]]:

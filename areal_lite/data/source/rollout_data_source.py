@@ -13,22 +13,24 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from areal_lite.data.packer.data_packer import UnpreparedRow, rollout_inputs
+from areal_lite.data.rows.fingerprint import differences
 from areal_lite.data.source.data_source_state import (
-    check_fingerprint,
     group_to_json,
     groups_from_json,
     read_state,
+    state_bytes,
     state_path,
-    write_state,
 )
-from areal_lite.data.source.row_streams import DatasetRows, EmptyRows, RowStream
+from areal_lite.data.source.row_streams import DatasetRows, IterableRows, RowStream
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.data.source.source_settings import SampleGroup, SourceSettings, dataset_of
 from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import storing, write_whole
 
 SCHEMA = 1
 
@@ -53,7 +55,7 @@ class RolloutDataSource:
             dataset, settings = dataset_of(dataset)  # of slime's args
         settings = settings or SourceSettings()
         if not isinstance(dataset, RowStream):
-            dataset = EmptyRows(settings) if dataset is None else DatasetRows(dataset, settings)
+            dataset = IterableRows(repeat({}), settings) if dataset is None else DatasetRows(dataset, settings)
         self.rows: RowStream = dataset
         self.settings: SourceSettings = self.rows.settings
         self.sample_index = 0
@@ -222,7 +224,11 @@ class RolloutDataSource:
                 f"the data state has schema {state['schema']}, this version reads {SCHEMA}: use the one that wrote it"
             )
         with self._lock:
-            check_fingerprint(state.get("fingerprint", self._fingerprint), self._fingerprint)
+            if changed := differences(state.get("fingerprint", self._fingerprint), self._fingerprint):
+                raise ConfigError(
+                    f"the state was made with other data: {changed}. Use the data and settings of the run "
+                    "that saved it, or start another trial"
+                )
             self.rows.load_state_dict(state)
             self.sample_index = int(state.get("sample_index", 0))
             self._next_group = int(state.get("group_index", 0))
@@ -249,7 +255,9 @@ class RolloutDataSource:
             return
         if directory is None:
             raise ConfigError(f"save({rollout_id}): no directory is given: pass one")
-        write_state(state_path(directory, rollout_id), self.state_dict())
+        path, content = state_path(directory, rollout_id), state_bytes(self.state_dict())
+        with storing(f"the data state {path}"):
+            write_whole(path, content)
 
     def load(self, rollout_id: int, directory: Path | str | None = None, *, strict: bool = True) -> bool:
         """Load what :meth:`save` wrote for ``rollout_id`` and return whether there was anything to load.

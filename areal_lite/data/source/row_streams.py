@@ -80,15 +80,6 @@ class RowStream(ABC):
         self._ahead.clear()
 
 
-class EmptyRows(RowStream):
-    """Endless rows without columns, for tests."""
-
-    has_position = False
-
-    def _read_ahead(self, count: int) -> None:
-        self._ahead.append(DrawnRow(None, {}))
-
-
 class DatasetRows(RowStream):
     """The rows of a dataset, or of its attribute ``rows``; rows added at its end are drawn from the next epoch on."""
 
@@ -206,40 +197,8 @@ class CurriculumRows(DatasetRows):
                 self._indices = iter(self._sampler)
 
 
-class IterableRows(RowStream):
-    """The rows of an iterable, which restarts each time it ends; an iterator ends for good. A list is a batch."""
-
-    has_position = False
-
-    def __init__(self, rows: Iterable[Any], settings: SourceSettings) -> None:
-        super().__init__(settings)
-        self._source = rows
-        self._iterator: Iterator[Any] = iter(rows)
-        self._endless = self._iterator is not rows
-        self._ended = False
-
-    def _read_ahead(self, count: int) -> None:
-        while not self._ahead and not self._ended:
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                if not self._endless or self.sample_offset == 0:
-                    self._ended = True
-                else:
-                    self._iterator, self.sample_offset = iter(self._source), 0
-                    self.epoch_id += 1
-            except BaseException:
-                self._ended = True
-                raise
-            else:
-                self._ahead.extend(DrawnRow(None, row) for row in (item if isinstance(item, list) else [item]))
-
-    def state_dict(self) -> dict[str, Any]:
-        raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")
-
-
 class GeneratedRows(RowStream):
-    """Draws the rows of an iterator, and makes a new one when it ends.
+    """The rows of a generator function, which is called again each time it ends.
 
     The state names the number of rows drawn: a resumed stream skips as many, so the function must give the same rows
     again. Groups that are owed are saved with their rows, which must be JSON values.
@@ -249,33 +208,51 @@ class GeneratedRows(RowStream):
         super().__init__(settings)
         self._generate = generate
         self._iterator = generate()
+        self._ended = False
 
     def _read_ahead(self, count: int) -> None:
-        rows = list(itertools.islice(self._iterator, self.settings.rows_at_once))
-        if not rows:
-            if self.sample_offset == 0:
-                raise ConfigError(f"the generator {self.settings.name} yielded no row: yield at least one")
-            self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
-            self._iterator = self._generate()
-            self._read_ahead(count)
-            return
-        self._ahead.extend(self.settings.in_mini_batches([None] * len(rows), rows))
+        while not self._ahead and not self._ended:
+            self._ended = True  # an iterator that raises is not asked again
+            rows = list(itertools.islice(self._iterator, self.settings.rows_at_once))
+            self._ended = not rows and not self._begins_again()
+            self._ahead.extend(self.settings.in_mini_batches([None] * len(rows), rows))
+
+    def _begins_again(self) -> bool:
+        if self.sample_offset == 0:
+            raise ConfigError(f"the generator {self.settings.name} yielded no row: yield at least one")
+        self.epoch_id, self.sample_offset, self._iterator = self.epoch_id + 1, 0, self._generate()
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``: skip the rows that were drawn."""
         super().load_state_dict(state)
-        self._iterator = self._generate()
-        drawn = self.sample_offset % self.settings.rows_at_once
-        skipped = self.sample_offset - drawn
-        if sum(1 for _ in itertools.islice(self._iterator, skipped)) < skipped:
+        epoch, drawn = self.epoch_id, self.sample_offset
+        self.sample_offset, self._iterator, self._ended = 0, self._generate(), False
+        for _ in self.draw(drawn):
+            pass
+        if self.epoch_id != epoch:
             raise ConfigError(
-                f"the generator {self.settings.name} ended before row {skipped}, which this run had drawn: a "
+                f"the generator {self.settings.name} ended before row {drawn}, which this run had drawn: a "
                 "resumed run needs a function that yields the same rows again"
             )
-        if drawn:  # the rest of a mini-batch
-            self._read_ahead(drawn)
-            for _ in range(drawn):
-                self._ahead.popleft()
+
+
+class IterableRows(GeneratedRows):
+    """The rows of an iterable, which restarts each time it ends; an iterator ends for good. A list is a batch."""
+
+    has_position = False
+
+    def __init__(self, rows: Iterable[Any], settings: SourceSettings) -> None:
+        self._endless = not isinstance(rows, Iterator)
+        super().__init__(
+            lambda: (row for item in rows for row in (item if isinstance(item, list) else [item])), settings
+        )
+
+    def _begins_again(self) -> bool:
+        return self._endless and self.sample_offset > 0 and super()._begins_again()
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")
 
 
 def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:

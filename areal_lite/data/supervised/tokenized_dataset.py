@@ -31,7 +31,8 @@ from areal_lite.config.supervised_config import ConversationsConfig
 from areal_lite.data.chat.chat_tokens import ChatText, Rendering, Shortfall
 from areal_lite.data.chat.prompt_encoder import without_nulls
 from areal_lite.data.rows.load_rows import load_rows
-from areal_lite.data.rows.row_files import place_of_row
+from areal_lite.data.rows.row_files import text_files
+from areal_lite.data.rows.text_rows import located_rows
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import cached_file
 
@@ -276,6 +277,16 @@ def _identity(rows: Any, tokenizer: Any, config: ConversationsConfig, kind: str)
     facts = [_INDEX_FORMAT, kind, fingerprint, len(rows), settings]
     facts += [tokenizer.chat_template, tokenizer.special_tokens_map, backend.to_str()]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def place_of_row(paths: Sequence[str], row: Row, *, cache_dir: str | None) -> str:
+    """Return file and line of the first row of the text files in ``paths`` that equals ``row``; empty if none does."""
+    try:
+        files = text_files(paths, cache_dir=cache_dir)
+    except ConfigError:  # a function or a task
+        return ""
+    rows = (located for file in files for located in located_rows(file))
+    return next((where for where, found in rows if all(found.get(key) == value for key, value in row.items())), "")
 
 
 def _padded_columns(rows: Any) -> frozenset[str]:

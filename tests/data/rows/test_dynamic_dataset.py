@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
-from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator
+from areal_lite.data.rows.prompt_rows import AbstractDataGenerator
 from areal_lite.data.rows.rl_dataset import DynamicGenDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_model import build_tiny_model

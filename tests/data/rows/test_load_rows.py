@@ -5,8 +5,9 @@ import sys
 import pytest
 
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.data.rows.load_rows import check_held_out, load_rows
+from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.errors import ConfigError
+from areal_lite.runs.entry_points import check_held_out
 
 SUM = "reasoning-gym:chain_sum"
 

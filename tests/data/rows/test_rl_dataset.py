@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
-from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator
+from areal_lite.data.rows.prompt_rows import AbstractDataGenerator
 from areal_lite.data.rows.rl_dataset import DynamicGenDataset, RLHFDataset, create_rl_dataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_model import CHAT_TEMPLATE, build_tiny_model

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.load_rows import load_rows
-from areal_lite.data.rows.row_files import load_dataset, place_of_row
+from areal_lite.data.rows.row_files import load_dataset
+from areal_lite.data.supervised.tokenized_dataset import place_of_row
 from areal_lite.errors import ConfigError, StorageError
 
 
@@ -375,6 +376,20 @@ def test_types_are_widened_only_where_files_differ(tmp_path, load):
         parquet(tmp_path / f"{t}.parquet", pa.table({"p": pa.array(["x"], t)})) for t in (pa.utf8(), pa.large_utf8())
     ]
     assert load(texts)["p"][:] == ["x", "x"]
+
+
+def test_a_column_without_values_takes_the_type_of_other_files(tmp_path, write, load):
+    dicts = parquet(tmp_path / "b.parquet", [{"p": {"a": 1}}])
+    assert load([write("a.jsonl", lines({"p": None})), dicts])["p"][:] == [None, {"a": 1}]
+
+
+def test_text_never_becomes_bytes(tmp_path, write, load):
+    texts = write("a.jsonl", lines({"p": "x"}))
+    for kind in (pa.binary(), pa.large_binary()):
+        data = parquet(tmp_path / "b.parquet", pa.table({"p": pa.array([b"x"], kind)}))
+        for files in ([texts, data], [data, texts]):
+            with pytest.raises(ConfigError, match=r"column 'p' is a .*binary.*use one type"):
+                load(files)
 
 
 def test_of_several_columns_the_one_that_differs_is_named(tmp_path, write, load):
