@@ -35,7 +35,7 @@ from typing import BinaryIO
 import orjson
 
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.foreign_files import open_inside
+from areal_lite.tools.foreign_files import open_inside
 from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from areal_lite.files.foreign_files import MAX_TENSORS, open_inside
+from areal_lite.tools.foreign_files import MAX_TENSORS, open_inside
 
 MAX_TABLE = 1 << 33
 """Bytes of a table when it is unpacked: facts of 100 million tokens of a step."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_lite.config.yaml_text import MAX_BYTES
 from areal_lite.errors import CheckpointError
-from areal_lite.files.foreign_files import checked, read_inside
+from areal_lite.tools.foreign_files import checked, read_inside
 from areal_lite.tools.verify.verify_run import Record, Run
 from areal_lite.tools.verify.verify_steps import RunCheck
 
