@@ -237,6 +237,11 @@ class Discovered(Routed):
         self.engine = stack.enter_context(RemoteInfEngine(settings))
 
 
+def test_adapters_are_refused_behind_a_router_that_an_address_names(stack: ExitStack, start_stub: StartStub) -> None:
+    with pytest.raises(ConfigError, match="is a router, and rollout.weight_update is adapter"):
+        Discovered(stack, start_stub, weight_update="adapter")
+
+
 def test_an_address_of_a_router_stands_for_the_servers_behind_it(stack: ExitStack, start_stub: StartStub) -> None:
     routed = Discovered(stack, start_stub)
     routed.engine.update_weights_from_disk("ckpt", 1)
