@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from areal_lite.config.schema import STRICT, Positive
+from areal_lite.config.schema import STRICT, Positive, refuse
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -95,3 +96,17 @@ class DatasetConfig(RowsConfig):
                         f"apply_chat_template is false, and {name} is {value!r}, which needs the template: remove it, "
                         "or set apply_chat_template: true"
                     )
+
+
+_DEFAULTS = DatasetConfig(path="")
+
+
+def refuse_idle(section: str, rows: DatasetConfig, faults: Mapping[str, str]) -> None:
+    """Refuse the keys of a dataset section that are set and would do nothing, for the reasons ``faults``."""
+    given = {name: getattr(rows, name) for name in faults}
+    refuse(
+        {
+            f"{section}.{name} is {value!r}, but would do nothing: {faults[name]}": value != getattr(_DEFAULTS, name)
+            for name, value in given.items()
+        }
+    )

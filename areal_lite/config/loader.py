@@ -22,9 +22,8 @@ from areal_lite.config.keys import describe_fields, field_type, is_mapping, owne
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.schema import meaning_of
-from areal_lite.config.yaml_text import open_named, parse_yaml, read_text
+from areal_lite.config.yaml_text import Opener, parse_yaml, read_text
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import open_inside
 
 C = TypeVar("C", bound=ExperimentConfig)
 KINDS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward_model": "RewardModelConfig"}
@@ -55,13 +54,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
     return _load(path, overrides, root).config
 
 
-def load_recorded(run: Path, overrides: Sequence[str] = (), *, root: type[C]) -> C:
-    """Return the config that a run left in its folder, as :func:`load_config` does.
+def load_recorded(run: Path, opened: Opener, overrides: Sequence[str] = (), *, root: type[C]) -> C:
+    """Return the config that a run left in its folder, as :func:`load_config` does; it may be somebody else's folder.
 
-    Keys that have moved since the run are read at their old place: the folder of a run stays readable. It may be
-    somebody else's folder: the file is opened as :mod:`areal_lite.files.foreign_files` does, and refers to nothing.
+    Keys that have moved since the run are read at their old place: the folder of a run stays readable. The config
+    refers to nothing outside of it.
+
+    Args:
+        opened: Opens the file, and refuses a link out of the folder.
     """
-    config: Any = _load(run / "config.yaml", overrides, root, recorded=True).config
+    config: Any = _load(run / "config.yaml", overrides, root, opened).config
     return config  # type: ignore[no-any-return]
 
 
@@ -89,19 +91,19 @@ class _Loaded(NamedTuple):
     """Source of each value that is not simply from the file, by dotted key."""
 
 
-def _load(path: str | Path, overrides: Sequence[str], root: type[Any], *, recorded: bool = False) -> _Loaded:
-    text = read_text(Path(path), open_inside if recorded else open_named)
+def _load(path: str | Path, overrides: Sequence[str], root: type[Any], opened: Opener | None = None) -> _Loaded:
+    text = read_text(Path(path), opened)
     values = parse_yaml(text, where=str(path))
     if values is None:
         required = ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
         raise ConfigError(f"{path}: the file is empty: write a mapping with at least {required}")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the file holds a {type(values).__name__}: write a mapping, 'key: value'")
-    if recorded and isinstance(rollout := values.get("rollout"), dict):
-        for name in _MOVED.keys() & rollout.keys():
-            _, section, key = _MOVED[name].split(".")
-            rollout.setdefault(section, {})[key] = rollout.pop(name)
-    if recorded:
+    if opened is not None:
+        if isinstance(rollout := values.get("rollout"), dict):
+            for name in _MOVED.keys() & rollout.keys():
+                _, section, key = _MOVED[name].split(".")
+                rollout.setdefault(section, {})[key] = rollout.pop(name)
         check_resolved(values, where=str(path))
     root = _config_class(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.schema import STRICT, Above0, Count, Positive
+from areal_lite.config.schema import STRICT, Above0, Count, Positive, refuse
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -179,21 +179,30 @@ class InferenceEngineConfig(RunIdentity):
     """Default sampling parameters of evaluation episodes."""
 
     def __post_init__(self) -> None:
-        if self.gen_batch_size is not None and self.over_sampling_groups:
-            raise ValueError(
+        routed, groups, size = self.router is not None, self.max_concurrent_rollouts, self.consumer_batch_size
+        refuse(
+            {
                 f"gen_batch_size is {self.gen_batch_size} and over_sampling_groups {self.over_sampling_groups}: both "
-                "set the same thing, so remove one"
-            )
-        if self.max_concurrent_rollouts is not None and self.max_concurrent_rollouts < self.workers:
-            raise ValueError(
-                f"workers is {self.workers} and max_concurrent_rollouts {self.max_concurrent_rollouts}: a group runs "
-                "in one worker, so some would have nothing to do. Use fewer workers, or allow more groups"
-            )
-        if self.extra_groups < 0:
-            raise ValueError(
-                f"gen_batch_size is {self.gen_batch_size}, below consumer_batch_size {self.consumer_batch_size}: a "
-                f"batch would not fill. To run fewer groups at once, set max_concurrent_rollouts: {self.gen_batch_size}"
-            )
+                "set the same thing, so remove one": self.gen_batch_size is not None and self.over_sampling_groups > 0,
+                f"workers is {self.workers} and max_concurrent_rollouts {groups}: a group runs in one worker, so some "
+                "would have nothing to do. Use fewer workers, or allow more groups": (
+                    groups is not None and groups < self.workers
+                ),
+                f"gen_batch_size is {self.gen_batch_size}, below consumer_batch_size {size}: a batch would not fill. "
+                f"To run fewer groups at once, set max_concurrent_rollouts: {self.gen_batch_size}": (
+                    self.extra_groups < 0
+                ),
+                f"rollout.router is an sglang-router, and rollout.backend is {self.backend}: only SGLang servers can "
+                "be behind one": routed and self.backend != "sglang",
+                "rollout.router is set and rollout.addresses is empty: name the servers behind the router too, because "
+                "weights go to them directly; or let the run start both with server.router: true": (
+                    routed and not self.addresses
+                ),
+                "rollout.weight_update is adapter, and rollout.router is set: each server has its own names of "
+                "adapters, and a request through the router cannot know its server. Use another weight_update, or no "
+                "router": routed and self.weight_update == "adapter",
+            }
+        )
 
     @property
     def extra_groups(self) -> int:

@@ -119,6 +119,11 @@ class RunConfig(ExperimentConfig):
         """Sampling parameters of training episodes: ``rollout.gconfig``."""
         return self.rollout.gconfig
 
+    @property
+    def reports_truncated(self) -> bool:
+        """Whether the servers' log-probs are renormalized over the tokens that top_p, top_k and min_p keep."""
+        return "vllm" in (self.rollout.backend, self.server.backend)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig(RunConfig):

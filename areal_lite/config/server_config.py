@@ -1,4 +1,4 @@
-"""The ``server:`` section: the servers that a run starts."""
+"""The ``server:`` section: the servers that a run starts, and what must hold before their program is started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from areal_lite.config.schema import STRICT, Above0, Positive
+from areal_lite.errors import ConfigError
+
+_EMBEDDED_ONLY = ("max_running_requests", "max_total_tokens", "max_prefill_tokens")
+_KEYS_OF_FLAGS = {
+    **dict.fromkeys(("model", "model-path", "tokenizer", "tokenizer-path"), "model_path"),
+    **dict.fromkeys(("seed", "random-seed"), "seed"),
+    **dict.fromkeys(("context-length", "max-model-len"), "server.context_length"),
+    **{name: f"server.{name}" for name in ("host", "port", "dtype", "device")},
+}
+"""The config key of a flag that server.args may not set."""
+_NEEDED_FLAGS = {
+    "sglang": {"weight-version", "incremental-streaming-output", "api-key", "admin-api-key"},
+    "vllm": {"enable-scale-out", "logprobs-mode", "worker-extension-cls", "api-key"},
+}
+"""Flags whose value the engine needs: token ids in and out, log-probs, versions, weight updates, no key."""
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "SGLANG_RETURN_ORIGINAL_LOGPROB")
+_TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -61,3 +78,45 @@ class ServerConfig(EmbeddedServerConfig):
     """Interpreter of an environment with SGLang or vLLM, such as venv/bin/python. Null is that of the run."""
     start_timeout_s: Above0 = 600.0
     """Seconds in which a server must answer its first request."""
+
+
+def check_server(config: ServerConfig) -> None:
+    """Check that the program to start has the settings; raises ConfigError."""
+    backend = config.backend or "embedded"
+    if config.router and backend != "sglang":
+        raise ConfigError(
+            f"server.router is an sglang-router, and server.backend is {backend}: set server.backend: sglang, or "
+            "server.router: false"
+        )
+    for name in ("args", "python") if backend == "embedded" else ():
+        if getattr(config, name):
+            raise ConfigError(f"server.{name} is for sglang and vllm, and server.backend is embedded: remove it")
+    for name in () if backend == "embedded" else _EMBEDDED_ONLY:
+        if getattr(config, name) != getattr(ServerConfig, name):
+            raise ConfigError(
+                f"server.{name} is a setting of the embedded server, and server.backend is {backend}: put "
+                f"{backend}'s own flag into server.args"
+            )
+    for name in config.args:
+        flag = flag_of(name).removeprefix("no-")
+        if key := _KEYS_OF_FLAGS.get(flag):
+            raise ConfigError(f"server.args sets {name!r}, which comes from {key}: set {key} instead")
+        if flag in _NEEDED_FLAGS[backend]:
+            raise ConfigError(f"server.args sets {name!r}, whose value the engine needs to be its own: remove it")
+    for name in () if backend == "embedded" else _OWN_VARIABLES:
+        if name in config.env:
+            raise ConfigError(f"server.env sets {name}, which the engine sets itself: remove it")
+    tensor_parallel_size(config)
+
+
+def flag_of(name: str) -> str:
+    """Return a name in ``server.args`` as SGLang and vLLM write the flag, without dashes before it."""
+    return name.lstrip("-").replace("_", "-")
+
+
+def tensor_parallel_size(config: ServerConfig) -> int:
+    """Return the GPUs of each replica that ``args`` gives; raises ConfigError."""
+    size = next((value for name, value in config.args.items() if flag_of(name) in _TENSOR_PARALLEL), 1)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"server.args gives the tensor parallel size {size!r}: use a whole number from 1")
+    return size

@@ -7,15 +7,9 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from areal_lite.config.schema import STRICT, Above0, AtLeast0, Count, Fraction, Positive
+from areal_lite.config.schema import STRICT, Above0, AtLeast0, Count, Fraction, Positive, refuse
 
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-def _refuse(faults: dict[str, bool]) -> None:
-    """Raise ValueError with every message whose condition holds."""
-    if messages := [message for message, holds in faults.items() if holds]:
-        raise ValueError("; ".join(messages))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -92,7 +86,7 @@ class KLConfig:
 
     def __post_init__(self) -> None:
         in_reward = self.place == "reward"
-        _refuse(
+        refuse(
             {
                 f"target is {self.target}, but only a penalty in the reward adapts: set place: reward, or remove "
                 "target": self.target is not None and not in_reward,
@@ -134,7 +128,7 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         masks = self.outside == "mask"
-        _refuse(
+        refuse(
             {
                 f"outside: mask works on tokens, but level is {self.level}: set level: token": (
                     masks and self.level != "token"
@@ -223,7 +217,7 @@ class TrainerConfig(LearnerConfig):
             if getattr(self.correction, name) not in (getattr(CorrectionConfig, name), "none")
         ]
         critic_only = 0 if self.critic is None else self.critic.updates_before_policy
-        _refuse(
+        refuse(
             {
                 "total_steps and total_epochs are null: give one of them": (
                     self.total_steps is None and self.total_epochs is None

@@ -20,6 +20,7 @@ MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
 """Most values of a file that uses aliases, each alias counted as what it repeats."""
 MAX_DIGITS = 400
+Opener = Callable[[Path], BinaryIO]
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,15 +48,10 @@ for _kind in ("int", "float"):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
-def open_named(path: Path) -> BinaryIO:
-    """Open a file that the user names, which may be a pipe."""
-    return path.open("rb")
-
-
-def read_text(path: Path, opened: Callable[[Path], BinaryIO] = open_named) -> str:
-    """Return the text of a file; raises ConfigError with the fix."""
+def read_text(path: Path, opened: Opener | None = None) -> str:
+    """Return the text of a file, which may be a pipe, or another reader may open; raises ConfigError with the fix."""
     try:
-        with opened(path) as file:
+        with path.open("rb") if opened is None else opened(path) as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_close_files(path)}") from None

@@ -1,5 +1,4 @@
-"""Files and folders written whole or not at all, models checked before they are loaded, and files of others opened
-safely.
+"""Files and folders written whole or not at all, models checked before they are loaded, and text of others made safe.
 
 Promises that a file or folder under its final name is complete, and that a model which cannot be had is an error within
 seconds. Knows no run, no torch, and no network but for names on the Hub. May import ``errors``; called by every room

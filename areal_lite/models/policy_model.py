@@ -75,12 +75,6 @@ def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[A
 
 def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: Any) -> tuple[Any, list[str]]:
     """Return the model in float32 and the names of weights that the folder lacks."""
-    path = Path(model_path)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(
-            f"model_path {model_path!r} has no config.json: name the folder of a Hugging Face causal LM "
-            f"(config.json, model.safetensors, tokenizer files); it holds {sorted(p.name for p in path.iterdir())[:8]}"
-        )
     if is_hub_name(model_path):
         check_hub_name(model_path)
     check_scorable(model_path)

@@ -1,4 +1,4 @@
-"""What a client can hold open at an HTTP server in this process: connections, heads and bodies, each with a limit.
+"""Limits on what a client can hold open at an HTTP server in this process: connections, heads and bodies.
 
 aiohttp's keepalive timeout closes connections that are idle or wait for the rest of a head; it limits neither the time
 of a body nor the number of connections.

@@ -1,4 +1,4 @@
-"""Which line of a user's code a thread is at."""
+"""The line of a user's code that a thread is at."""
 
 from __future__ import annotations
 

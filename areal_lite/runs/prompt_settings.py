@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from areal_lite.api.engine_api import Row
-from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.config.rules import refuse_idle
+from areal_lite.config.dataset_config import DatasetConfig, refuse_idle
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.errors import ConfigError

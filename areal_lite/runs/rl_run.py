@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from areal_lite.config.rules import reports_truncated
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.data_source_state import state_bytes, state_path
@@ -243,7 +242,7 @@ def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> Policy
 def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = None) -> PolicyTrainer:
     gconfig = config.rollout.gconfig
     truncation = Truncation(
-        top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=reports_truncated(config)
+        top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=config.reports_truncated
     )
     return PolicyTrainer(
         replace(config.trainer, num_threads=thread_budget(config).trainer),

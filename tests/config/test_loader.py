@@ -15,8 +15,9 @@ from areal_lite.config.dump import dump_config
 from areal_lite.config.keys import describe_fields
 from areal_lite.config.loader import KINDS, class_of, load_config
 from areal_lite.config.rollout_config import FaultsConfig
-from areal_lite.config.rules import check_rollouts, check_server, check_training
+from areal_lite.config.rules import check_rollouts, check_training
 from areal_lite.config.run_config import EvaluationConfig, ExperimentConfig
+from areal_lite.config.server_config import check_server
 from areal_lite.config.supervised_config import DPOConfig, SFTConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError

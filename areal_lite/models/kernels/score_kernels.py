@@ -40,6 +40,10 @@ class TokenScores(NamedTuple):
     """Log of the probability mass that the truncation keeps; 0 without one."""
 
 
+Gradients = tuple[Tensor, Tensor | None]
+"""Gradients of log-probs and of entropies, ``[n]``; None for entropies that have none."""
+
+
 class ScoreOperations:
     """Scores and gradients of logits ``[n, vocabulary]``."""
 
@@ -51,17 +55,9 @@ class ScoreOperations:
         parts, kept = zip(*(self._score(logits[rows], targets[rows]) for rows in _blocks(logits)), strict=True)
         return TokenScores(*map(torch.cat, zip(*parts, strict=True))), torch.cat(kept)
 
-    def gradient(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        kept: Tensor,
-        entropy: Tensor,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor | None,
-    ) -> Tensor:
-        """Return the gradient of the logits from those of log-probs and entropies, ``[n]``."""
-        out = torch.empty_like(logits)
+    def gradient(self, logits: Tensor, targets: Tensor, kept: Tensor, entropy: Tensor, grads: Gradients) -> Tensor:
+        """Return the gradient of the logits from those of :meth:`score`, whose ``kept`` and entropies these are."""
+        out, (grad_logprobs, grad_entropy) = torch.empty_like(logits), grads
         for rows in _blocks(logits):
             logprobs, at = self._logprobs(logits[rows]), targets[rows, None]
             if self.truncation is not None:
@@ -113,22 +109,11 @@ class CompiledScores(ScoreOperations):
         self._library.score(*rows, *addresses(chosen, entropy, squared, normalizer), torch.get_num_threads())
         return TokenScores(chosen, entropy, squared, torch.zeros(len(logits))), normalizer
 
-    def gradient(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        kept: Tensor,
-        entropy: Tensor,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor | None,
-    ) -> Tensor:
+    def gradient(self, logits: Tensor, targets: Tensor, kept: Tensor, entropy: Tensor, grads: Gradients) -> Tensor:
         """See the base class."""
         out = torch.empty_like(logits)
-        grads = (
-            grad_logprobs.contiguous(),
-            torch.zeros_like(entropy) if grad_entropy is None else grad_entropy.contiguous(),
-        )
-        rows = (*addresses(logits, targets), 1 / self.temperature, *addresses(kept, entropy, *grads), *logits.shape)
+        given = [torch.zeros_like(entropy) if grad is None else grad.contiguous() for grad in grads]
+        rows = (*addresses(logits, targets), 1 / self.temperature, *addresses(kept, entropy, *given), *logits.shape)
         self._library.score_gradient(*rows, *addresses(out), torch.get_num_threads())
         return out
 

@@ -40,7 +40,6 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
-from areal_lite.config.rules import check_engine
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.answer import (
     Answer,
@@ -77,7 +76,6 @@ class EngineClient:
         identity: ModelIdentity | None = None,
         on_outage: Callable[[ServerError], None] | None = None,
     ) -> None:
-        check_engine(config)
         self.pool = ServerPool(config.addresses)
         self._config = config
         self._requests = ServerRequests(config, dialect_of(config.backend))

@@ -61,6 +61,11 @@ async def servers_behind(config: InferenceEngineConfig) -> InferenceEngineConfig
                 f"{routers[0]} in rollout.addresses is a router, which sends requests to servers of its own: name it "
                 "alone, or name the servers in rollout.addresses and the router in rollout.router"
             )
+        if config.weight_update == "adapter":
+            raise ConfigError(
+                f"{routers[0]} in rollout.addresses is a router, and rollout.weight_update is adapter: a request "
+                "through it cannot know its server's names of adapters. Use another weight_update, or name the servers"
+            )
         workers, deadline = listed[0], time.monotonic() + START_TIMEOUT_S
         while not workers:
             if time.monotonic() > deadline:

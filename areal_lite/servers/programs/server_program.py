@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.rules import flag_of, tensor_parallel_size
-from areal_lite.config.server_config import ServerConfig
+from areal_lite.config.server_config import ServerConfig, flag_of, tensor_parallel_size
 from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.child_process import ChildProcess

@@ -23,6 +23,9 @@ import hashlib
 import os
 import re
 import sqlite3
+import stat
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +35,7 @@ from typing import BinaryIO
 import orjson
 
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.foreign_files import make_private, open_inside, private_folders, remove_database, remove_unused
+from areal_lite.tools.foreign_files import open_inside
 from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate
@@ -80,13 +83,13 @@ class DumpIndex:
     def _create(self) -> Path:
         """Return the index's path, made if it does not exist: in the cache, or in a temporary folder."""
         name = hashlib.sha256(str(self.root.resolve()).encode(errors="surrogateescape")).hexdigest()[:20]
-        for folder in private_folders():
+        for folder in _private_folders():
             path = folder / f"{name}.sqlite"
             try:
-                make_private(folder)
+                _make_private(folder)
                 self._create_at(path)
                 os.utime(path)
-                remove_unused(folder, days=_UNUSED_DAYS)
+                _remove_unused(folder)
                 return path
             except (OSError, sqlite3.Error) as error:
                 self.notes.append(f"no index at {path}: {error}")
@@ -108,7 +111,7 @@ class DumpIndex:
                     if attempt:
                         raise
                     self.notes.append(f"{path} was damaged ({error}) and is built again")
-            remove_database(path)
+            _remove_database(path)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
@@ -250,3 +253,31 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _matches(text: str | None, pattern: str) -> bool:
     return text is not None and _compiled(pattern).search(text) is not None
+
+
+def _private_folders() -> tuple[Path, Path]:
+    """Return the user's cache folder, and a temporary one for where that cannot be written."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "areal-lite", Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}"
+
+
+def _remove_database(path: Path) -> None:
+    """Remove an SQLite file with the files beside it."""
+    for suffix in ("-wal", "-shm", ""):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the databases in a folder that nobody touched for so long."""
+    for path in folder.glob("*.sqlite"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime < time.time() - _UNUSED_DAYS * 86400:
+                _remove_database(path)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder, or refuse one that other users may write; raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} may be written by other users")

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from areal_lite.files.foreign_files import lines_of, open_inside
+from areal_lite.tools.foreign_files import lines_of, open_inside
 from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, TEXTS, ShapeError, row_of
 from areal_lite.tools.inspect.filters import text_hash
 

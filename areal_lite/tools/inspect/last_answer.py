@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import has_plain_files, open_inside
+from areal_lite.tools.foreign_files import has_plain_files, open_inside
 
 CONFIG = "config.yaml"
 UNREADABLE = (ValueError, ArithmeticError, RecursionError, OSError)

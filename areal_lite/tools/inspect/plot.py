@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import read_records
 from areal_lite.files.whole_files import write_whole
+from areal_lite.tools.foreign_files import read_records
 from areal_lite.tools.sweep.seed_statistics import mean_interval
 
 Records = Sequence[Mapping[str, Any]]

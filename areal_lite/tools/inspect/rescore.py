@@ -31,6 +31,7 @@ from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.files.safe_text import printable
 from areal_lite.tools.argument_types import add_trust
+from areal_lite.tools.foreign_files import open_inside
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import json_line, print_note
 from areal_lite.tools.inspect.last_answer import CONFIG, UNREADABLE, Answer, last_answer, run_tokenizer
@@ -167,7 +168,7 @@ class _Run:
         self._trusted = trust_config or dataset is not None
         self._config: RunConfig | None = None
         with suppress(*(UNREADABLE if dataset is None else ())):
-            self._config = load_recorded(root, root=RunConfig) if dataset is None else load_config(dataset)
+            self._config = load_recorded(root, open_inside, root=RunConfig) if dataset is None else load_config(dataset)
         self._rows: dict[str, dict[tuple[int, ...], list[Any]]] = {}
         self.tokenizer = run_tokenizer(root)
         self.notes: list[str] = []

@@ -7,13 +7,16 @@ Reads the files of :mod:`areal_lite.trainer.rl.token_facts`. A file that is miss
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from areal_lite.files.foreign_files import open_table
+from areal_lite.tools.foreign_files import MAX_TENSORS, open_inside
 
+MAX_TABLE = 1 << 33
+"""Bytes of a table when it is unpacked: facts of 100 million tokens of a step."""
 Record = Mapping[str, Any]
 FOLDER = "training"
 _NOT_SHOWN = ("token_idx", "behaviour_logprobs")
@@ -74,3 +77,15 @@ def _row(path: Path, root: Path, index: int) -> dict[str, Any]:
             index, group = index - size, group + 1
         row: dict[str, Any] = file.read_row_group(group).slice(index, 1).to_pylist()[0]
         return row
+
+
+@contextlib.contextmanager
+def open_table(path: Path, folder: Path, *, most: int = MAX_TABLE) -> Iterator[Any]:
+    """Open a file of facts as :func:`open_inside` does; raises OSError if it unpacks to more than ``most`` bytes."""
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    with open_inside(path, folder, most=MAX_TENSORS) as stream, parquet.ParquetFile(stream) as file:
+        groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
+        if (size := sum(group.total_byte_size for group in groups)) > most:
+            raise OSError(errno.EFBIG, f"{size} bytes when unpacked, of which at most {most} are read", str(path))
+        yield file

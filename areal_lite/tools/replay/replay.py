@@ -18,7 +18,6 @@ from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import has_plain_files
 from areal_lite.files.model_path import check_model_path
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.models.policy_model import resolve_device
@@ -31,6 +30,7 @@ from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
 from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
 from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_dtypes, with_prefix
+from areal_lite.tools.foreign_files import has_plain_files, open_inside
 from areal_lite.tools.replay.trained_batches import TrainedBatches
 from areal_lite.tools.verify.verify_weights import weight_hashes
 from areal_lite.trainer.forward.scalar_model import ValueScorer
@@ -64,7 +64,7 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
                 f"{override}: a replay trains the episodes as they are, so only these keys may change: "
                 f"{', '.join(_MAY_CHANGE)}. To generate anew, use areal-lite train"
             )
-    before = load_recorded(run, root=RunConfig)
+    before = load_recorded(run, open_inside, root=RunConfig)
     config = load_copy(run, overrides, trial_name=f"{before.trial_name}-replay")
     for key in ("data_packer", "rollout_cache"):
         if (value := getattr(config, key)) is not None:
@@ -102,7 +102,7 @@ def load_copy(run: Path, overrides: Sequence[str], *, trial_name: str) -> RunCon
     # The saved config has the run's identity in its rollout section, too.
     identity = {field.name for field in fields(RunIdentity)}
     given += [f"rollout.{override}" for override in given if override.split("=")[0] in identity]
-    config = load_recorded(run, given, root=RunConfig)
+    config = load_recorded(run, open_inside, given, root=RunConfig)
     if config.run_dir.resolve() == run.resolve():
         raise ConfigError(f"{run} is the run itself, which is only read: choose another trial_name")
     return replace(config, rollout=replace(config.rollout, dump_to_file=False))

@@ -14,11 +14,11 @@ import orjson
 
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
-from areal_lite.files import foreign_files
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
-from areal_lite.rollout.dumps.dump_reader import read_group, read_lines
 from areal_lite.rollout.episodes.batch_cut import cut_batch
 from areal_lite.runs.folder.run_directory import BATCHES
+from areal_lite.tools import foreign_files
+from areal_lite.tools.replay.dump_reader import read_group, read_lines
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from areal_lite.config.dump import dump_config
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ArealLiteError, ConfigError
-from areal_lite.files.foreign_files import read_records
 from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.argument_types import positive_integer
+from areal_lite.tools.foreign_files import read_records
 from areal_lite.tools.inspect.plot import plot_means
 from areal_lite.tools.run.supervised import train_supervised
 from areal_lite.tools.run.train import train

@@ -14,7 +14,7 @@ import orjson
 from areal_lite.config.loader import load_recorded
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import read_lines
+from areal_lite.tools.foreign_files import open_inside, read_lines
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.last_answer import CONFIG, UNREADABLE
 
@@ -109,7 +109,7 @@ class Run:
             raise ConfigError(f"{root} is not the folder of a run: name the one with config.yaml and metrics.jsonl")
         run = cls(root, None, [], [])
         try:
-            run.config = load_recorded(root, root=ExperimentConfig)
+            run.config = load_recorded(root, open_inside, root=ExperimentConfig)
         except UNREADABLE as error:
             if (root / CONFIG).exists():
                 reason = str(error).partition("\n")[0].removeprefix(f"{root}/{CONFIG}: ")

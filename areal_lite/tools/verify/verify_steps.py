@@ -12,8 +12,8 @@ from typing import Any
 from areal_lite.api.trajectory import Group
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ArealLiteError
-from areal_lite.files.foreign_files import read_records
 from areal_lite.runs.folder.run_directory import BATCHES
+from areal_lite.tools.foreign_files import read_records
 from areal_lite.tools.inspect.training_facts import fact_files
 from areal_lite.tools.replay.trained_batches import TrainedBatches
 from areal_lite.tools.verify.verify_run import EVALUATION, SLACK_S, Record, Run, began, differs, some

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ArealLiteError
-from areal_lite.files.foreign_files import open_table
-from areal_lite.rollout.dumps.dump_reader import read_group
-from areal_lite.tools.inspect.training_facts import fact_files
+from areal_lite.tools.inspect.training_facts import fact_files, open_table
+from areal_lite.tools.replay.dump_reader import read_group
 from areal_lite.tools.verify.verify_run import DumpedGroup, Record, Run, differs, some
 from areal_lite.tools.verify.verify_steps import comparable, fill_advantages, step_metrics
 

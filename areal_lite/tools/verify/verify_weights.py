@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_lite.config.yaml_text import MAX_BYTES
 from areal_lite.errors import CheckpointError
-from areal_lite.files.foreign_files import checked, read_inside
+from areal_lite.tools.foreign_files import checked, read_inside
 from areal_lite.tools.verify.verify_run import Record, Run
 from areal_lite.tools.verify.verify_steps import RunCheck
 
@@ -21,7 +21,7 @@ _WEIGHTS = re.compile(r"(policy/model/|^)(model|adapter_model)[^/]*\.safetensors
 
 def folders_are_whole(run: Run) -> Iterator[str]:
     """Each published version, checkpoint and saved model equals its manifest, which has the folder's number."""
-    from areal_lite.files.atomic_folder import check_folder
+    from areal_lite.files.atomic_folder import DAMAGED, check_folder
 
     folders: list[tuple[Path, int | None]] = []
     for name in _FOLDERS:
@@ -30,12 +30,14 @@ def folders_are_whole(run: Run) -> Iterator[str]:
         folders.append((run.root / "model", None))
     for folder, number in folders:
         try:
-            check_folder(folder, root=run.root)
-        except CheckpointError as error:
-            yield str(error)
+            manifest = json.loads(read_inside(folder / "manifest.json", run.root))
+            for name in manifest["files"]:
+                checked(folder / name, run.root)
+            check_folder(folder, manifest)
+        except (CheckpointError, *DAMAGED) as error:
+            yield str(error) if isinstance(error, CheckpointError) else f"{folder} is incomplete: {error}"
             continue
-        label = _manifest(folder, run.root).get("version")
-        if label != number:
+        if (label := manifest.get("version")) != number:
             yield f"{folder.relative_to(run.root)} has the version {label} in its manifest"
 
 

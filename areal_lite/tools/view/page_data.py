@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
-from areal_lite.files.foreign_files import read_records
+from areal_lite.tools.foreign_files import read_records
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS
 from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, curve, is_number, phase

@@ -105,10 +105,8 @@ class ChunkedScores(torch.autograd.Function):
         grad_bias = head.weight.new_zeros(len(head.weight), dtype=weight_dtype) if ctx.needs_input_grad[2] else None
         for chunk in _chunks(len(states), head):
             logits = head.logits(states[chunk]) if ctx.logits is None else ctx.logits
-            of_entropy = grad_entropy[chunk] if ctx.entropy_grad else None
-            grad_logits = ctx.operations.gradient(
-                logits, targets[chunk], kept[chunk], entropy[chunk], grad_chosen[chunk], of_entropy
-            )
+            grads = grad_chosen[chunk], grad_entropy[chunk] if ctx.entropy_grad else None
+            grad_logits = ctx.operations.gradient(logits, targets[chunk], kept[chunk], entropy[chunk], grads)
             grad_states[chunk] = grad_logits @ head.weight
             if grad_weight is not None:
                 head.weight_gradient(grad_weight, grad_logits, states[chunk], add=chunk.start > 0)

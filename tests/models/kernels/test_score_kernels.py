@@ -46,9 +46,10 @@ def test_scores_and_their_gradient(
     )
     torch.testing.assert_close(found, exact, atol=2e-5 * (1 + scale), rtol=1e-5)
     of_logprobs, of_entropy = torch.randn(2, rows)
-    grads = found.entropy, of_logprobs, of_entropy if entropy_grad else None
-    own = compiled(temperature).gradient(logits, targets, normalizer, *grads)
-    assert_rounded(own, plain.gradient(logits.float(), targets, kept, *grads), atol=2e-5 * (1 + scale))
+    grads = of_logprobs, of_entropy if entropy_grad else None
+    own = compiled(temperature).gradient(logits, targets, normalizer, found.entropy, grads)
+    exact_gradient = plain.gradient(logits.float(), targets, kept, found.entropy, grads)
+    assert_rounded(own, exact_gradient, atol=2e-5 * (1 + scale))
 
 
 @needs_compiler
@@ -57,9 +58,9 @@ def test_each_number_has_its_place_whatever_the_strides() -> None:
     logits, targets = half(3, 40), torch.tensor([0, 39, 7])
     scores, normalizer = compiled(1.0).score(logits, targets)
     grads = torch.randn(3, 2)
-    strided = compiled(1.0).gradient(logits, targets, normalizer, scores.entropy, grads[:, 0], grads[:, 1])
-    columns = grads.T.contiguous()
-    assert torch.equal(strided, compiled(1.0).gradient(logits, targets, normalizer, scores.entropy, *columns))
+    strided = compiled(1.0).gradient(logits, targets, normalizer, scores.entropy, (grads[:, 0], grads[:, 1]))
+    columns = grads[:, 0].contiguous(), grads[:, 1].contiguous()
+    assert torch.equal(strided, compiled(1.0).gradient(logits, targets, normalizer, scores.entropy, columns))
 
 
 @needs_compiler

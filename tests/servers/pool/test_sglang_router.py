@@ -221,8 +221,8 @@ def test_a_parameter_that_the_router_drops_is_an_error(routed: Routed) -> None:
     ],
 )
 def test_impossible_settings_are_errors(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        RemoteInfEngine(InferenceEngineConfig(router="b:1", **settings))
+    with pytest.raises(ValueError, match=says):
+        InferenceEngineConfig(router="b:1", **settings)
 
 
 class Discovered(Routed):
@@ -235,6 +235,11 @@ class Discovered(Routed):
         self.thread = stack.enter_context(StubThread(self.router))  # type: ignore[arg-type]
         settings = InferenceEngineConfig(backend="sglang", addresses=[self.thread.address], **config)
         self.engine = stack.enter_context(RemoteInfEngine(settings))
+
+
+def test_adapters_are_refused_behind_a_router_that_an_address_names(stack: ExitStack, start_stub: StartStub) -> None:
+    with pytest.raises(ConfigError, match="is a router, and rollout.weight_update is adapter"):
+        Discovered(stack, start_stub, weight_update="adapter")
 
 
 def test_an_address_of_a_router_stands_for_the_servers_behind_it(stack: ExitStack, start_stub: StartStub) -> None:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from areal_lite.cli.main import main
-from areal_lite.files import foreign_files
+from areal_lite.tools.inspect import dump_index
 from areal_lite.tools.inspect.dumps import Dumps
 from tests.tools.inspect.dump_lines import line, turn, write
 
@@ -346,7 +346,7 @@ def test_a_cache_that_another_user_may_write_holds_no_index(
 ) -> None:
     (cache / "areal-lite").mkdir()
     (cache / "areal-lite").chmod(0o777)
-    monkeypatch.setattr(foreign_files.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(dump_index.tempfile, "tempdir", str(tmp_path))
     with Dumps.open(run) as dumps:
         assert Path(dumps.summary()[0]["index"]).parent == tmp_path / f"areal-lite-{os.getuid()}"
         assert "may be written by other users" in dumps.summary()[0]["notes"][0]

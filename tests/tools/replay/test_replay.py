@@ -18,10 +18,10 @@ from areal_lite.cli import main as cli
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
-from areal_lite.rollout.dumps.dump_reader import read_group
 from areal_lite.rollout.dumps.packed_group import row_json
 from areal_lite.runs.entry_points import run_training
 from areal_lite.runs.folder.run_directory import BATCHES, append_batch
+from areal_lite.tools.replay.dump_reader import read_group
 from areal_lite.tools.replay.replay import plan_replay, same_weights
 from areal_lite.tools.replay.trained_batches import TrainedBatches
 

@@ -16,9 +16,9 @@ import pytest
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.files.foreign_files import read_records
 from areal_lite.rollout.dumps.dump_writer import write_file
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper
+from areal_lite.tools.foreign_files import read_records
 from areal_lite.trainer.metrics import MetricsWriter
 from tests.trainer.crash_states import files_end_at
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,8 +26,6 @@ MAX_WHOLE = 1 << 28
 """Bytes of a file that is read at once."""
 MAX_TENSORS = 1 << 36
 """Bytes of a file of weights or of a table, which is read in parts or mapped."""
-MAX_TABLE = 1 << 33
-"""Bytes of a table when it is unpacked; of training facts, those of 100 million tokens of a step."""
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -102,18 +98,6 @@ def needed(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None
 
 
-@contextmanager
-def open_table(path: Path, folder: Path, *, most: int = MAX_TABLE) -> Iterator[Any]:
-    """Open a Parquet file as :func:`open_inside` does; raises OSError if it unpacks to more than ``most`` bytes."""
-    from pyarrow import parquet  # type: ignore[import-untyped]
-
-    with open_inside(path, folder, most=MAX_TENSORS) as stream, parquet.ParquetFile(stream) as file:
-        groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
-        if (size := sum(group.total_byte_size for group in groups)) > most:
-            raise OSError(errno.EFBIG, f"{size} bytes when unpacked, of which at most {most} are read", str(path))
-        yield file
-
-
 def has_plain_files(model: Path, folder: Path) -> bool:
     """Return True if a model's files are regular ones; for a model inside of ``folder``, no link may leave that."""
     is_own = _is_inside(os.path.realpath(model), folder) or model.is_relative_to(folder)
@@ -123,34 +107,6 @@ def has_plain_files(model: Path, folder: Path) -> bool:
                 checked(path, folder if is_own else Path("/"))  # the hub's cache has links
         return True
     return False
-
-
-def private_folders() -> tuple[Path, Path]:
-    """Return the user's cache folder, and a temporary one for where that cannot be written."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "areal-lite", Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}"
-
-
-def remove_database(path: Path) -> None:
-    """Remove an SQLite file with the files beside it."""
-    for suffix in ("-wal", "-shm", ""):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
-
-
-def remove_unused(folder: Path, *, days: float) -> None:
-    """Remove the databases in a folder that were not touched for so long."""
-    for path in folder.glob("*.sqlite"):
-        with suppress(OSError):
-            if path.lstat().st_mtime < time.time() - days * 86400:
-                remove_database(path)
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder, or refuse one that other users may write; raises OSError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} may be written by other users")
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

@@ -15,8 +15,8 @@ import orjson
 
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.errors import ConfigError
-from areal_lite.files import foreign_files
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
+from areal_lite.tools import foreign_files
 
 
 def read_group(path: Path, *, oldest_schema: int = SCHEMA, root: Path | None = None) -> Group:
