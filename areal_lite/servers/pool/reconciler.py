@@ -106,7 +106,7 @@ class Reconciler:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
-        self._loader.close()
+        await self._loader.close()
 
     def _own(self, task: asyncio.Task[None]) -> None:
         def on_end(_: object) -> None:

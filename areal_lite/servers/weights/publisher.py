@@ -38,8 +38,7 @@ def weight_publisher(
             logger.warning("weights are published as files: rollout.weight_update %s is not possible here", way)
         way = "disk"
     if way == "broadcast":
-        with closing(WeightBroadcaster(model, dtype=dtype)) as broadcaster:
-            yield broadcaster.publish
+        yield WeightBroadcaster(model, dtype=dtype).publish
     elif way == "memory":
         with closing(SharedWeights(weights_dir, dtype=dtype)) as shared:
             yield lambda version: WeightFolder(str(shared.publish(model, version).resolve()), version)

@@ -75,8 +75,8 @@ class WeightLoader:
         """Close the process group with a server: one that restarted is not in it."""
         self._broadcasts.drop(server)
 
-    def close(self) -> None:
-        self._broadcasts.close()
+    async def close(self) -> None:
+        await self._broadcasts.close()
 
     async def load(self, server: Server) -> None:
         async with self._locks[server]:
