@@ -196,17 +196,17 @@ class EngineClient:
         finish = "abort" if recorded is None else answer.begin_with(recorded)
         fruitless = 0
         while finish == "abort" and not answer.interrupted:
-            if len(answer.tokens) >= budget:
+            if answer.response.output_len >= budget:
                 finish = "length"
                 break
             chunk, tries = await self._sender.send(answer.next_call(input_ids, budget, seed), answer)
             answer.extend(chunk, tries)
             assert chunk.finish is not None, "a reply has its end"
             finish = chunk.finish
-            if finish == "abort" and len(answer.tokens) < budget and not answer.interrupted:
+            if finish == "abort" and answer.response.output_len < budget and not answer.interrupted:
                 if answer.must_stay:
                     answer.start_over()
-                fruitless = 0 if answer.tokens and chunk.tokens else fruitless + 1
+                fruitless = 0 if answer.response.output_tokens and chunk.tokens else fruitless + 1
                 if fruitless > MAX_FRUITLESS_ABORTS:
                     assert answer.server is not None
                     raise ServerError(
@@ -214,7 +214,7 @@ class EngineClient:
                     )
                 if fruitless:
                     await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
-        response = answer.response(input_ids, finish)
+        response = answer.finish(input_ids, finish)
         self._full_window.notice(response, window_of(req.gconfig, self._requests.limits), req.gconfig.max_new_tokens)
         return response
 

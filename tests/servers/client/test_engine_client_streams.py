@@ -647,9 +647,10 @@ def test_an_answer_keeps_all_of_its_parts() -> None:
     parts = range(3)
     for part in parts:
         call.extend(Chunk([part], [-0.5 * part], [part], "abort", top_logprobs=[[(part, -0.5)]]))
-    assert call.tokens == call.versions == list(parts)
-    assert call.logprobs == [-0.5 * part for part in parts]
-    assert call.top_logprobs == [[(part, -0.5)] for part in parts]
+    response = call.finish(PROMPT, "stop")
+    assert response.output_tokens == response.output_versions == list(parts)
+    assert response.output_logprobs == [-0.5 * part for part in parts]
+    assert response.output_top_logprobs == [[(part, -0.5)] for part in parts]
 
 
 def client_alone(**more: Any) -> EngineClient:
