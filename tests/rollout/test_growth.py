@@ -45,7 +45,7 @@ def make_client(monkeypatch: pytest.MonkeyPatch) -> EngineClient:
 
     async def generate(*_: Any, **__: Any) -> Chunk:
         # All come back before the first answer.
-        while any(server.down for server in client.pool.servers):  # noqa: ASYNC110 -- nothing else tells
+        while any(server.state == "down" for server in client.pool.servers):  # noqa: ASYNC110 -- nothing else tells
             await asyncio.sleep(0)
         return Chunk([1], [0.0], [0], "stop")
 
