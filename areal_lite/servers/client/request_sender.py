@@ -132,7 +132,7 @@ class RequestSender:
     def addressed(self, body: dict[str, Any], server: Server) -> bytes:
         if server.adapter is None:
             return orjson.dumps(body)
-        return orjson.dumps(body | self._requests.dialect.name_adapter(server.adapter))
+        return orjson.dumps(body | {self._requests.dialect.adapter_key: server.adapter})
 
     def _labelled(self, chunk: Chunk, adapter: str | None, version: int | None) -> Chunk:
         """Label tokens with the version of the adapter that their request kept; the server may have newer ones too."""

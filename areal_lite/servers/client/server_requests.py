@@ -31,6 +31,7 @@ from areal_lite.servers.dialects.dialect import (
     ServerInfo,
     ServerLimits,
     reported,
+    update_error,
 )
 from areal_lite.servers.dialects.reply_reader import Receiver, ReplyReader
 from areal_lite.servers.pool.server_pool import Server
@@ -184,17 +185,19 @@ class ServerRequests:
 
     async def info(self, server: Server) -> ServerInfo:
         """Return what the server reports about itself; an unknown route reports nothing; raises ErrorReply."""
-        info, known = ServerInfo(), False
+        facts: dict[str, Any] = {}
+        known = False
         for path in self.dialect.info_paths:
             status, body = await self._send(server, path)
             if status == 200:
                 known = True
                 with contextlib.suppress(orjson.JSONDecodeError):
-                    info = info.merged(self.dialect.parse_info(orjson.loads(body)))
+                    if isinstance(reply := orjson.loads(body), dict):
+                        facts |= {name: value for name, value in reply.items() if value is not None}
         if not known and (status := (await self._send(server, self.dialect.health_path))[0]) != 200:
             paths = ", ".join((*self.dialect.info_paths, self.dialect.health_path))
             raise ErrorReply(status, f"{server.url} said HTTP {status} to {paths}")
-        return info
+        return self.dialect.parse_info(facts)
 
     async def adapters(self, server: Server) -> list[str]:
         status, body = await self._send(server, "/v1/models")
@@ -236,7 +239,7 @@ class ServerRequests:
             kind = OSError if status in (429, 502, 503, 504) else RefusedError
             raise kind(f"{server.url}{call.path} said HTTP {status}: {_message(text)}")
         with contextlib.suppress(orjson.JSONDecodeError):
-            if (error := self.dialect.update_error(orjson.loads(text))) is not None:
+            if (error := update_error(orjson.loads(text))) is not None:
                 raise RefusedError(f"{server.url}{call.path}: {error}")
 
 

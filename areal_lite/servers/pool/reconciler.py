@@ -146,7 +146,7 @@ class Reconciler:
         if server.info.paused:
             logger.warning("server %s is paused: resuming it", server.url)
         try:
-            await self._requests.control(server, self._requests.dialect.resume())
+            await self._requests.control(server, self._requests.dialect.resume)
         except RefusedError as error:  # servers that only generate may have no control routes
             logger.debug("%s", error)
 
@@ -282,7 +282,7 @@ class Reconciler:
         reason = f"nothing from it for {_silent_s(server):.0f} s while {server.outstanding} requests run"
         for _ in range(SILENT_PROBES):
             with contextlib.suppress(*_ERRORS):  # it may be paused: another run paused it, or our resume was lost
-                await self._requests.control(server, self._requests.dialect.resume())
+                await self._requests.control(server, self._requests.dialect.resume)
             healthy = await self._requests.is_healthy(server)
             if _silent_s(server) < SILENCE_S:  # it has answered meanwhile
                 return

@@ -107,14 +107,15 @@ class BroadcastLoader:
             raise
 
     async def _begin(self, server: Server) -> None:
-        for call in self._dialect.begin_broadcast():
-            try:
-                await self._requests.control(server, call)
-            except RefusedError:  # one that broke off has left the server in the middle of an update
-                for end in self._dialect.abandon_broadcast():
-                    with contextlib.suppress(RefusedError):  # the embedded server loads no part of the weights
-                        await self._requests.control(server, end)
-                await self._requests.control(server, call)
+        begin, abandon = self._dialect.begin_broadcast, self._dialect.abandon_broadcast
+        try:
+            await self._requests.control(server, begin)
+        except RefusedError:  # one that broke off has left the server in the middle of an update
+            if abandon is None:
+                raise
+            with contextlib.suppress(RefusedError):  # the embedded server loads no part of the weights
+                await self._requests.control(server, abandon)
+            await self._requests.control(server, begin)
 
     async def _both(self, server: Server, call: ControlCall, work: Callable[[], None]) -> None:
         """Send a request while a thread does the trainer's part; the first error ends both."""

@@ -121,7 +121,7 @@ class WeightLoader:
         try:
             yield
         finally:
-            await self._requests.control(server, self._requests.dialect.resume())
+            await self._requests.control(server, self._requests.dialect.resume)
 
     def hint(self, weights: PublishedWeights) -> str:
         """Return how servers that load adapters are started, if that is what they refused."""
