@@ -120,26 +120,23 @@ class Answer:
         return response
 
 
-class FullWindow:
-    """Says once in a run that an answer ended because prompt and answer filled the window."""
+def said_full(response: ModelResponse, window: int | None, wanted_tokens: int) -> bool:
+    """Say if an answer, of up to ``wanted_tokens``, ended because it filled the window; return whether it did.
 
-    def __init__(self) -> None:
-        self._said = False
-
-    def notice(self, response: ModelResponse, window: int | None, wanted_tokens: int) -> None:
-        """Look at an answer that was to have up to ``wanted_tokens``; None for a window that is not known."""
-        prompt, answer = len(response.input_tokens), len(response.output_tokens)
-        full = window is not None and prompt + answer >= window
-        if self._said or response.stop_reason != "length" or not (full or answer < wanted_tokens):
-            return
-        self._said = True
-        logger.warning(
-            "an answer ended after %d tokens because with its prompt of %d it filled the window%s, not at its own end: "
-            "shorten prompts, or raise gconfig.max_tokens and the server's context length. Later ones are not logged",
-            answer,
-            prompt,
-            f" of {window} tokens" if full else "",
-        )
+    The window is None if it is not known. Callers ask until it has been said once.
+    """
+    prompt, answer = len(response.input_tokens), len(response.output_tokens)
+    full = window is not None and prompt + answer >= window
+    if response.stop_reason != "length" or not (full or answer < wanted_tokens):
+        return False
+    logger.warning(
+        "an answer ended after %d tokens because with its prompt of %d it filled the window%s, not at its own end: "
+        "shorten prompts, or raise gconfig.max_tokens and the server's context length. Later ones are not logged",
+        answer,
+        prompt,
+        f" of {window} tokens" if full else "",
+    )
+    return True
 
 
 def window_of(gconfig: GenerationHyperparameters, limits: ServerLimits) -> int:

@@ -145,7 +145,7 @@ class ServerRequests:
                 if reader.streams:
                     await self._feed(reader, reply, request)
                 else:
-                    reader.take(orjson.loads(await reply.read()))
+                    reader.take(await reply.read())
         except asyncio.CancelledError:
             if request.given_up is not None and request.task.uncancel() == 0:
                 if not reader.finished:

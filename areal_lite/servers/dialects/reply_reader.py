@@ -7,7 +7,6 @@ complete, however the bytes are split.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import orjson
 
@@ -57,14 +56,14 @@ class ReplyReader:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and not self.finished and (text := line[5:].strip()) != b"[DONE]":
-                try:
-                    event = orjson.loads(text)
-                except orjson.JSONDecodeError as error:
-                    raise BadResponse(f"an event that is not JSON ({error})") from None
-                self.take(event)
+                self.take(text)
 
-    def take(self, reply: Any) -> None:
+    def take(self, text: bytes) -> None:
         """Take a whole reply, or one event of a stream; raises BadResponse and ErrorReply."""
+        try:
+            reply = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise BadResponse(f"a reply that is not JSON ({error})") from None
         new = self._dialect.parse(reply, len(self), top_logprobs=self._call.top_logprobs)
         if new is None:
             return

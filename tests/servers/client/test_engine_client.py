@@ -112,7 +112,7 @@ def test_a_passing_fault_is_retried_and_leaves_no_trace(
 def test_requests_that_took_several_tries_are_counted(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub(fault={0: "500", 2: "500", 3: "500"}.get))
     assert [generate(engine).attempts for _ in range(3)] == [2, 3, 1]
-    assert engine._client.retried == 2
+    assert engine._client.counts()["retried_requests"] == 2
 
 
 def test_a_probe_returns_the_greedy_answer_of_each_server_that_is_up(

@@ -362,7 +362,7 @@ def stream_of(received: list[int], **options: Any) -> ReplyReader:
         ({"newest_version": 3}, event_of(6, received=1, weight_version="4"), "version 4, but the newest is 3"),
         ({"newest_version": 3}, event_of(6, received=1, weight_version="3", **spans(2, version="4")), "version 4"),
         ({"newest_version": 3}, event_of(6, received=1), None),
-        ({}, b"data: {oops\n\n", "an event that is not JSON"),
+        ({}, b"data: {oops\n\n", "a reply that is not JSON"),
         ({}, b": a comment\n\nid: 5\n\ndata: [DONE]\n\n", ""),
     ],
 )

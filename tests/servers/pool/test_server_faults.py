@@ -291,7 +291,7 @@ def test_all_that_wait_are_sent_at_once_when_a_server_is_back(start_stub: StartS
     engine = start_engine(stub)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(accepted, engine, 60)
-        until(lambda: len(engine._client._gate._waiting) > 57)
+        until(lambda: len(engine._client.gate._waiting) > 57)
         out[0] = False
         began = time.monotonic()
         assert running.result(30) == 60
