@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -222,9 +221,3 @@ async def listening(
     finally:
         await runner.cleanup()
         server.model.close()
-
-
-def write_ready_line(descriptor: int, host: str, port: int) -> None:
-    """Report the address of the server to the parent process through its pipe."""
-    with os.fdopen(descriptor, "w") as pipe:
-        pipe.write(json.dumps({"host": host, "port": port}) + "\n")

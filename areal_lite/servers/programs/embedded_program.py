@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import sys
@@ -56,23 +55,16 @@ class EmbeddedProgram(ServerProcess):
             os.close(ready_write)
 
     def _wait_for_answer(self, deadline: float) -> str | None:
-        """Read the child's ready line; if the child ends, the pipe closes without one."""
-        poll, line = select.poll(), b""
+        """Read the port that the child reports; if it ends, the pipe closes without one."""
+        poll = select.poll()
         poll.register(self._ready, select.POLLIN)
-        try:
-            while not line.endswith(b"\n"):
-                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                    return None
-                piece = os.read(self._ready, 4096)
-                if not piece:
-                    self.wait(max(0.0, deadline - time.monotonic()))
-                    return None
-                line += piece
-        finally:
-            os.close(self._ready)
-        ready = json.loads(line)
-        self._port = ready["port"]
-        return f"http://{ready['host']}:{ready['port']}"
+        with os.fdopen(self._ready) as pipe:
+            line = pipe.readline() if poll.poll(1000 * max(0.0, deadline - time.monotonic())) else ""
+        if not line:
+            self.wait(max(0.0, deadline - time.monotonic()))
+            return None
+        self._port = int(line)
+        return f"http://{self.config.host}:{self._port}"
 
     def _start_error(self, code: int) -> ServerError | ConfigError:
         if code == ConfigError.exit_code:

@@ -24,8 +24,7 @@ from areal_lite.servers.programs.server_program import (
     RouterProgram,
     ServedModel,
     ServerProgram,
-    check_program,
-    check_router_program,
+    check_programs,
     gpu_groups,
     server_ports,
 )
@@ -43,10 +42,8 @@ STOP_SECONDS = 5.0
 def check_servers(config: ServerConfig) -> None:
     """Check before anything starts that the servers can be started; raises ConfigError."""
     check_server(config)
-    if config.backend in ("sglang", "vllm"):
-        check_program(config, config.backend)
+    check_programs(config)
     gpu_groups(config)
-    check_router_program(config)
 
 
 def make_servers(

@@ -157,38 +157,31 @@ class RouterProgram(_Program):
         return True
 
 
-def check_program(config: ServerConfig, backend: Backend) -> None:
-    """Check before anything starts that SGLang or vLLM is installed and its ports are free."""
-    for port in server_ports(config):
-        check_port(config.host, port)
-    if not _is_installed(config, backend):
-        python = interpreter(config)
-        raise ConfigError(
-            f"server.backend is {backend}, which is not installed for {python}: run `{python} -m pip install "
-            f"{backend}`, or set server.python to the interpreter of an environment that has it"
-        )
+def check_programs(config: ServerConfig) -> None:
+    """Check before anything starts that SGLang, vLLM or the router are installed and ports free; raises ConfigError."""
+    if config.backend in ("sglang", "vllm"):
+        for port in server_ports(config):
+            check_port(config.host, port)
+        _check_installed(config, config.backend, f"server.backend is {config.backend}, which")
+    if config.router:
+        _check_installed(config, _ROUTER, "server.router is true, and sglang-router")
 
 
-def check_router_program(config: ServerConfig) -> None:
-    """Check before anything starts that sglang-router is installed, if ``server.router`` is set; raises ConfigError."""
-    if config.router and not _is_installed(config, _ROUTER):
-        python = interpreter(config)
-        raise ConfigError(
-            f"server.router is true, and sglang-router is not installed for {python}: run `{python} -m pip install "
-            "sglang-router`"
-        )
-
-
-def _is_installed(config: ServerConfig, module: str) -> bool:
-    python = interpreter(config)
+def _check_installed(config: ServerConfig, module: str, why: str) -> None:
+    python, package = interpreter(config), module.replace("_", "-")
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
-        return not subprocess.run([python, "-c", look], env=os.environ | config.env, timeout=60).returncode
+        missing = subprocess.run([python, "-c", look], env=os.environ | config.env, timeout=60).returncode
     except OSError as error:
         raise ConfigError(
             f"server.python is {python!r}, which cannot be run ({error.strerror}): give the interpreter of an "
-            f"environment with {config.backend}, such as venv/bin/python"
+            f"environment with {package}, such as venv/bin/python"
         ) from None
+    if missing:
+        raise ConfigError(
+            f"{why} is not installed for {python}: run `{python} -m pip install {package}`, or set "
+            "server.python to the interpreter of an environment that has it"
+        )
 
 
 def gpu_groups(config: ServerConfig) -> list[str] | list[None]:
