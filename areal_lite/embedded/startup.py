@@ -20,8 +20,8 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.http_limits import HttpLimits, SurplusConnection
 from areal_lite.processes.quick_import import quick_import
-from areal_lite.processes.server_process import check_port
 from areal_lite.servers.programs.embedded_program import cpu_threads
+from areal_lite.servers.programs.server_process import check_port
 from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from areal_lite.config.rules import check_server
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ArealLiteError, ServerError
-from areal_lite.processes.server_process import ServerProcess, cause_of_death
 from areal_lite.servers.programs.embedded_program import EMBEDDED_PROGRAM, EmbeddedProgram
+from areal_lite.servers.programs.server_process import ServerProcess, cause_of_death
 from areal_lite.servers.programs.server_program import (
     RouterProgram,
     ServedModel,
