@@ -109,13 +109,9 @@ class Reconciler:
         await self._loader.close()
 
     def _own(self, task: asyncio.Task[None]) -> None:
-        def on_end(_: object) -> None:
-            self._others.discard(task)
-            if not task.cancelled():
-                task.exception()  # it was acted on where it matters
-
         self._others.add(task)
-        task.add_done_callback(on_end)
+        task.add_done_callback(self._others.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it was acted on where it matters
 
     async def _meet(self, server: Server) -> str | None:
         """Learn what a server is; return why it cannot be reached, or None."""
