@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -57,18 +56,20 @@ class RefusedError(ServerError):
     """A server refused a request of the control plane; sent again, it would be refused again."""
 
 
-@dataclass(slots=True, eq=False)
 class _Request:
-    server: Server
-    limit: asyncio.Timeout
-    begun: bool = False
-    """A part of its stream has come, so it does not wait in the server's queue."""
-    given_up: str = ""
+    def __init__(self, server: Server) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.server = server
+        self.begun = False
+        """A part of its stream has come, so it does not wait in the server's queue."""
+        self.given_up: str | None = None
 
     def give_up(self, reason: str) -> None:
-        if not self.given_up:
+        if self.given_up is None:
             self.given_up = reason
-            self.limit.reschedule(0.0)
+            self.task.cancel()
 
 
 class ServerRequests:
@@ -132,14 +133,11 @@ class ServerRequests:
     async def _post(self, server: Server, body: bytes, reader: ReplyReader, headers: Mapping[str, str]) -> None:
         """Have ``reader`` read the reply, a stream as it arrives; raises ErrorReply for a status that is not 200."""
         assert self._session is not None, "open() first"
-        request = _Request(server, asyncio.timeout(None))
+        request = _Request(server)
         self._silences.add(request)
-        url = server.url + self.dialect.generate_path
         try:
-            async with (
-                request.limit,
-                self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply,
-            ):
+            url = server.url + self.dialect.generate_path
+            async with self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply:
                 if reply.status != 200:
                     after = reply.headers.get("Retry-After", "")
                     wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
@@ -148,11 +146,12 @@ class ServerRequests:
                     await self._feed(reader, reply, request)
                 else:
                     reader.take(await reply.read())
-        except TimeoutError:
-            if not request.limit.expired():
-                raise
-            if not reader.finished:  # else only the connection's end is missing
-                raise SilentServerError(request.given_up) from None
+        except asyncio.CancelledError:
+            if request.given_up is not None and request.task.uncancel() == 0:
+                if not reader.finished:
+                    raise SilentServerError(request.given_up) from None
+                return  # only the connection's end is missing
+            raise
         finally:
             self._silences.discard(request)
 
