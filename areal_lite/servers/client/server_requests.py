@@ -116,7 +116,7 @@ class ServerRequests:
     ) -> Chunk:
         """Send one generation and return its reply, which ``reader`` reads."""
         await self._post(server, body, reader, headers or {})
-        if not reader.finished:
+        if reader.finish is None:
             raise BadResponse("an answer that ends without a finish reason")
         chunk = reader.chunk()
         if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
@@ -142,13 +142,13 @@ class ServerRequests:
                     after = reply.headers.get("Retry-After", "")
                     wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
                     raise ErrorReply(reply.status, _message(await reply.read()), wait_s)
-                if reader.streams:
+                if reader.call.stream:
                     await self._feed(reader, reply, request)
                 else:
                     reader.take(await reply.read())
         except asyncio.CancelledError:
             if request.given_up is not None and request.task.uncancel() == 0:
-                if not reader.finished:
+                if reader.finish is None:
                     raise SilentServerError(request.given_up) from None
                 return  # only the connection's end is missing
             raise
@@ -180,7 +180,7 @@ class ServerRequests:
                 request.server.heard = time.monotonic()
                 reader.feed(data)
         except (aiohttp.ClientError, OSError):
-            if not reader.finished:
+            if reader.finish is None:
                 raise
 
     async def info(self, server: Server) -> ServerInfo:

@@ -310,7 +310,7 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
     stream = new_stream(dialect_of(backend), received)  # type: ignore[arg-type]
     for part in cuts(whole, data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=9))):
         stream.feed(part)
-    assert stream.finished
+    assert stream.finish
     assert (received.tokens, received.calls) == (tokens, LENGTH)
     chunk = stream.chunk()
     assert (chunk.tokens, chunk.logprobs, chunk.versions) == (tokens, logprobs, [7] * LENGTH)
@@ -339,7 +339,7 @@ def feed_recording(dialect: Dialect, name: str) -> tuple[ReplyReader, Receiver]:
 def test_streams_of_real_servers_are_understood(dialect: Dialect, name: str, count: int, finish: str) -> None:
     stream, received = feed_recording(dialect, name)
     chunk = stream.chunk()
-    assert stream.finished and stream.reports_versions
+    assert stream.finish and stream.reports_versions
     assert (len(chunk.tokens), chunk.finish, chunk.versions) == (count, finish, [0] * count)
     assert (received.tokens, received.logprobs, received.calls) == (chunk.tokens, chunk.logprobs, count)
 

@@ -378,7 +378,7 @@ def test_a_stream_refuses_what_cannot_be_and_keeps_what_came_before(
     else:
         stream.feed(event)
     assert received == stream.chunk().tokens == ([5, 6] if says is None else [5])
-    assert len(stream) == len(received) and not stream.finished and stream.chunk().finish == "abort"
+    assert len(stream) == len(received) and stream.finish is None and stream.chunk().finish == "abort"
 
 
 def test_a_stream_labels_tokens_without_a_version_and_says_so() -> None:
@@ -394,7 +394,7 @@ def test_a_stream_labels_tokens_without_a_version_and_says_so() -> None:
     stream.feed(event_of(received=3, finish="stop", **spans(2, 3)))
     assert (stream.chunk().versions, stream.reports_versions) == ([3, 3, 3], True)
     stream.feed(event_of(8, received=3))  # after the end
-    assert stream.finished and stream.chunk().finish == "stop" and received == [5, 6, 7]
+    assert stream.finish and stream.chunk().finish == "stop" and received == [5, 6, 7]
 
 
 def test_a_stream_without_top_log_probs_asks_for_none_and_its_receiver_may_fail() -> None:
