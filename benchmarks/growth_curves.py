@@ -410,7 +410,7 @@ def servers(count: int) -> dict[int, Measured]:
         await client.update_weights(WeightFolder("unused", next(versions)))
         examine = client._reconciler.examine
         checked = await async_cpu_s(asyncio.gather(*map(examine, client.pool.servers)))
-        client.hold()
+        client.gate.hold()
         waiting = [asyncio.create_task(ask(1)) for _ in range(MAX_PER_SERVER * count)]
         await asyncio.sleep(0)
         published = await async_cpu_s(client.update_weights(WeightFolder("unused", next(versions))))

@@ -69,9 +69,9 @@ from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.policy_model import load_policy
-from areal_lite.processes.server_process import ServerProcess
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from areal_lite.servers.programs.server_process import ServerProcess
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightBroadcast
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
 from benchmarks.report import Figure, make_parser, write_figures

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
-from areal_lite.embedded.startup import Extend, serve, write_ready_line
+from areal_lite.embedded.startup import Extend, serve
 from areal_lite.errors import ArealLiteError
 from areal_lite.servers.programs.embedded_server import checked_settings
 from areal_lite.servers.programs.server_program import ServedModel
@@ -22,7 +23,7 @@ def _child_parser() -> argparse.ArgumentParser:
         description="Serve a Hugging Face model in SGLang's HTTP dialect, without SGLang.",
     )
     add_model_arguments(parser, EmbeddedServerConfig)
-    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)  # where to report the address
+    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)  # where to report the port
     return parser
 
 
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None, *, extend: Extend | None = None) -> 
     def announce(host: str, port: int) -> None:
         print(f"embedded server ready at http://{host}:{port} (model {arguments['model_path']})", flush=True)
         if ready_fd is not None:
-            write_ready_line(ready_fd, host, port)
+            with os.fdopen(ready_fd, "w") as pipe:
+                pipe.write(f"{port}\n")
 
     try:
         config, served = split_arguments(arguments)

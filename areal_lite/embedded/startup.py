@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -21,8 +20,8 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.http_limits import HttpLimits, SurplusConnection
 from areal_lite.processes.quick_import import quick_import
-from areal_lite.processes.server_process import check_port
 from areal_lite.servers.programs.embedded_program import cpu_threads
+from areal_lite.servers.programs.server_process import check_port
 from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:
@@ -222,9 +221,3 @@ async def listening(
     finally:
         await runner.cleanup()
         server.model.close()
-
-
-def write_ready_line(descriptor: int, host: str, port: int) -> None:
-    """Report the address of the server to the parent process through its pipe."""
-    with os.fdopen(descriptor, "w") as pipe:
-        pipe.write(json.dumps({"host": host, "port": port}) + "\n")

@@ -179,8 +179,7 @@ class EngineLifecycle(InferenceEngine):
             **self.failures.metrics(),
             **self._executor.runner.shared.counts,
             "lead_groups": float(self._executor.gate.lookahead.groups),
-            "retried_requests": float(self._client.retried),
-            "generated_tokens": float(self._client.generated_tokens),
+            **self._client.counts(),
         }
 
     def server_metrics(self) -> dict[str, float]:

@@ -117,12 +117,12 @@ class RemoteInfEngine(EngineLifecycle):
         """Start no episode and send no request until :meth:`resume`."""
         if not self._executor.gate.paused:
             self._executor.pause()
-            self._client.hold()
+            self._client.gate.hold()
 
     async def _resume(self) -> None:
         """End :meth:`pause`."""
         if self._executor.gate.paused:
-            self._client.release()
+            self._client.gate.release()
             self._executor.resume()
 
     def get_version(self) -> int:

@@ -134,10 +134,10 @@ def test_an_aborted_and_continued_answer_equals_the_uninterrupted_one(
                 running = [len(one.output_ids) for one in server.scheduler.running]
                 if running and running[0] > 5:
                     steps += 1
-                    client.hold()
+                    client.gate.hold()
                     await server.call("/pause_generation", {"mode": "abort"})
                     await server.call("/continue_generation", {})
-                    client.release()
+                    client.gate.release()
                 await asyncio.sleep(0)
             answer = await task
             assert answer.attempts == 1 + steps > 1

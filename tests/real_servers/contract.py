@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any, ClassVar
 
 import pytest
@@ -28,7 +27,7 @@ from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuf
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.servers.weights.broadcaster import WeightBroadcaster
+from areal_lite.servers.weights.broadcaster import BroadcastGroup, WeightBroadcaster
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightBucket, WeightFolder
 from tests.real_servers.real_server import CuttableLine, Policy, RealServer, prompt
 from tests.rollout.scripted import tensors_of
@@ -258,11 +257,9 @@ class RealServerContract:
     def test_broadcast_weights_change_under_running_requests(
         self, config: dict[str, Any], server: RealServer, policy: Policy, perturbed: Policy, pause: Any
     ) -> None:
-        with (
-            closing(WeightBroadcaster(perturbed.model, dtype=torch.float32)) as sender,
-            closing(WeightBroadcaster(policy.model, dtype=torch.float32)) as back,
-            RemoteInfEngine(InferenceEngineConfig(**config, weight_update_pause=pause)) as engine,
-        ):
+        sender = WeightBroadcaster(perturbed.model, dtype=torch.float32)
+        back = WeightBroadcaster(policy.model, dtype=torch.float32)
+        with RemoteInfEngine(InferenceEngineConfig(**config, weight_update_pause=pause)) as engine:
             attempts = 2 if pause == "abort" else 1
             update_under_answers(engine, server, policy, perturbed, sender.publish(1), attempts=attempts)
             engine.update_weights(back.publish(2))
@@ -274,20 +271,27 @@ class RealServerContract:
     def test_a_broadcast_that_breaks_off_is_repeated_over_a_new_group(
         self, engine: RemoteInfEngine, server: RealServer, perturbed: Policy
     ) -> None:
-        with closing(WeightBroadcaster(perturbed.model, dtype=torch.float32)) as sender:
-            engine.update_weights(sender.publish(1))
-            (group,) = sender._groups
-            weights = sender.publish(2)
+        sender = WeightBroadcaster(perturbed.model, dtype=torch.float32)
+        groups: list[BroadcastGroup] = []
 
-            def send_half(bucket: WeightBucket) -> None:
-                names = list(bucket.tensors)
-                type(group).send(group, WeightBucket({name: bucket.tensors[name] for name in names[: len(names) // 2]}))
-                group.close()
-                raise OSError("the connection was cut")
+        def open_group(*args: Any, **options: Any) -> BroadcastGroup:
+            groups.append(WeightBroadcaster.open_group(sender, *args, **options))
+            return groups[-1]
 
-            group.send = send_half  # type: ignore[method-assign]
-            engine.update_weights(weights)
-            assert len([one for one in sender._groups if not one.closed]) == 1
+        sender.open_group = open_group  # type: ignore[method-assign]
+        engine.update_weights(sender.publish(1))
+        (group,) = groups
+        weights = sender.publish(2)
+
+        def send_half(bucket: WeightBucket) -> None:
+            names = list(bucket.tensors)
+            type(group).send(group, WeightBucket({name: bucket.tensors[name] for name in names[: len(names) // 2]}))
+            group.close()
+            raise OSError("the connection was cut")
+
+        group.send = send_half  # type: ignore[method-assign]
+        engine.update_weights(weights)
+        assert [one.closed for one in groups] == [True, False]
         fresh = generate(engine, prompt(server.model), max_new_tokens=16)
         assert set(fresh.output_versions) == {2}
         assert distance(fresh, perturbed.logprobs(fresh)) < EXACT

@@ -58,7 +58,7 @@ class RealServer:
     async def abort_all(self) -> None:
         """Abort every request behind the engine's back."""
         dialect = dialect_of(self.backend)  # type: ignore[arg-type]
-        for call in (dialect.pause(), dialect.resume()):
+        for call in (dialect.pause(), dialect.resume):
             await self._post(call)
 
     async def _post(self, call: ControlCall) -> None:

@@ -45,7 +45,7 @@ def make_client(monkeypatch: pytest.MonkeyPatch) -> EngineClient:
 
     async def generate(*_: Any, **__: Any) -> Chunk:
         # All come back before the first answer.
-        while any(server.down for server in client.pool.servers):  # noqa: ASYNC110 -- nothing else tells
+        while any(server.state == "down" for server in client.pool.servers):  # noqa: ASYNC110 -- nothing else tells
             await asyncio.sleep(0)
         return Chunk([1], [0.0], [0], "stop")
 
@@ -100,15 +100,15 @@ def test_a_server_is_asked_whether_an_answer_must_stay_without_a_look_at_all_cal
     config = InferenceEngineConfig(backend="sglang", addresses=["s:0", "s:1"], router=router)
     client = EngineClient(config)
     first, second = client.pool.servers
-    target = first if router is None else client._gate.pool.servers[0]
-    client._gate.pool.start(target, 10, 0.0, adapter="a-1", stays=True)
-    client._gate.pool.start(target, 10, 0.0, adapter="a-1")
-    assert [client._gate.must_stay(one) for one in (first, second)] == [True, router is not None]
+    target = first if router is None else client.gate.pool.servers[0]
+    client.gate.pool.start(target, 10, 0.0, adapter="a-1", stays=True)
+    client.gate.pool.start(target, 10, 0.0, adapter="a-1")
+    assert [client.gate.must_stay(one) for one in (first, second)] == [True, router is not None]
     assert list(target.adapters_in_use) == ["a-1"]
-    client._gate.pool.end(target, 10, adapter="a-1", stays=True)
-    assert [client._gate.must_stay(one) for one in (first, second)] == [False, False]
+    client.gate.pool.end(target, 10, adapter="a-1", stays=True)
+    assert [client.gate.must_stay(one) for one in (first, second)] == [False, False]
     assert list(target.adapters_in_use) == ["a-1"]
-    client._gate.pool.end(target, 10, adapter="a-1")
+    client.gate.pool.end(target, 10, adapter="a-1")
     assert not target.adapters_in_use
 
 

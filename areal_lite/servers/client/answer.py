@@ -15,16 +15,18 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
-from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, ServerLimits, TopLogprobs
+from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, ServerLimits
 
 logger = logging.getLogger(__name__)
 
+COLUMNS = ("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs")
+"""The fields of a response that have an entry per token."""
 MAX_BRANCHES = 8
 """Latest answers of an episode that a prompt may extend to share their ids."""
 
 
 class Answer:
-    """The tokens so far, and how they came about."""
+    """The response while it grows, and what its next call needs."""
 
     def __init__(self, req: ModelRequest, episode: Episode | None, *, must_stay: bool) -> None:
         self.req = req
@@ -33,13 +35,19 @@ class Answer:
         """It cannot be continued after an abort: its server would begin its constraint anew."""
         self.server = None if episode is None else episode.server
         """Server of its last request; before the first, the preferred server."""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.top_logprobs: TopLogprobs = []
-        self.attempts = self.broken_streams = 0
-        self.started, self.began = time.time(), time.monotonic()
-        self.first_token_at = 0.0
+        self.response = ModelResponse(
+            input_tokens=req.input_ids,
+            output_tokens=[],
+            output_logprobs=[],
+            output_versions=[],
+            started=time.time(),
+            attempts=0,
+            rid=req.rid,
+            tokenizer=req.tokenizer,
+            metadata=req.metadata,
+        )
+        self.broken_streams = 0
+        self._began = time.monotonic()
         self.parked: asyncio.Event | None = None
         """Set once an interrupted call has kept its tokens."""
 
@@ -48,9 +56,10 @@ class Answer:
         return self.episode is not None and self.episode.interrupted
 
     def next_call(self, input_ids: list[int], budget: int, seed: int | None) -> GenerationCall:
-        gconfig, num_tokens = self.req.gconfig, len(self.tokens)
+        gconfig, tokens = self.req.gconfig, self.response.output_tokens
+        num_tokens = len(tokens)
         return GenerationCall(
-            input_ids=input_ids + self.tokens if num_tokens else input_ids,
+            input_ids=input_ids + tokens if num_tokens else input_ids,
             gconfig=gconfig,
             rid=self.req.rid,
             max_new_tokens=budget - num_tokens,
@@ -62,9 +71,12 @@ class Answer:
         )
 
     def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.first_token_at = self.first_token_at or time.monotonic()
+        self._count_first_token()
         assert self.req.on_tokens is not None
         self.req.on_tokens(tokens, logprobs)
+
+    def _count_first_token(self) -> None:
+        self.response.ttft = self.response.ttft or time.monotonic() - self._began
 
     def begin_with(self, recorded: ModelResponse) -> str:
         """Begin with a recorded answer, if it has all that is asked for; return its stop reason."""
@@ -72,72 +84,59 @@ class Answer:
             return "abort"
         if self.req.top_logprobs and len(recorded.output_top_logprobs) != len(recorded.output_tokens):
             return "abort"
-        self.tokens += recorded.output_tokens
-        self.logprobs += recorded.output_logprobs
-        self.versions += recorded.output_versions
-        self.top_logprobs += recorded.output_top_logprobs
-        if self.req.on_tokens is not None and self.tokens:
+        for name in COLUMNS:
+            setattr(self.response, name, getattr(recorded, name).copy())
+        if self.req.on_tokens is not None and recorded.output_tokens:
             self.receive(recorded.output_tokens, recorded.output_logprobs)
         return recorded.stop_reason
 
     def extend(self, chunk: Chunk, attempts: int = 1) -> None:
         """Add the tokens of a call that was sent ``attempts`` times."""
-        self.attempts += attempts
-        self.first_token_at = self.first_token_at or time.monotonic()
-        self.tokens += chunk.tokens
-        self.logprobs += chunk.logprobs
-        self.versions += chunk.versions or ()
-        self.top_logprobs += chunk.top_logprobs
+        self._count_first_token()
+        response = self.response
+        response.attempts += attempts
+        response.output_tokens += chunk.tokens
+        response.output_logprobs += chunk.logprobs
+        response.output_versions += chunk.versions or ()
+        response.output_top_logprobs += chunk.top_logprobs
 
     def start_over(self) -> None:
         """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens."""
-        if self.req.on_tokens is not None and self.tokens:
+        if self.req.on_tokens is not None and self.response.output_tokens:
             assert self.server is not None
             raise ServerError(
                 f"{self.server.url} aborted request {self.req.rid}, a streamed answer under a schema, regex or "
                 "grammar, which it cannot continue. Send it without on_tokens, or use the embedded server"
             )
-        self.tokens, self.logprobs, self.versions, self.top_logprobs = [], [], [], []
+        for name in COLUMNS:
+            setattr(self.response, name, [])
 
-    def response(self, input_ids: list[int], stop_reason: str) -> ModelResponse:
-        return ModelResponse(
-            input_tokens=input_ids,
-            output_tokens=self.tokens,
-            output_logprobs=self.logprobs,
-            output_versions=self.versions,
-            output_top_logprobs=self.top_logprobs,
-            stop_reason=stop_reason,
-            latency=time.monotonic() - self.began,
-            ttft=self.first_token_at - self.began if self.attempts else 0.0,
-            started=self.started,
-            attempts=self.attempts,
-            rid=self.req.rid,
-            server=self.server.url if self.attempts and self.server is not None else "",
-            tokenizer=self.req.tokenizer,
-            metadata=self.req.metadata,
-        )
+    def finish(self, input_ids: list[int], stop_reason: str) -> ModelResponse:
+        response = self.response
+        response.input_tokens, response.stop_reason = input_ids, stop_reason
+        response.latency = time.monotonic() - self._began
+        if response.attempts and self.server is not None:
+            response.server = self.server.url
+        return response
 
 
-class FullWindow:
-    """Says once in a run that an answer ended because prompt and answer filled the window."""
+def said_full(response: ModelResponse, window: int | None, wanted_tokens: int) -> bool:
+    """Say if an answer, of up to ``wanted_tokens``, ended because it filled the window; return whether it did.
 
-    def __init__(self) -> None:
-        self._said = False
-
-    def notice(self, response: ModelResponse, window: int | None, wanted_tokens: int) -> None:
-        """Look at an answer that was to have up to ``wanted_tokens``; None for a window that is not known."""
-        prompt, answer = len(response.input_tokens), len(response.output_tokens)
-        full = window is not None and prompt + answer >= window
-        if self._said or response.stop_reason != "length" or not (full or answer < wanted_tokens):
-            return
-        self._said = True
-        logger.warning(
-            "an answer ended after %d tokens because with its prompt of %d it filled the window%s, not at its own end: "
-            "shorten prompts, or raise gconfig.max_tokens and the server's context length. Later ones are not logged",
-            answer,
-            prompt,
-            f" of {window} tokens" if full else "",
-        )
+    The window is None if it is not known. Callers ask until it has been said once.
+    """
+    prompt, answer = len(response.input_tokens), len(response.output_tokens)
+    full = window is not None and prompt + answer >= window
+    if response.stop_reason != "length" or not (full or answer < wanted_tokens):
+        return False
+    logger.warning(
+        "an answer ended after %d tokens because with its prompt of %d it filled the window%s, not at its own end: "
+        "shorten prompts, or raise gconfig.max_tokens and the server's context length. Later ones are not logged",
+        answer,
+        prompt,
+        f" of {window} tokens" if full else "",
+    )
+    return True
 
 
 def window_of(gconfig: GenerationHyperparameters, limits: ServerLimits) -> int:
@@ -186,15 +185,8 @@ def continued(ids: list[int], episode: Episode | None) -> TokenPrefix:
 
 def own_copy(response: ModelResponse, prefix: TokenPrefix) -> ModelResponse:
     """Return a copy for the record: a workflow may build its next prompt in the answer's lists, not in ``prefix``."""
-    copy = replace(
-        response,
-        input_tokens=[],
-        output_tokens=response.output_tokens.copy(),
-        output_logprobs=response.output_logprobs.copy(),
-        output_versions=response.output_versions.copy(),
-        output_top_logprobs=response.output_top_logprobs.copy(),
-    )
-    return SharedPromptResponse.of(copy, prefix)
+    columns = {name: getattr(response, name).copy() for name in COLUMNS}
+    return SharedPromptResponse.of(replace(response, input_tokens=[], **columns), prefix)
 
 
 def take_recorded(episode: Episode | None, input_ids: list[int]) -> ModelResponse | None:

@@ -43,9 +43,9 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.answer import (
     Answer,
-    FullWindow,
     continued,
     own_copy,
+    said_full,
     take_recorded,
     token_budget,
     window_of,
@@ -80,14 +80,14 @@ class EngineClient:
         self._config = config
         self._requests = ServerRequests(config, dialect_of(config.backend))
         targets = self.pool if config.router is None else router_pool(config.router)
-        self._gate = RequestGate(targets, patience_s=config.faults.outage_patience_s, on_outage=on_outage)
-        self._reconciler = Reconciler(config, self.pool, self._requests, self._gate, identity=identity)
+        self.gate = RequestGate(targets, patience_s=config.faults.outage_patience_s, on_outage=on_outage)
+        self._reconciler = Reconciler(config, self.pool, self._requests, self.gate, identity=identity)
         self._router: Router | None = None
         if config.router is not None:
-            self._router = Router(config, self.pool, self._requests, self._reconciler, self._gate)
-        self._sender = RequestSender(config, self._requests, self._reconciler, self._router, self._gate)
+            self._router = Router(config, self.pool, self._requests, self._reconciler, self.gate)
+        self._sender = RequestSender(config, self._requests, self._reconciler, self._router, self.gate)
         self._calls: set[Answer] = set()
-        self._full_window = FullWindow()
+        self._said_full = False
 
     async def open(self) -> None:
         """Open the connections and compare every server with what the run wants; see :class:`Reconciler`."""
@@ -118,13 +118,7 @@ class EngineClient:
             if self._router is not None:
                 await self._router.update(weights.version)
         finally:
-            self._gate.end_update()
-
-    def hold(self) -> None:
-        self._gate.hold()
-
-    def release(self) -> None:
-        self._gate.release()
+            self.gate.end_update()
 
     async def probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
         """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
@@ -150,17 +144,13 @@ class EngineClient:
         """Return the figures of each server as ``INDEX/NAME``, and of the router as ``router/NAME``."""
         figures = self.pool.metrics()
         if self._router is not None:
-            figures |= {f"router/{name}": value for name, value in self._gate.pool.servers[0].metrics().items()}
+            figures |= {f"router/{name}": value for name, value in self.gate.pool.servers[0].metrics().items()}
         return figures
 
-    @property
-    def generated_tokens(self) -> int:
-        return sum(server.tokens for server in self._gate.pool.servers)
-
-    @property
-    def retried(self) -> int:
-        """Requests that took more than one try."""
-        return self._sender.retried
+    def counts(self) -> dict[str, float]:
+        """Return the requests that took more than one try, and the sampled tokens."""
+        tokens = sum(server.tokens for server in self.gate.pool.servers)
+        return {"retried_requests": float(self._sender.retried), "generated_tokens": float(tokens)}
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer; see ``InferenceEngine.agenerate``."""
@@ -171,7 +161,7 @@ class EngineClient:
             episode.oldest_version = self.version
         prefix = req.prefix or continued(req.input_ids, episode)
         self._calls.add(answer)
-        self._gate.running += 1
+        self.gate.running += 1
         try:
             response = await self._generate(answer, prefix)
             if episode is not None:
@@ -182,7 +172,7 @@ class EngineClient:
             return response
         finally:
             self._calls.discard(answer)
-            self._gate.running -= 1
+            self.gate.running -= 1
 
     async def _generate(self, answer: Answer, prefix: TokenPrefix) -> ModelResponse:
         req = answer.req
@@ -194,17 +184,17 @@ class EngineClient:
         finish = "abort" if recorded is None else answer.begin_with(recorded)
         fruitless = 0
         while finish == "abort" and not answer.interrupted:
-            if len(answer.tokens) >= budget:
+            if answer.response.output_len >= budget:
                 finish = "length"
                 break
             chunk, tries = await self._sender.send(answer.next_call(input_ids, budget, seed), answer)
             answer.extend(chunk, tries)
             assert chunk.finish is not None, "a reply has its end"
             finish = chunk.finish
-            if finish == "abort" and len(answer.tokens) < budget and not answer.interrupted:
+            if finish == "abort" and answer.response.output_len < budget and not answer.interrupted:
                 if answer.must_stay:
                     answer.start_over()
-                fruitless = 0 if answer.tokens and chunk.tokens else fruitless + 1
+                fruitless = 0 if answer.response.output_tokens and chunk.tokens else fruitless + 1
                 if fruitless > MAX_FRUITLESS_ABORTS:
                     assert answer.server is not None
                     raise ServerError(
@@ -212,8 +202,10 @@ class EngineClient:
                     )
                 if fruitless:
                     await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
-        response = answer.response(input_ids, finish)
-        self._full_window.notice(response, window_of(req.gconfig, self._requests.limits), req.gconfig.max_new_tokens)
+        response = answer.finish(input_ids, finish)
+        if not self._said_full:
+            window = window_of(req.gconfig, self._requests.limits)
+            self._said_full = said_full(response, window, req.gconfig.max_new_tokens)
         return response
 
     def _seed(self, episode: Episode | None) -> int | None:
@@ -236,7 +228,7 @@ class EngineClient:
         answers = [answer for answer in self._calls if id(answer.episode) in chosen]
         for answer in answers:
             answer.parked = asyncio.Event()
-        self._gate.wake_all()  # those that wait for a server have nothing to return, and must see the interruption
+        self.gate.wake_all()  # those that wait for a server have nothing to return, and must see the interruption
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(INTERRUPT_GRACE_S), asyncio.TaskGroup() as tasks:
                 for answer in answers:

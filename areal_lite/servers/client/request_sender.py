@@ -35,7 +35,7 @@ THIS_SERVER = frozenset({401, 403, 404, 405})
 AWAY = frozenset({429, 502, 503, 504})
 """Statuses of a server that has not looked at the request, which do not count as tries."""
 RETRY_STATUSES = THIS_SERVER | AWAY | {408, 500}
-SEND_ERRORS = (ErrorReply, *REQUEST_ERRORS, BadResponse, orjson.JSONDecodeError)
+SEND_ERRORS = (ErrorReply, BadResponse, *REQUEST_ERRORS)
 MAX_BAD_RESPONSES = 2
 
 
@@ -132,7 +132,7 @@ class RequestSender:
     def addressed(self, body: dict[str, Any], server: Server) -> bytes:
         if server.adapter is None:
             return orjson.dumps(body)
-        return orjson.dumps(body | self._requests.dialect.name_adapter(server.adapter))
+        return orjson.dumps(body | {self._requests.dialect.adapter_key: server.adapter})
 
     def _labelled(self, chunk: Chunk, adapter: str | None, version: int | None) -> Chunk:
         """Label tokens with the version of the adapter that their request kept; the server may have newer ones too."""
@@ -158,7 +158,7 @@ class RequestSender:
         if isinstance(error, OutdatedReplyError):
             return
         if not isinstance(error, ErrorReply):
-            server.bad_replies += isinstance(error, BadResponse | orjson.JSONDecodeError)
+            server.bad_replies += isinstance(error, BadResponse)
             keeper.failed(server, reason, at_once=isinstance(error, SilentServerError))
         elif error.status == 429:
             self._gate.pool.throttled(server, reason, sent=sent, now=time.monotonic())
@@ -201,7 +201,7 @@ class Failures:
                     f"{self.last}. The request breaks a rule of the server, so it is not sent again"
                 ) from None
             raise ServerError(self.last) from None
-        self._bad_replies += isinstance(error, BadResponse | orjson.JSONDecodeError)
+        self._bad_replies += isinstance(error, BadResponse)
         away = isinstance(error, OutdatedReplyError | SilentServerError | aiohttp.ClientConnectorError) or (
             isinstance(error, ErrorReply) and error.status in AWAY
         )
@@ -224,6 +224,6 @@ def reason_of(error: Exception) -> str:
     """Return how a request failed, after the server's name."""
     if isinstance(error, ErrorReply):
         return f"said HTTP {error.status}: {error.message}"
-    if isinstance(error, BadResponse | orjson.JSONDecodeError):
+    if isinstance(error, BadResponse):
         return f"sent {error}"
     return f"failed: {type(error).__name__}: {error}"

@@ -31,6 +31,7 @@ from areal_lite.servers.dialects.dialect import (
     ServerInfo,
     ServerLimits,
     reported,
+    update_error,
 )
 from areal_lite.servers.dialects.reply_reader import Receiver, ReplyReader
 from areal_lite.servers.pool.server_pool import Server
@@ -115,7 +116,7 @@ class ServerRequests:
     ) -> Chunk:
         """Send one generation and return its reply, which ``reader`` reads."""
         await self._post(server, body, reader, headers or {})
-        if not reader.finished:
+        if reader.finish is None:
             raise BadResponse("an answer that ends without a finish reason")
         chunk = reader.chunk()
         if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
@@ -141,13 +142,13 @@ class ServerRequests:
                     after = reply.headers.get("Retry-After", "")
                     wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
                     raise ErrorReply(reply.status, _message(await reply.read()), wait_s)
-                if reader.streams:
+                if reader.call.stream:
                     await self._feed(reader, reply, request)
                 else:
-                    reader.take(orjson.loads(await reply.read()))
+                    reader.take(await reply.read())
         except asyncio.CancelledError:
             if request.given_up is not None and request.task.uncancel() == 0:
-                if not reader.finished:
+                if reader.finish is None:
                     raise SilentServerError(request.given_up) from None
                 return  # only the connection's end is missing
             raise
@@ -179,22 +180,24 @@ class ServerRequests:
                 request.server.heard = time.monotonic()
                 reader.feed(data)
         except (aiohttp.ClientError, OSError):
-            if not reader.finished:
+            if reader.finish is None:
                 raise
 
     async def info(self, server: Server) -> ServerInfo:
         """Return what the server reports about itself; an unknown route reports nothing; raises ErrorReply."""
-        info, known = ServerInfo(), False
+        facts: dict[str, Any] = {}
+        known = False
         for path in self.dialect.info_paths:
             status, body = await self._send(server, path)
             if status == 200:
                 known = True
                 with contextlib.suppress(orjson.JSONDecodeError):
-                    info = info.merged(self.dialect.parse_info(orjson.loads(body)))
+                    if isinstance(reply := orjson.loads(body), dict):
+                        facts |= {name: value for name, value in reply.items() if value is not None}
         if not known and (status := (await self._send(server, self.dialect.health_path))[0]) != 200:
             paths = ", ".join((*self.dialect.info_paths, self.dialect.health_path))
             raise ErrorReply(status, f"{server.url} said HTTP {status} to {paths}")
-        return info
+        return self.dialect.parse_info(facts)
 
     async def adapters(self, server: Server) -> list[str]:
         status, body = await self._send(server, "/v1/models")
@@ -236,7 +239,7 @@ class ServerRequests:
             kind = OSError if status in (429, 502, 503, 504) else RefusedError
             raise kind(f"{server.url}{call.path} said HTTP {status}: {_message(text)}")
         with contextlib.suppress(orjson.JSONDecodeError):
-            if (error := self.dialect.update_error(orjson.loads(text))) is not None:
+            if (error := update_error(orjson.loads(text))) is not None:
                 raise RefusedError(f"{server.url}{call.path}: {error}")
 
 

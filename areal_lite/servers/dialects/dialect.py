@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from areal_lite.config.generation import GenerationHyperparameters
@@ -102,11 +102,6 @@ class ServerInfo:
     num_ranks: int | None = None
     """Processes that hold a part of the model."""
 
-    def merged(self, newer: ServerInfo) -> ServerInfo:
-        """Return these facts, replaced by those that ``newer`` has."""
-        known = {name: value for name, value in asdict(newer).items() if value is not None}
-        return replace(self, **known)
-
 
 def shared_sampling(gconfig: GenerationHyperparameters) -> dict[str, Any]:
     """Return the sampling parameters that both protocols name alike; those that are off are left out."""
@@ -167,6 +162,15 @@ def check_error(reply: Any) -> None:
         code = error.get("code") if isinstance(error, dict) else None
         message = error.get("message", error) if isinstance(error, dict) else error
         raise ErrorReply(code if type(code) is int else 500, str(message))
+
+
+def update_error(reply: Any) -> str | None:
+    """Return why a reply with status 200 is a failed update, by vLLM's first worker that failed; else None."""
+    if isinstance(reply, dict):
+        for result in reply.get("results") or [reply]:
+            if isinstance(result, dict) and result.get("success") is False:
+                return str(result.get("message"))
+    return None
 
 
 def reported(reply: dict[str, Any], name: str, kind: type[T]) -> T | None:

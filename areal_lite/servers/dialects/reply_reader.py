@@ -7,7 +7,6 @@ complete, however the bytes are split.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import orjson
 
@@ -28,7 +27,7 @@ class ReplyReader:
         self, dialect: Dialect, call: GenerationCall, receive: Receiver | None, *, version: int, limits: ServerLimits
     ) -> None:
         self._dialect = dialect
-        self._call = call
+        self.call = call
         self._receive = receive
         self._version = version
         self._limits = limits
@@ -37,17 +36,10 @@ class ReplyReader:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._top_logprobs: TopLogprobs = []
-        self._finish: str | None = None
+        self.finish: str | None = None
+        """None while more is to come."""
         self.reports_versions = True
         """The server reported the version of all tokens so far."""
-
-    @property
-    def streams(self) -> bool:
-        return self._call.stream
-
-    @property
-    def finished(self) -> bool:
-        return self._finish is not None
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -56,20 +48,20 @@ class ReplyReader:
         """Take the next bytes of a stream of server-sent events, and pass on the tokens of those they complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:") and not self.finished and (text := line[5:].strip()) != b"[DONE]":
-                try:
-                    event = orjson.loads(text)
-                except orjson.JSONDecodeError as error:
-                    raise BadResponse(f"an event that is not JSON ({error})") from None
-                self.take(event)
+            if line.startswith(b"data:") and self.finish is None and (text := line[5:].strip()) != b"[DONE]":
+                self.take(text)
 
-    def take(self, reply: Any) -> None:
+    def take(self, text: bytes) -> None:
         """Take a whole reply, or one event of a stream; raises BadResponse and ErrorReply."""
-        new = self._dialect.parse(reply, len(self), top_logprobs=self._call.top_logprobs)
+        try:
+            reply = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise BadResponse(f"a reply that is not JSON ({error})") from None
+        new = self._dialect.parse(reply, len(self), top_logprobs=self.call.top_logprobs)
         if new is None:
             return
         count = len(self) + len(new.tokens)
-        self._limits.check_reply(new.tokens, new.versions or [], count, self._call.max_new_tokens)
+        self._limits.check_reply(new.tokens, new.versions or [], count, self.call.max_new_tokens)
         self._tokens += new.tokens
         self._logprobs += new.logprobs
         self._top_logprobs += new.top_logprobs
@@ -80,7 +72,7 @@ class ReplyReader:
         elif len(versions) == count:
             self.reports_versions = True
         self._versions[count - len(versions) :] = versions  # of all tokens, they correct what was assumed before
-        self._finish = new.finish
+        self.finish = new.finish
         if new.tokens and self._receive is not None:
             try:
                 self._receive(new.tokens, new.logprobs)
@@ -89,5 +81,5 @@ class ReplyReader:
 
     def chunk(self) -> Chunk:
         """Return the tokens so far; an answer that did not finish is as good as aborted."""
-        finish = self._finish or "abort"
+        finish = self.finish or "abort"
         return Chunk(self._tokens, self._logprobs, self._versions, finish, self._top_logprobs)  # type: ignore[arg-type]

@@ -43,6 +43,13 @@ class SGLang:
     health_path = "/health"
     info_paths: tuple[str, ...] = ("/server_info", "/model_info")
     """Routes that describe the server; the facts of later ones win."""
+    adapter_key = "lora_path"
+    """Field of a request that names its adapter."""
+    resume = ControlCall("/continue_generation")
+    begin_broadcast = ControlCall("/begin_weight_update")
+    """Opens an update, which SGLang requires and refuses while one is open."""
+    abandon_broadcast: ControlCall | None = ControlCall("/end_weight_update")
+    """Closes an update that broke off; the embedded server refuses to load a part of the weights."""
 
     def __init__(self, *, embedded: bool = False) -> None:
         """Speak to SGLang, or to the embedded server, which understands two more fields and loads weights later.
@@ -117,10 +124,8 @@ class SGLang:
         check_tokens(tokens, logprobs, top, finish)
         return Chunk(tokens, logprobs, versions, finish, top or [])
 
-    def parse_info(self, reply: Any) -> ServerInfo:
+    def parse_info(self, reply: dict[str, Any]) -> ServerInfo:
         """Return what the server reports; ``/model_info`` has the path and version of the last update."""
-        if not isinstance(reply, dict):
-            return ServerInfo()
         # SGLang refuses prompts of max_req_input_len tokens (6 below the context length), also those that only
         # became so long because an aborted answer is continued.
         windows = [reported(reply, name, int) for name in ("context_length", "max_req_input_len")]
@@ -159,10 +164,6 @@ class SGLang:
         }
         return ControlCall("/init_weights_update_group", body)
 
-    def begin_broadcast(self) -> list[ControlCall]:
-        """Open an update, which SGLang requires and refuses while one is open."""
-        return [ControlCall("/begin_weight_update")]
-
     def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
         """Receive a bucket and load it; the last one, which has the version, also drops the prefix cache."""
         body = {**bucket.description(), "group_name": group, "flush_cache": version is not None}
@@ -172,10 +173,6 @@ class SGLang:
 
     def end_broadcast(self, version: int) -> list[ControlCall]:
         """Close the update; the embedded server loads the weights here."""
-        return [ControlCall("/end_weight_update")]
-
-    def abandon_broadcast(self) -> list[ControlCall]:
-        """Close the update; the embedded server refuses to load a part of the weights."""
         return [ControlCall("/end_weight_update")]
 
     def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
@@ -192,21 +189,9 @@ class SGLang:
         label_call = ControlCall("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         return [ControlCall("/load_lora_adapter", body), label_call]
 
-    def name_adapter(self, name: str) -> dict[str, Any]:
-        return {"lora_path": name}
-
     def unload_adapter(self, name: str) -> ControlCall:
         """Unload an adapter; SGLang waits for its requests."""
         return ControlCall("/unload_lora_adapter", {"lora_name": name})
-
-    def resume(self) -> ControlCall:
-        return ControlCall("/continue_generation")
-
-    def update_error(self, reply: Any) -> str | None:
-        """Return why a reply with status 200 is a failed update, or None."""
-        if isinstance(reply, dict) and reply.get("success") is False:
-            return str(reply.get("message"))
-        return None
 
 
 def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:

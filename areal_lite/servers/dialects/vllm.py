@@ -37,6 +37,10 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank``."""
 
 
+def _on_workers(method: str, **arguments: Any) -> ControlCall:
+    return ControlCall("/collective_rpc", {"method": method, "kwargs": arguments})
+
+
 class VLLM:
     """Weight updates use the methods of the worker extension; docs/servers.md shows how to start it."""
 
@@ -45,8 +49,14 @@ class VLLM:
     info_paths: tuple[str, ...] = ("/v1/models", "/weight_info", "/is_paused", "/get_world_size")
     receives_while_generating = True
     adapter_variables: dict[str, str] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    adapter_key = "model"
+    """An adapter is a model of its own."""
     keeps_adapter = True
     continues_constraints = False
+    resume = ControlCall("/resume")
+    begin_broadcast = _on_workers("forget_received_weights")
+    abandon_broadcast = None
+    """An update that broke off has changed nothing."""
 
     def generate_body(self, call: GenerationCall) -> dict[str, Any]:
         """Return the JSON body of one generation; vLLM silently ignores unknown fields, so names must be exact."""
@@ -99,9 +109,7 @@ class VLLM:
         check_tokens(tokens, logprobs, top, finish)
         return Chunk(tokens, logprobs, versions, finish, top or [])
 
-    def parse_info(self, reply: Any) -> ServerInfo:
-        if not isinstance(reply, dict):
-            return ServerInfo()
+    def parse_info(self, reply: dict[str, Any]) -> ServerInfo:
         models = reply.get("data")
         model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
         return ServerInfo(
@@ -133,18 +141,12 @@ class VLLM:
             backend=group.backend,
         )
 
-    def begin_broadcast(self) -> list[ControlCall]:
-        return [_on_workers("forget_received_weights")]
-
     def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
         """Begin to receive a bucket in a thread of each worker."""
         return _on_workers("receive_weights", name=group, **bucket.description())
 
     def end_broadcast(self, version: int) -> list[ControlCall]:
         return [_on_workers("load_received_weights"), *_name_version(version)]
-
-    def abandon_broadcast(self) -> list[ControlCall]:
-        return []  # an update that broke off has changed nothing
 
     def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
         """Return vLLM's options.
@@ -161,26 +163,9 @@ class VLLM:
             ControlCall("/update_weight_version", {"new_version": str(weights.version)}),
         ]
 
-    def name_adapter(self, name: str) -> dict[str, Any]:
-        return {"model": name}  # an adapter is a model of its own
-
     def unload_adapter(self, name: str) -> ControlCall:
         """Unload an adapter; its running requests finish."""
         return ControlCall("/v1/unload_lora_adapter", {"lora_name": name})
-
-    def resume(self) -> ControlCall:
-        return ControlCall("/resume")
-
-    def update_error(self, reply: Any) -> str | None:
-        """Return the message of the first worker that failed."""
-        for result in reply.get("results") or [] if isinstance(reply, dict) else []:
-            if isinstance(result, dict) and result.get("success") is False:
-                return str(result.get("message"))
-        return None
-
-
-def _on_workers(method: str, **arguments: Any) -> ControlCall:
-    return ControlCall("/collective_rpc", {"method": method, "kwargs": arguments})
 
 
 def _name_version(version: int) -> list[ControlCall]:

@@ -106,16 +106,12 @@ class Reconciler:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
-        self._loader.close()
+        await self._loader.close()
 
     def _own(self, task: asyncio.Task[None]) -> None:
-        def on_end(_: object) -> None:
-            self._others.discard(task)
-            if not task.cancelled():
-                task.exception()  # it was acted on where it matters
-
         self._others.add(task)
-        task.add_done_callback(on_end)
+        task.add_done_callback(self._others.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it was acted on where it matters
 
     async def _meet(self, server: Server) -> str | None:
         """Learn what a server is; return why it cannot be reached, or None."""
@@ -146,7 +142,7 @@ class Reconciler:
         if server.info.paused:
             logger.warning("server %s is paused: resuming it", server.url)
         try:
-            await self._requests.control(server, self._requests.dialect.resume())
+            await self._requests.control(server, self._requests.dialect.resume)
         except RefusedError as error:  # servers that only generate may have no control routes
             logger.debug("%s", error)
 
@@ -158,10 +154,10 @@ class Reconciler:
     def behind(self, server: Server, reason: str) -> None:
         """Send a server no requests until it has loaded the newest weights again; a second time in a row it rests."""
         self._loader.forget(server)
-        if server.trial:
+        if server.state == "trial":
             self._pool.rest(server, reason)
-        else:
-            self._pool.set_behind(server, reason)
+        elif server.state != "down":  # the repair of one that is looks at its weights too
+            self._pool.set_state(server, "behind", reason)
         self._repair(server)
 
     async def examine(self, server: Server) -> bool:
@@ -188,13 +184,13 @@ class Reconciler:
 
     def _on_end(self, server: Server) -> None:
         del self._tasks[server]
-        if not self._closed and (server.down is not None or server.behind is not None):
+        if not self._closed and server.out:
             self._repair(server)
 
     async def _bring_back(self, server: Server) -> None:
         was_down, loader = False, self._loader
-        while server.down is not None or server.behind is not None:
-            if server.down is not None:
+        while server.out:
+            if server.state == "down":
                 was_down = True
                 await asyncio.sleep(server.rest_s)
             try:
@@ -206,7 +202,7 @@ class Reconciler:
                 if loader.wanted is not None:
                     await loader.load(server)
                 if loader.wanted is None or loader.has_newest(server):
-                    self._pool.try_again(server)
+                    self._pool.set_state(server, "trial")
             except (ConfigError, *_ERRORS) as error:
                 self._pool.rest(server, str(error) or type(error).__name__)
         self._gate.server_changed(server)
@@ -221,7 +217,7 @@ class Reconciler:
         loader, servers = self._loader, self._pool.servers
         take_back = loader.want(weights)
         loader.updating = True
-        loads = {asyncio.create_task(loader.load(server)): server for server in servers if server.down is None}
+        loads = {asyncio.create_task(loader.load(server)): server for server in servers if server.state != "down"}
         for task in loads:
             self._own(task)
         try:
@@ -242,9 +238,9 @@ class Reconciler:
         finally:
             loader.updating = False
         loader.free_older()
-        for task in loads:
-            if task.done() and loader.has_newest(loads[task]):
-                self._pool.caught_up(loads[task])
+        for task, server in loads.items():
+            if task.done() and server.state == "behind" and loader.has_newest(server):
+                self._pool.set_state(server, "up", f"it has version {server.version}")
 
     async def _until_enough(self, pending: set[asyncio.Task[None]]) -> None:
         """Return when all loads have ended; once one has succeeded, the rest gets as long again, at least 30 s."""
@@ -259,7 +255,7 @@ class Reconciler:
         """Return once a server has the version; servers that are being repaired get ``outage_patience_s``."""
         patience, servers = self._config.faults.outage_patience_s, self._pool.servers
         outage = Outage(f"no server took {weights}", patience)
-        while not any(s.down is None and self._loader.has_newest(s) for s in servers):
+        while not any(s.state != "down" and self._loader.has_newest(s) for s in servers):
             if error := outage.watch(True, time.monotonic(), failures_of(servers)):
                 raise error
             tasks = list(self._tasks.values())
@@ -282,13 +278,13 @@ class Reconciler:
         reason = f"nothing from it for {_silent_s(server):.0f} s while {server.outstanding} requests run"
         for _ in range(SILENT_PROBES):
             with contextlib.suppress(*_ERRORS):  # it may be paused: another run paused it, or our resume was lost
-                await self._requests.control(server, self._requests.dialect.resume())
+                await self._requests.control(server, self._requests.dialect.resume)
             healthy = await self._requests.is_healthy(server)
             if _silent_s(server) < SILENCE_S:  # it has answered meanwhile
                 return
             if healthy:
-                if server.down is None and not server.slow:
-                    self._pool.set_slow(server, f"{reason}, but it is healthy")
+                if server.state == "up":
+                    self._pool.set_state(server, "slow", f"{reason}, but it is healthy")
                 return
         self._pool.failed(server, f"{reason}, and no answer to its health probes", at_once=True)
         self._requests.give_up(server, "the server hangs")

@@ -162,6 +162,6 @@ class RequestGate:
 
 def failures_of(servers: Sequence[Server]) -> str:
     """Return why the first three servers are unusable, in one line."""
-    reasons = [f"{s.url}: {s.down or s.behind or s.last_failure or 'no answer yet'}" for s in servers[:3]]
+    reasons = [f"{s.url}: {s.reason or s.last_failure or 'no answer yet'}" for s in servers[:3]]
     more = len(servers) - len(reasons)
     return "; ".join(reasons) + (f"; and {more} more" if more else "")

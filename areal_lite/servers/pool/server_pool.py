@@ -13,11 +13,17 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from areal_lite.errors import ConfigError
 from areal_lite.servers.dialects.dialect import ServerInfo
 
 logger = logging.getLogger(__name__)
+
+State = Literal["up", "slow", "trial", "behind", "down"]
+"""Of a server: it answers; it has been silent for long, but answers its health route; it was down or behind and its
+first answer is awaited, one request at a time; its weights are outdated, so it gets no requests until it has the
+newest; it rests until a probe succeeds."""
 
 FAILURES_TO_OPEN = 3
 """Failures in a row after which a server rests, see also :data:`REQUESTS_PER_FAILURE`."""
@@ -45,15 +51,11 @@ class Server:
     adapter: str | None = None
     """Name of the adapter that is this version; None if the version is whole weights."""
 
-    down: str | None = None
-    """Why it rests until a probe succeeds."""
-    trial: bool = False
-    """It was down or behind and its first answer is awaited: one request at a time."""
-    behind: str | None = None
-    """Why its weights are outdated; such a server gets no requests until it has the newest."""
-    said: str = "up"
-    slow: bool = False
-    """It has been silent for long, but answers its health route."""
+    state: State = "up"
+    reason: str = ""
+    """Why it is not up."""
+    said: State = "up"
+    """The last state that the log has; a trial is not in it."""
     capacity: float = math.inf
     """Requests it may run at once; 0 while it is down, behind or waits for its Retry-After."""
     limit: float = math.inf
@@ -89,13 +91,9 @@ class Server:
         return self.outstanding < self.capacity
 
     @property
-    def state(self) -> str:
-        """The state in one word; a server on trial keeps the one it had."""
-        if self.down is not None:
-            return "down"
-        if self.behind is not None:
-            return "behind"
-        return self.said if self.trial else "slow" if self.slow else "up"
+    def out(self) -> bool:
+        """It gets no requests until it is repaired."""
+        return self.state in ("down", "behind")
 
     def metrics(self) -> dict[str, float]:
         latencies = sorted(self.latencies) or [0.0]
@@ -202,16 +200,16 @@ class ServerPool:
         server.tokens += tokens
         server.latencies.append(latency_s)
         server.heard = now
-        if server.unhealthy and server.down is None and server.behind is None:
+        if server.unhealthy and not server.out:
             self.recovered(server)
         if server.limit is not math.inf:
             server.limit += 1 / SUCCESSES_TO_GROW
             self._refresh(server)
 
     def recovered(self, server: Server) -> None:
-        server.unhealthy = server.trial = server.slow = False
+        server.unhealthy = False
         server.failures = server.openings = 0
-        self._refresh(server, "it answers again")
+        self.set_state(server, "up", "it answers again")
 
     def failed(self, server: Server, reason: str, *, at_once: bool = False) -> bool:
         """Count a failed request, and return whether the server now has to rest.
@@ -224,35 +222,25 @@ class ServerPool:
         server.last_failure = reason
         server.unhealthy = True
         enough = server.failures >= max(FAILURES_TO_OPEN, server.outstanding // REQUESTS_PER_FAILURE)
-        if server.down is not None or not (at_once or server.trial or enough):
+        if server.state == "down" or not (at_once or server.state == "trial" or enough):
             return False
         self.rest(server, reason)
         return True
 
     def rest(self, server: Server, reason: str) -> None:
-        """Send no requests until :meth:`try_again`."""
+        """Send no requests until it has answered a probe, after a longer time for each rest in a row."""
         server.rest_s = min(MAX_REST_S, FIRST_REST_S * 2 ** min(server.openings, 5))
         server.openings += 1
-        server.down, server.trial, server.slow, server.unhealthy = reason, False, False, True
-        self._refresh(server, reason)
+        self.set_state(server, "down", reason)
 
-    def set_behind(self, server: Server, reason: str) -> None:
-        """Send no requests until :meth:`try_again`: the server's weights are not the newest."""
-        server.behind, server.trial, server.unhealthy = reason, False, True
-        self._refresh(server, reason)
-
-    def try_again(self, server: Server) -> None:
-        """Send one request at a time until one succeeds."""
-        server.down, server.behind, server.trial = None, None, True
+    def set_state(self, server: Server, state: State, reason: str = "") -> None:
+        server.state = state
+        server.reason = "" if state == "up" else reason
+        server.unhealthy = server.unhealthy or state != "up"
         self._refresh(server)
-
-    def caught_up(self, server: Server) -> None:
-        server.behind = None
-        self._refresh(server, f"it has version {server.version}")
-
-    def set_slow(self, server: Server, reason: str) -> None:
-        server.slow = server.unhealthy = True
-        self._refresh(server, reason)
+        if state not in ("trial", server.said):
+            server.said = state
+            logger.warning("server %s is %s: %s", server.url, "back" if state == "up" else state, reason)
 
     def throttled(self, server: Server, reason: str, *, sent: float, now: float) -> None:
         """Halve the limit of a server that said HTTP 429, once for all requests that were running then."""
@@ -268,14 +256,11 @@ class ServerPool:
         server.waits += change
         self._refresh(server)
 
-    def _refresh(self, server: Server, reason: str = "") -> None:
-        blocked = server.down is not None or server.behind is not None or server.waits > 0
-        server.capacity = 0 if blocked else 1 if server.trial else server.limit
+    def _refresh(self, server: Server) -> None:
+        blocked = server.out or server.waits > 0
+        server.capacity = 0 if blocked else 1 if server.state == "trial" else server.limit
         if server.entry is None and server.usable:
             self._push(server)
-        if server.state != server.said:
-            server.said = server.state
-            logger.warning("server %s is %s: %s", server.url, "back" if server.said == "up" else server.said, reason)
 
     def metrics(self) -> dict[str, float]:
         return {

@@ -182,8 +182,8 @@ class Router:
     async def _confirm(self) -> None:
         """Examine the servers on trial, as no answer will tell that they are well again."""
         for server in self._servers.servers:
-            if server.unhealthy and server.down is None and server.behind is None:
-                if server.trial and await self._reconciler.examine(server):
+            if server.unhealthy and not server.out:
+                if server.state == "trial" and await self._reconciler.examine(server):
                     continue
                 self._servers.recovered(server)
 
@@ -220,13 +220,13 @@ class Router:
                 self._blocked = not ready
                 self.pool.wait(self._target, -1 if ready else 1)
                 self._gate.wake_all()
-            if self._target.down is not None:
-                self.pool.try_again(self._target)
+            if self._target.state == "down":
+                self.pool.set_state(self._target, "trial")
                 self._gate.wake_all()
             return ready and listed.keys() == serving
 
     def _serving(self) -> list[Server]:
-        return [s for s in self._servers.servers if s.down is None and s.behind is None and not s.trial]
+        return [server for server in self._servers.servers if server.state in ("up", "slow")]
 
     async def _listed(self) -> dict[str, dict[str, Any]]:
         reply = orjson.loads(await self._requests.ask(self._target, "GET", "/workers"))
@@ -244,8 +244,8 @@ class Router:
             except _ERRORS as failure:
                 settled = False
                 self._target.last_failure = str(failure) or type(failure).__name__
-            unusable = self._gate.is_waiting and (self._target.down is not None or self._blocked)
-            reason = self._target.down or self._target.last_failure or "it has no healthy server"
+            unusable = self._gate.is_waiting and (self._target.state == "down" or self._blocked)
+            reason = self._target.reason or self._target.last_failure or "it has no healthy server"
             if error := self._outage.watch(unusable, time.monotonic(), reason):
                 self._gate.give_up(error)
             with contextlib.suppress(TimeoutError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import sys
@@ -15,7 +14,7 @@ import areal_lite
 from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes.child_process import ChildProcess
-from areal_lite.processes.server_process import ServerProcess, check_port
+from areal_lite.servers.programs.server_process import ServerProcess, check_port
 from areal_lite.servers.programs.server_program import ServedModel
 
 EMBEDDED_PROGRAM = "areal_lite.embedded"
@@ -34,45 +33,32 @@ class EmbeddedProgram(ServerProcess):
         log_path: Path | None,
         program: str = EMBEDDED_PROGRAM,
     ) -> None:
-        super().__init__(name, log_path=log_path, start_timeout_s=config.start_timeout_s)
+        super().__init__(name, config, port=config.port, log_path=log_path)
         check_port(config.host, config.port)
-        self.config = config
         self.model = model
         self._gpus = gpus
         self._program = program
-        self._port = config.port
         self._ready = -1
 
     def _launch(self, output: IO[bytes]) -> ChildProcess:
-        self._ready, ready_write = os.pipe()
+        self._ready, report = os.pipe()
+        command = [*self._command(), f"--ready-fd={report}"]
         try:
-            return ChildProcess(
-                [sys.executable, "-m", self._program, *self._arguments(ready_write)],
-                environment=self._environment(),
-                output=output,
-                pass_fds=(ready_write,),
-            )
+            return ChildProcess(command, environment=self._environment(), output=output, pass_fds=(report,))
         finally:
-            os.close(ready_write)
+            os.close(report)
 
-    def _wait_for_answer(self, deadline: float) -> str | None:
-        """Read the child's ready line; if the child ends, the pipe closes without one."""
-        poll, line = select.poll(), b""
+    def _answers(self, deadline: float) -> bool:
+        """Read the port that the child reports once it listens; if it ends, the pipe closes without one."""
+        poll = select.poll()
         poll.register(self._ready, select.POLLIN)
-        try:
-            while not line.endswith(b"\n"):
-                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                    return None
-                piece = os.read(self._ready, 4096)
-                if not piece:
-                    self.wait(max(0.0, deadline - time.monotonic()))
-                    return None
-                line += piece
-        finally:
-            os.close(self._ready)
-        ready = json.loads(line)
-        self._port = ready["port"]
-        return f"http://{ready['host']}:{ready['port']}"
+        with os.fdopen(self._ready) as pipe:
+            line = pipe.readline() if poll.poll(1000 * max(0.0, deadline - time.monotonic())) else ""
+        if not line:
+            self.wait(max(0.0, deadline - time.monotonic()))
+            return False
+        self._port = int(line)
+        return True
 
     def _start_error(self, code: int) -> ServerError | ConfigError:
         if code == ConfigError.exit_code:
@@ -80,12 +66,11 @@ class EmbeddedProgram(ServerProcess):
             return ConfigError(tail[tail.rfind("error: ") + len("error: ") :])
         return super()._start_error(code)
 
-    def _arguments(self, ready_fd: int) -> list[str]:
+    def _command(self) -> list[str]:
         values = {field.name: getattr(self.config, field.name) for field in fields(EmbeddedServerConfig)}
         values |= {"port": self._port, "seed": self.model.seed, "weight_version": self.model.weight_version}
         return [
-            self.model.model_path,
-            f"--ready-fd={ready_fd}",
+            *(sys.executable, "-m", self._program, self.model.model_path),
             *(["--deterministic"] if self.model.deterministic else []),
             *(f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None),
         ]

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from areal_lite.config.server_config import ServerConfig, check_server
 from areal_lite.errors import ArealLiteError, ServerError
-from areal_lite.processes.server_process import ServerProcess, cause_of_death
 from areal_lite.servers.programs.embedded_program import EMBEDDED_PROGRAM, EmbeddedProgram
+from areal_lite.servers.programs.server_process import ServerProcess, cause_of_death
 from areal_lite.servers.programs.server_program import (
     RouterProgram,
     ServedModel,
     ServerProgram,
-    check_program,
-    check_router_program,
+    check_programs,
     gpu_groups,
     server_ports,
 )
@@ -42,10 +41,8 @@ STOP_SECONDS = 5.0
 def check_servers(config: ServerConfig) -> None:
     """Check before anything starts that the servers can be started; raises ConfigError."""
     check_server(config)
-    if config.backend in ("sglang", "vllm"):
-        check_program(config, config.backend)
+    check_programs(config)
     gpu_groups(config)
-    check_router_program(config)
 
 
 def make_servers(

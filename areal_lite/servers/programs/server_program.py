@@ -13,20 +13,18 @@ import sys
 import time
 import urllib.request
 import uuid
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.server_config import ServerConfig, flag_of, tensor_parallel_size
 from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
-from areal_lite.processes.child_process import ChildProcess
-from areal_lite.processes.server_process import ServerProcess, check_port, free_ports
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.dialects.dialect import BadResponse, ErrorReply, GenerationCall
+from areal_lite.servers.programs.server_process import ServerProcess, check_port, free_ports
 
 Backend = Literal["sglang", "vllm"]
 
@@ -55,28 +53,7 @@ class ServedModel:
     """Shape of the adapters that SGLang and vLLM must be able to load; the embedded server loads any."""
 
 
-class _Program(ServerProcess):
-    """A program that listens at ``port``, and is asked until it answers."""
-
-    def __init__(self, name: str, config: ServerConfig, *, port: int, log_path: Path) -> None:
-        super().__init__(name, log_path=log_path, start_timeout_s=config.start_timeout_s)
-        self._config = config
-        self._port = port
-        self._url = f"http://{config.host}:{port}"
-
-    def _wait_for_answer(self, deadline: float) -> str | None:
-        while (left_s := deadline - time.monotonic()) > 0 and self.wait(min(left_s, _PROBE_SECONDS)) is None:
-            with contextlib.suppress(OSError, http.client.HTTPException, ValueError, BadResponse, ErrorReply):
-                if self._answers(max(1.0, left_s)):
-                    return self._url
-        return None
-
-    @abstractmethod
-    def _answers(self, timeout_s: float) -> bool:
-        """Return whether it answers as it should; what a request may raise is the answer of one that does not yet."""
-
-
-class ServerProgram(_Program):
+class ServerProgram(ServerProcess):
     """A server of SGLang or vLLM. It is ready once it answers a generation with log-probs."""
 
     def __init__(
@@ -88,18 +65,15 @@ class ServerProgram(_Program):
         self._model = model
         self._gpus = gpus
 
-    def _launch(self, output: IO[bytes]) -> ChildProcess:
-        return ChildProcess(self._command(), environment=self._environment(), output=output)
-
     def _command(self) -> list[str]:
-        flags = _flags(self._backend, self._config, self._model, self._port)
+        flags = _flags(self._backend, self.config, self._model, self._port)
         if self._model.adapters is not None:
             flags |= dialect_of(self._backend).adapter_flags(self._model.adapters)
-            if self._backend == "sglang" and self._config.device == "cpu":
+            if self._backend == "sglang" and self.config.device == "cpu":
                 flags["lora-backend"] = "torch_native"  # the others are kernels for GPUs
-        given = {flag_of(name): value for name, value in self._config.args.items()}
+        given = {flag_of(name): value for name, value in self.config.args.items()}
         return [
-            interpreter(self._config),
+            interpreter(self.config),
             *("-m", _MODULES[self._backend]),
             *(word for name, value in (flags | given).items() for word in _words(name, value, self._backend)),
         ]
@@ -107,13 +81,13 @@ class ServerProgram(_Program):
     def _environment(self) -> dict[str, str]:
         variables = {
             name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)
-        } | self._config.env
+        } | self.config.env
         if self._model.adapters is not None:
             variables |= dialect_of(self._backend).adapter_variables
         variables.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs without temperature
         variables["PYTHONUNBUFFERED"] = "1"
-        if self._config.num_threads:
-            variables["OMP_NUM_THREADS"] = str(self._config.num_threads)
+        if self.config.num_threads:
+            variables["OMP_NUM_THREADS"] = str(self.config.num_threads)
         if self._gpus is not None:
             variables["CUDA_VISIBLE_DEVICES"] = self._gpus
         if self._backend == "vllm":
@@ -122,7 +96,10 @@ class ServerProgram(_Program):
             variables["PYTHONPATH"] = os.pathsep.join(path)
         return variables
 
-    def _answers(self, timeout_s: float) -> bool:
+    def _answers(self, deadline: float) -> bool:
+        return _asked_until(self, deadline, self._generates)
+
+    def _generates(self, timeout_s: float) -> bool:
         dialect = dialect_of(self._backend)
         gconfig = GenerationHyperparameters(greedy=True, ignore_eos=True)
         rid = uuid.uuid4().hex
@@ -133,7 +110,7 @@ class ServerProgram(_Program):
         return chunk is not None and len(chunk.tokens) == _PROBE_TOKENS
 
 
-class RouterProgram(_Program):
+class RouterProgram(ServerProcess):
     """An sglang-router without servers; the engine gives it those that serve the newest weights.
 
     It keeps an episode on one server, a new episode on that with the fewest, and tries nothing again itself.
@@ -143,51 +120,44 @@ class RouterProgram(_Program):
         port, self._metrics_port = free_ports(config.host, 2)
         super().__init__("the sglang-router", config, port=port, log_path=log_path)
 
-    def _launch(self, output: IO[bytes]) -> ChildProcess:
-        host = self._config.host
-        command = [interpreter(self._config), "-m", f"{_ROUTER}.launch_router", f"--host={host}"]
-        command += [f"--port={self._port}", f"--prometheus-host={host}", f"--prometheus-port={self._metrics_port}"]
-        command += ["--policy=manual", "--assignment-mode=min_load", "--disable-retries", "--disable-circuit-breaker"]
-        command += [f"--request-timeout-secs={_NO_TIMEOUT_S}", "--shutdown-grace-period-secs=1", "--log-level=warn"]
-        return ChildProcess(command, environment=os.environ | self._config.env, output=output)
+    def _command(self) -> list[str]:
+        host = self.config.host
+        return [
+            *(interpreter(self.config), "-m", f"{_ROUTER}.launch_router", f"--host={host}", f"--port={self._port}"),
+            *(f"--prometheus-host={host}", f"--prometheus-port={self._metrics_port}", "--log-level=warn"),
+            *("--policy=manual", "--assignment-mode=min_load", "--disable-retries", "--disable-circuit-breaker"),
+            *(f"--request-timeout-secs={_NO_TIMEOUT_S}", "--shutdown-grace-period-secs=1"),
+        ]
 
-    def _answers(self, timeout_s: float) -> bool:
-        _ask(f"{self._url}/workers", None, timeout_s)
-        return True
-
-
-def check_program(config: ServerConfig, backend: Backend) -> None:
-    """Check before anything starts that SGLang or vLLM is installed and its ports are free."""
-    for port in server_ports(config):
-        check_port(config.host, port)
-    if not _is_installed(config, backend):
-        python = interpreter(config)
-        raise ConfigError(
-            f"server.backend is {backend}, which is not installed for {python}: run `{python} -m pip install "
-            f"{backend}`, or set server.python to the interpreter of an environment that has it"
-        )
+    def _answers(self, deadline: float) -> bool:
+        return _asked_until(self, deadline, lambda timeout_s: bool(_ask(f"{self._url}/workers", None, timeout_s)))
 
 
-def check_router_program(config: ServerConfig) -> None:
-    """Check before anything starts that sglang-router is installed, if ``server.router`` is set; raises ConfigError."""
-    if config.router and not _is_installed(config, _ROUTER):
-        python = interpreter(config)
-        raise ConfigError(
-            f"server.router is true, and sglang-router is not installed for {python}: run `{python} -m pip install "
-            "sglang-router`"
-        )
+def check_programs(config: ServerConfig) -> None:
+    """Check before anything starts that SGLang, vLLM or the router are installed and ports free; raises ConfigError."""
+    if config.backend in ("sglang", "vllm"):
+        for port in server_ports(config):
+            check_port(config.host, port)
+        _check_installed(config, config.backend, f"server.backend is {config.backend}, which")
+    if config.router:
+        _check_installed(config, _ROUTER, "server.router is true, and sglang-router")
 
 
-def _is_installed(config: ServerConfig, module: str) -> bool:
-    python = interpreter(config)
+def _check_installed(config: ServerConfig, module: str, why: str) -> None:
+    python, package = interpreter(config), module.replace("_", "-")
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
-        return not subprocess.run([python, "-c", look], env=os.environ | config.env, timeout=60).returncode
+        missing = subprocess.run([python, "-c", look], env=os.environ | config.env, timeout=60).returncode
     except OSError as error:
         raise ConfigError(
             f"server.python is {python!r}, which cannot be run ({error.strerror}): give the interpreter of an "
-            f"environment with {config.backend}, such as venv/bin/python"
+            f"environment with {package}, such as venv/bin/python"
         ) from None
+    if missing:
+        raise ConfigError(
+            f"{why} is not installed for {python}: run `{python} -m pip install {package}`, or set "
+            "server.python to the interpreter of an environment that has it"
+        )
 
 
 def gpu_groups(config: ServerConfig) -> list[str] | list[None]:
@@ -263,6 +233,15 @@ def _words(name: str, value: Any, backend: Backend) -> list[str]:
     if isinstance(value, dict):
         return [f"--{name}", json.dumps(value)]
     return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+
+
+def _asked_until(server: ServerProcess, deadline: float, ask: Callable[[float], bool]) -> bool:
+    """Ask, with the seconds left, until it answers; what a request may raise is the answer of one that does not yet."""
+    while (left_s := deadline - time.monotonic()) > 0 and server.wait(min(left_s, _PROBE_SECONDS)) is None:
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, BadResponse, ErrorReply):
+            if ask(max(1.0, left_s)):
+                return True
+    return False
 
 
 def _ask(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from areal_lite.errors import ServerError
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from areal_lite.servers.weights.broadcaster import BroadcastGroup
 
 T = TypeVar("T")
+CLOSE_S = 10.0
+"""Seconds in which a thread whose group was closed should have ended, above the stall limit of process_group."""
 Paused = Callable[[], AbstractAsyncContextManager[None]]
 """Returns a context in which a server is paused."""
 
@@ -46,6 +48,7 @@ class BroadcastLoader:
         self._dialect = requests.dialect
         self._timeout_s = timeout_s
         self._groups: dict[Server, BroadcastGroup] = {}
+        self._working: set[asyncio.Future[Any]] = set()
 
     async def load(self, server: Server, weights: WeightBroadcast, paused: Paused) -> None:
         """Broadcast ``weights`` to a server, which generates meanwhile if it can; ``paused`` pauses it."""
@@ -60,13 +63,16 @@ class BroadcastLoader:
         if (group := self._groups.pop(server, None)) is not None:
             group.close()
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Leave all groups, and wait until no thread joins or sends: a process that ends during either would crash."""
         for server in list(self._groups):
             self.drop(server)
+        if self._working:
+            await asyncio.wait(self._working, timeout=CLOSE_S)
 
     async def _join(self, server: Server, weights: WeightBroadcast) -> None:
         host, info = urlsplit(server.url).hostname or "", server.info
-        group = await _in_thread(
+        group = await self._in_thread(
             lambda: weights.sender.open_group(host, num_ranks=info.num_ranks or 1, device=info.device)
         )
         self._groups[server] = group
@@ -101,20 +107,21 @@ class BroadcastLoader:
             raise
 
     async def _begin(self, server: Server) -> None:
-        for call in self._dialect.begin_broadcast():
-            try:
-                await self._requests.control(server, call)
-            except RefusedError:  # one that broke off has left the server in the middle of an update
-                for end in self._dialect.abandon_broadcast():
-                    with contextlib.suppress(RefusedError):  # the embedded server loads no part of the weights
-                        await self._requests.control(server, end)
-                await self._requests.control(server, call)
+        begin, abandon = self._dialect.begin_broadcast, self._dialect.abandon_broadcast
+        try:
+            await self._requests.control(server, begin)
+        except RefusedError:  # one that broke off has left the server in the middle of an update
+            if abandon is None:
+                raise
+            with contextlib.suppress(RefusedError):  # the embedded server loads no part of the weights
+                await self._requests.control(server, abandon)
+            await self._requests.control(server, begin)
 
     async def _both(self, server: Server, call: ControlCall, work: Callable[[], None]) -> None:
         """Send a request while a thread does the trainer's part; the first error ends both."""
         tasks = [
             asyncio.create_task(self._requests.control(server, call, timeout_s=self._timeout_s)),
-            asyncio.create_task(_in_thread(work)),
+            asyncio.create_task(self._in_thread(work)),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -126,20 +133,21 @@ class BroadcastLoader:
                 task.cancel()
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run blocking work in a thread of its own, because it may hang longer than its caller waits."""
+        result: Future[T] = Future()
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Run blocking work in a thread that no one joins, because it may hang longer than its caller waits."""
-    result: Future[T] = Future()
+        def run() -> None:
+            try:
+                outcome = work()
+            except Exception as error:
+                result.set_exception(error)
+            else:
+                result.set_result(outcome)
 
-    def run() -> None:
-        try:
-            outcome = work()
-        except Exception as error:
-            result.set_exception(error)
-        else:
-            result.set_result(outcome)
-
-    threading.Thread(target=run, name="weight broadcast", daemon=True).start()
-    waited = asyncio.wrap_future(result)
-    waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # the caller may have left
-    return await asyncio.shield(waited)
+        threading.Thread(target=run, name="weight broadcast", daemon=True).start()
+        waited = asyncio.wrap_future(result)
+        self._working.add(waited)
+        waited.add_done_callback(self._working.discard)
+        waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # the caller may have left
+        return await asyncio.shield(waited)

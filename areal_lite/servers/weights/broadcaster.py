@@ -7,11 +7,8 @@ while servers receive, and one that comes back later gets the same version.
 from __future__ import annotations
 
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_lite.models.lora import plain_weights
 from areal_lite.models.parallel.sharding import full_tensors
-from areal_lite.servers.weights.process_group import JOIN_TIMEOUT_S, STALL_S, Backend, broadcast, join_group, open_store
+from areal_lite.servers.weights.process_group import JOIN_TIMEOUT_S, Backend, broadcast, join_group, open_store
 from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
 from areal_lite.servers.weights.weight_folder import in_parts
 
@@ -29,14 +26,12 @@ _POLL_S = 0.01
 
 
 class WeightBroadcaster:
-    """Publishes versions of a model's weights until ``close``. Every rank has one and makes the same calls."""
+    """Publishes versions of a model's weights. Every rank has one and makes the same calls."""
 
     def __init__(self, model: Any, *, dtype: torch.dtype) -> None:
         self._model = model
         self._dtype = dtype
         self._device: torch.device = next(model.parameters()).device
-        self._groups: list[BroadcastGroup] = []
-        self._lock = threading.Lock()
 
     def publish(self, version: int) -> WeightBroadcast:
         """Copy the weights, with adapters merged; on other ranks than the first the result is empty."""
@@ -50,21 +45,14 @@ class WeightBroadcaster:
     def open_group(self, host: str, *, num_ranks: int, device: str | None) -> BroadcastGroup:
         """Open a group with the ``num_ranks`` processes of the server at ``host``; NCCL if both ends are on GPUs."""
         backend: Backend = "nccl" if self._device.type == "cuda" and device in (None, "cuda") else "gloo"
-        group = BroadcastGroup(_own_address(host), size=1 + num_ranks, backend=backend, device=self._device)
-        with self._lock:
-            self._groups = [one for one in self._groups if not one.closed] + [group]
-        return group
-
-    def close(self) -> None:
-        with self._lock:
-            for group in self._groups:
-                group.close()
-            for group in self._groups:
-                group.wait_until_idle()
+        return BroadcastGroup(_own_address(host), size=1 + num_ranks, backend=backend, device=self._device)
 
 
 class BroadcastGroup:
-    """The trainer's end, rank 0, of a process group with one server; methods block, from any thread."""
+    """The trainer's end, rank 0, of a process group with one server; ``join`` and ``send`` block, from any thread.
+
+    Each of them works on references of its own, so ``close`` frees nothing under a thread that is in a collective.
+    """
 
     def __init__(self, address: str, *, size: int, backend: Backend, device: torch.device) -> None:
         self.name = f"areal-lite-{uuid.uuid4().hex[:12]}"
@@ -76,65 +64,42 @@ class BroadcastGroup:
         listener = socket.create_server((address, 0), family=family)
         self.master_port: int = listener.getsockname()[1]
         self._store: Any = open_store(address, self.master_port, size, listener=listener.detach())
+        """None after :meth:`close`, or a broadcast that failed."""
         self._group: Any = None
-        self.closed = False
-        """True after :meth:`close`, or a broadcast that failed."""
-        self._busy = threading.Lock()
+
+    @property
+    def closed(self) -> bool:
+        return self._store is None
 
     def join(self) -> None:
         """Return once the server's processes have joined; raises OSError."""
-        with self._working():
-            deadline = time.monotonic() + JOIN_TIMEOUT_S
-            while not self.closed and not self._store.num_keys():  # a server writes its first key when it connects
-                if time.monotonic() > deadline:
-                    raise OSError(f"the server did not join the process group in {JOIN_TIMEOUT_S:g} s")
-                time.sleep(_POLL_S)
-            self._check_open()
-            try:
-                self._group = join_group(self.name, self._store, rank=0, size=self.size, backend=self.backend)
-            except RuntimeError as error:
-                raise OSError(f"joining the process group failed: {_first_line(error)}") from error
-
-    def send(self, bucket: WeightBucket) -> None:
-        with self._working():
-            for tensor in bucket.tensors.values():
-                self._check_open()
-                try:
-                    broadcast(self._group, tensor.to(self._device))
-                except RuntimeError as error:
-                    self.closed = True
-                    raise OSError(f"the broadcast failed: {_first_line(error)}") from error
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        with self._busy:
-            try:
-                yield
-            finally:
-                if self.closed:
-                    self._disconnect()
-
-    def _disconnect(self) -> None:
-        self._group = self._store = None
-
-    def _check_open(self) -> None:
+        store, deadline = self._store, time.monotonic() + JOIN_TIMEOUT_S
+        while not self.closed and not store.num_keys():  # a server writes its first key when it connects
+            if time.monotonic() > deadline:
+                raise OSError(f"the server did not join the process group in {JOIN_TIMEOUT_S:g} s")
+            time.sleep(_POLL_S)
         if self.closed:
             raise OSError("the process group was closed")
+        try:
+            self._group = join_group(self.name, store, rank=0, size=self.size, backend=self.backend)
+        except RuntimeError as error:
+            raise OSError(f"joining the process group failed: {_first_line(error)}") from error
+
+    def send(self, bucket: WeightBucket) -> None:
+        for tensor in bucket.tensors.values():
+            if (group := self._group) is None or self.closed:
+                raise OSError("the process group was closed")
+            try:
+                broadcast(group, tensor.to(self._device))
+            except RuntimeError as error:
+                self.close()
+                raise OSError(f"the broadcast failed: {_first_line(error)}") from error
 
     def close(self) -> None:
         """Leave the group; ``join`` and ``send`` in other threads end soon."""
-        self.closed = True
-        if self.backend == "nccl" and self._group is not None:
-            self._group.abort()
-        if self._busy.acquire(blocking=False):
-            self._disconnect()
-            self._busy.release()
-
-    def wait_until_idle(self) -> None:
-        """Return when no thread sends or joins: a process that ends during either would crash."""
-        if self._busy.acquire(timeout=2 * STALL_S):
-            self._disconnect()
-            self._busy.release()
+        group, self._group, self._store = self._group, None, None
+        if self.backend == "nccl" and group is not None:
+            group.abort()
 
 
 def _own_address(host: str) -> str:

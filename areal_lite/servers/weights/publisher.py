@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from areal_lite.models.lora import adapter_shape
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightFolder
-from areal_lite.servers.weights.shared_memory import SharedWeights, can_share
+from areal_lite.servers.weights.shared_memory import SharedWeights
 from areal_lite.servers.weights.weight_folder import keep_newest, names_differ, publish_weights
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,13 @@ def weight_publisher(
     way = config.weight_update
     if way == "auto":
         way = "disk" if config.addresses else "memory"
-    if (way == "broadcast" and names_differ(model)) or (way == "memory" and not can_share(model)):
+    lacking = way == "memory" and not hasattr(os, "memfd_create")
+    if lacking or (way in ("broadcast", "memory") and names_differ(model)):
         if config.weight_update != "auto":
             logger.warning("weights are published as files: rollout.weight_update %s is not possible here", way)
         way = "disk"
     if way == "broadcast":
-        with closing(WeightBroadcaster(model, dtype=dtype)) as broadcaster:
-            yield broadcaster.publish
+        yield WeightBroadcaster(model, dtype=dtype).publish
     elif way == "memory":
         with closing(SharedWeights(weights_dir, dtype=dtype)) as shared:
             yield lambda version: WeightFolder(str(shared.publish(model, version).resolve()), version)

@@ -21,12 +21,7 @@ from torch import Tensor
 from areal_lite.models.lora import plain_weights
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import full_tensors
-from areal_lite.servers.weights.weight_folder import WEIGHTS_FILE, names_differ, write_model
-
-
-def can_share(model: Any) -> bool:
-    """Return whether the model's weights can be shared: this system can, and files name them as the model does."""
-    return hasattr(os, "memfd_create") and not names_differ(model)
+from areal_lite.servers.weights.weight_folder import WEIGHTS_FILE, write_model
 
 
 class SharedWeights:

@@ -75,8 +75,8 @@ class WeightLoader:
         """Close the process group with a server: one that restarted is not in it."""
         self._broadcasts.drop(server)
 
-    def close(self) -> None:
-        self._broadcasts.close()
+    async def close(self) -> None:
+        await self._broadcasts.close()
 
     async def load(self, server: Server) -> None:
         async with self._locks[server]:
@@ -121,7 +121,7 @@ class WeightLoader:
         try:
             yield
         finally:
-            await self._requests.control(server, self._requests.dialect.resume())
+            await self._requests.control(server, self._requests.dialect.resume)
 
     def hint(self, weights: PublishedWeights) -> str:
         """Return how servers that load adapters are started, if that is what they refused."""

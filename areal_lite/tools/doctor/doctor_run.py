@@ -179,8 +179,10 @@ def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
 def _servers(config: RunConfig, engine: Any, began: float) -> Findings:
     whose = "answers" if config.rollout.addresses else f"started in {time.monotonic() - began:.1f} s"
     for server in engine.servers:
-        if server.down is not None:
-            yield warning(f"server {server.url} is down: {server.down}. Start it, or remove it from rollout.addresses")
+        if server.state == "down":
+            yield warning(
+                f"server {server.url} is down: {server.reason}. Start it, or remove it from rollout.addresses"
+            )
         else:
             yield ok(f"server {server.url} {whose} and serves {server.info.model or 'a model that it does not name'}")
 

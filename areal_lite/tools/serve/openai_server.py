@@ -28,7 +28,7 @@ from areal_lite.embedded.bad_request import BadRequest
 from areal_lite.embedded.routes.generation_routes import GenerationRoutes
 from areal_lite.embedded.routes.http_server import body_of
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.servers.client.answer import Answer, FullWindow
+from areal_lite.servers.client.answer import Answer, said_full
 from areal_lite.servers.dialects.sglang import SGLang
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -46,7 +46,7 @@ class OpenService(AgentService):
         self._renderer = ChatRenderer(tokenizer, tools_in_system_prompt=drops_tools(tokenizer, {}))
         self._generation = generation
         self._protocol = SGLang(embedded=True)
-        self._full_window = FullWindow()
+        self._said_full = False
         length = generation.limits.context_length
         self._gconfig = GenerationHyperparameters(max_new_tokens=length, max_tokens=length)
 
@@ -68,7 +68,7 @@ class OpenService(AgentService):
             raise ConfigError(str(details.get("message", details))) from error
         response.output_versions = [-1] * len(response.output_tokens)
         response.latency, response.started, response.rid = time.time() - began, began, req.rid
-        self._full_window.notice(response, gconfig.max_tokens, gconfig.max_new_tokens)
+        self._said_full = self._said_full or said_full(response, gconfig.max_tokens, gconfig.max_new_tokens)
         return response
 
     def _add(self, event: dict[str, Any], req: ModelRequest, response: ModelResponse) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import math
 import re
 from collections.abc import Callable
@@ -25,11 +27,12 @@ from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.io_struct import TokenPrefix
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.servers.client.server_requests import ServerRequests
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import BadResponse, ServerInfo
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.vllm import VLLM
-from areal_lite.servers.pool.server_pool import ServerPool
+from areal_lite.servers.pool.server_pool import Server, ServerPool
 from tests.fixtures.engines import generation_call
 from tests.rollout.scripted import OneTurn, TwoTurns, until
 from tests.stub_server import StubThread, answer_tokens
@@ -109,7 +112,7 @@ def test_a_passing_fault_is_retried_and_leaves_no_trace(
 def test_requests_that_took_several_tries_are_counted(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub(fault={0: "500", 2: "500", 3: "500"}.get))
     assert [generate(engine).attempts for _ in range(3)] == [2, 3, 1]
-    assert engine._client.retried == 2
+    assert engine._client.counts()["retried_requests"] == 2
 
 
 def test_a_probe_returns_the_greedy_answer_of_each_server_that_is_up(
@@ -475,7 +478,11 @@ def test_ignoring_the_end_ignores_stop_tokens_on_vllm_too() -> None:
     ],
 )
 def test_what_servers_report_about_themselves(dialect: Dialect, replies: list[Any], expected: ServerInfo) -> None:
-    info = ServerInfo()
-    for reply in replies:
-        info = info.merged(dialect.parse_info(reply))
-    assert info == expected
+    requests = ServerRequests(InferenceEngineConfig(addresses=["s:1"]), dialect)
+    bodies = dict(itertools.zip_longest(dialect.info_paths, replies))
+
+    async def send(_: Server, path: str) -> tuple[int, bytes]:
+        return 200, json.dumps(bodies[path]).encode()
+
+    requests._send = send  # type: ignore[assignment, method-assign]
+    assert asyncio.run(requests.info(Server("http://s:1", 0))) == expected

@@ -310,7 +310,7 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
     stream = new_stream(dialect_of(backend), received)  # type: ignore[arg-type]
     for part in cuts(whole, data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=9))):
         stream.feed(part)
-    assert stream.finished
+    assert stream.finish
     assert (received.tokens, received.calls) == (tokens, LENGTH)
     chunk = stream.chunk()
     assert (chunk.tokens, chunk.logprobs, chunk.versions) == (tokens, logprobs, [7] * LENGTH)
@@ -339,7 +339,7 @@ def feed_recording(dialect: Dialect, name: str) -> tuple[ReplyReader, Receiver]:
 def test_streams_of_real_servers_are_understood(dialect: Dialect, name: str, count: int, finish: str) -> None:
     stream, received = feed_recording(dialect, name)
     chunk = stream.chunk()
-    assert stream.finished and stream.reports_versions
+    assert stream.finish and stream.reports_versions
     assert (len(chunk.tokens), chunk.finish, chunk.versions) == (count, finish, [0] * count)
     assert (received.tokens, received.logprobs, received.calls) == (chunk.tokens, chunk.logprobs, count)
 
@@ -647,9 +647,10 @@ def test_an_answer_keeps_all_of_its_parts() -> None:
     parts = range(3)
     for part in parts:
         call.extend(Chunk([part], [-0.5 * part], [part], "abort", top_logprobs=[[(part, -0.5)]]))
-    assert call.tokens == call.versions == list(parts)
-    assert call.logprobs == [-0.5 * part for part in parts]
-    assert call.top_logprobs == [[(part, -0.5)] for part in parts]
+    response = call.finish(PROMPT, "stop")
+    assert response.output_tokens == response.output_versions == list(parts)
+    assert response.output_logprobs == [-0.5 * part for part in parts]
+    assert response.output_top_logprobs == [[(part, -0.5)] for part in parts]
 
 
 def client_alone(**more: Any) -> EngineClient:
@@ -661,16 +662,16 @@ def test_the_end_of_patience_fails_all_that_wait(told: bool) -> None:
     async def run() -> None:
         said: list[ServerError] = []
         client = client_alone(on_outage=said.append) if told else client_alone()
-        left, *waiting = [asyncio.create_task(client._gate.until_usable()) for _ in range(3)]
+        left, *waiting = [asyncio.create_task(client.gate.until_usable()) for _ in range(3)]
         await asyncio.sleep(0)
         left.cancel()
         await asyncio.wait([left])
         error = ServerError("all are away")
-        client._gate.give_up(error)
+        client.gate.give_up(error)
         for task in waiting:
             with pytest.raises(ServerError, match="all are away"):
                 await task
-        assert said == [error] * told and not client._gate._waiting
+        assert said == [error] * told and not client.gate._waiting
 
     asyncio.run(run())
 
@@ -679,12 +680,12 @@ def test_as_many_requests_are_woken_as_the_server_has_places() -> None:
     async def run() -> None:
         client = client_alone()
         (server,) = client.pool.servers
-        gone, *waiting = [asyncio.create_task(client._gate.until_usable()) for _ in range(6)]
+        gone, *waiting = [asyncio.create_task(client.gate.until_usable()) for _ in range(6)]
         await asyncio.sleep(0)
         gone.cancel()  # wakes nobody
         for limit, woken in ((1, 0), (3, 2), (4, 5)):
             server.capacity, server.outstanding = limit, 1
-            client._gate.wake_for(server)
+            client.gate.wake_for(server)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert sum(task.done() for task in waiting) == woken
@@ -695,26 +696,26 @@ def test_as_many_requests_are_woken_as_the_server_has_places() -> None:
 
 def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
     client = client_alone()
-    assert (client.version, client.retried, client._gate.is_waiting) == (0, 0, False)
-    client._gate.running += 1
-    assert client._gate.is_waiting and client._gate._released.is_set()
-    client.hold()
-    client.hold()
-    client.release()
-    assert not client._gate._released.is_set() and not client._gate.is_waiting
-    client.release()
-    assert client._gate._released.is_set() and client._gate.is_waiting
+    assert (client.version, client.counts()["retried_requests"], client.gate.is_waiting) == (0, 0, False)
+    client.gate.running += 1
+    assert client.gate.is_waiting and client.gate._released.is_set()
+    client.gate.hold()
+    client.gate.hold()
+    client.gate.release()
+    assert not client.gate._released.is_set() and not client.gate.is_waiting
+    client.gate.release()
+    assert client.gate._released.is_set() and client.gate.is_waiting
     server = client.pool.servers[0]
-    assert not client._gate.must_stay(server)
+    assert not client.gate.must_stay(server)
     client.pool.start(server, 1, 0.0, stays=True)
-    assert client._gate.must_stay(server)
+    assert client.gate.must_stay(server)
 
 
 def test_a_router_looks_at_once_at_a_server_that_is_back() -> None:
     client = EngineClient(InferenceEngineConfig(backend="sglang", addresses=["a:1"], router="r:1"))
-    assert not client._gate.servers_changed.is_set()
-    client._gate.server_changed(client.pool.servers[0])
-    assert client._gate.servers_changed.is_set()
+    assert not client.gate.servers_changed.is_set()
+    client.gate.server_changed(client.pool.servers[0])
+    assert client.gate.servers_changed.is_set()
 
 
 def test_a_request_avoids_each_server_that_failed_it() -> None:
@@ -727,9 +728,9 @@ def test_a_request_avoids_each_server_that_failed_it() -> None:
 def test_a_request_that_is_woken_and_cancelled_at_once_wakes_the_next_one() -> None:
     async def run() -> None:
         async with connected(ScriptedServer("sglang", [])) as client:
-            first, second = (asyncio.create_task(client._gate.until_usable()) for _ in range(2))
+            first, second = (asyncio.create_task(client.gate.until_usable()) for _ in range(2))
             await asyncio.sleep(0)
-            client._gate.wake_one()
+            client.gate.wake_one()
             first.cancel()
             await asyncio.wait_for(second, 10)
             assert first.cancelled()

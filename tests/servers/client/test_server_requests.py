@@ -311,7 +311,7 @@ async def test_a_stream_must_end_its_answer_and_an_answer_has_tokens() -> None:
             meta["output_token_logprobs"] = meta["output_token_logprobs"][:count]
             reply: Any = {"output_ids": [5, 0][:count], "meta_info": meta}
             for reader in (streaming(requests), requests.reader(generation_call())):
-                site.replies["/generate"] = 200, f"data: {json.dumps(reply)}\n\n" if reader.streams else reply
+                site.replies["/generate"] = 200, f"data: {json.dumps(reply)}\n\n" if reader.call.stream else reply
                 if error is None:
                     chunk = await requests.generate(server, b"{}", reader)
                     assert (chunk.tokens, chunk.versions) == ([5, 0], [4, 4])

@@ -13,7 +13,15 @@ import pytest
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.dialects import Dialect
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, ServerInfo, ServerLimits
+from areal_lite.servers.dialects.dialect import (
+    BadResponse,
+    Chunk,
+    ControlCall,
+    ErrorReply,
+    ServerInfo,
+    ServerLimits,
+    update_error,
+)
 from areal_lite.servers.dialects.reply_reader import ReceiverError, ReplyReader
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.vllm import VLLM
@@ -133,20 +141,19 @@ def test_calls_of_vllms_control_plane() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "reply", "error"),
+    ("reply", "error"),
     [
-        (SGLang(), {"success": False, "message": "no"}, "no"),
-        (SGLang(), {"success": True, "message": "yes"}, None),
-        (SGLang(), {}, None),
-        (SGLang(), [], None),
-        (VLLM(), {"results": [{"success": True}, None, {"success": False, "message": "no"}]}, "no"),
-        (VLLM(), {"results": [{"success": True}, {}, "odd"]}, None),
-        (VLLM(), {"results": None}, None),
-        (VLLM(), [], None),
+        ({"success": False, "message": "no"}, "no"),
+        ({"success": True, "message": "yes"}, None),
+        ({}, None),
+        ({"results": [{"success": True}, None, {"success": False, "message": "no"}]}, "no"),
+        ({"results": [{"success": True}, {}, "odd"]}, None),
+        ({"results": None}, None),
+        ([], None),
     ],
 )
-def test_an_update_with_status_200_may_have_failed(dialect: Dialect, reply: Any, error: str | None) -> None:
-    assert dialect.update_error(reply) == error
+def test_an_update_with_status_200_may_have_failed(reply: Any, error: str | None) -> None:
+    assert update_error(reply) == error
 
 
 @pytest.mark.parametrize("odd", [None, "odd", 1.5, []])
@@ -355,7 +362,7 @@ def stream_of(received: list[int], **options: Any) -> ReplyReader:
         ({"newest_version": 3}, event_of(6, received=1, weight_version="4"), "version 4, but the newest is 3"),
         ({"newest_version": 3}, event_of(6, received=1, weight_version="3", **spans(2, version="4")), "version 4"),
         ({"newest_version": 3}, event_of(6, received=1), None),
-        ({}, b"data: {oops\n\n", "an event that is not JSON"),
+        ({}, b"data: {oops\n\n", "a reply that is not JSON"),
         ({}, b": a comment\n\nid: 5\n\ndata: [DONE]\n\n", ""),
     ],
 )
@@ -371,7 +378,7 @@ def test_a_stream_refuses_what_cannot_be_and_keeps_what_came_before(
     else:
         stream.feed(event)
     assert received == stream.chunk().tokens == ([5, 6] if says is None else [5])
-    assert len(stream) == len(received) and not stream.finished and stream.chunk().finish == "abort"
+    assert len(stream) == len(received) and stream.finish is None and stream.chunk().finish == "abort"
 
 
 def test_a_stream_labels_tokens_without_a_version_and_says_so() -> None:
@@ -387,7 +394,7 @@ def test_a_stream_labels_tokens_without_a_version_and_says_so() -> None:
     stream.feed(event_of(received=3, finish="stop", **spans(2, 3)))
     assert (stream.chunk().versions, stream.reports_versions) == ([3, 3, 3], True)
     stream.feed(event_of(8, received=3))  # after the end
-    assert stream.finished and stream.chunk().finish == "stop" and received == [5, 6, 7]
+    assert stream.finish and stream.chunk().finish == "stop" and received == [5, 6, 7]
 
 
 def test_a_stream_without_top_log_probs_asks_for_none_and_its_receiver_may_fail() -> None:

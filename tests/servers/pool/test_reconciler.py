@@ -141,15 +141,15 @@ def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog:
     assert look(290.0) and len(setup.outages) == 2
     setup.loader.updating = False
     assert look(300.0)
-    setup.pool.try_again(setup.server)
+    setup.pool.set_state(setup.server, "trial")
     setup.pool.recovered(setup.server)
     assert look(340.0) and len(setup.outages) == 2  # one serves, the other is watched
     for server in setup.pool.servers:
-        setup.pool.try_again(server)
+        setup.pool.set_state(server, "trial")
         setup.pool.recovered(server)
     assert not look(341.0)
     for server in setup.pool.servers:
-        setup.pool.set_slow(server, "silent")
+        setup.pool.set_state(server, "slow", "silent")
     assert look(342.0) and look(400.0) and len(setup.outages) == 2  # slow servers answer
 
 
@@ -157,7 +157,7 @@ def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog:
 def test_the_reasons_of_three_servers_are_told(count: int, end: str) -> None:
     setup = Setup(count)
     setup.server.last_failure = "reset"
-    setup.pool.set_behind(setup.pool.servers[1], "old")
+    setup.pool.set_state(setup.pool.servers[1], "behind", "old")
     why = "http://s:0: reset; http://s:1: old; http://s:2: no answer yet"
     assert failures_of(setup.pool.servers).startswith(why) and failures_of(setup.pool.servers).endswith(end)
 
@@ -269,10 +269,10 @@ async def test_a_server_is_compared_and_leaves_its_group_only_if_it_was_down(
     await setup.repaired()
     assert (setup.requests.asked["info"], setup.requests.asked[LOAD]) == (2 if down else 0, loads)
     assert group.closed == down
-    assert setup.gate.changed == [setup.server] and setup.server.trial and setup.server.version == 3
+    assert setup.gate.changed == [setup.server] and setup.server.state == "trial" and setup.server.version == 3
     if not down:  # a second time in a row it rests
         setup.it.behind(setup.server, "old again")
-        assert setup.server.down == "old again"
+        assert (setup.server.state, setup.server.reason) == ("down", "old again")
         await setup.it.close()
         assert group.closed and not setup.it._others
 
@@ -286,7 +286,7 @@ async def test_a_server_that_fails_before_the_first_update_needs_no_weights() ->
         setup.it.failed(setup.server, "reset")
     assert setup.it._wake.is_set()  # the watch looks more often now
     await setup.repaired()
-    assert setup.server.trial and setup.requests.asked == {"info": 2, "/continue_generation": 1}
+    assert setup.server.state == "trial" and setup.requests.asked == {"info": 2, "/continue_generation": 1}
     setup.it.failed(setup.server, "reset")  # on trial, so once is enough
     await setup.repaired()
     assert setup.requests.asked["info"] == 3
@@ -301,12 +301,12 @@ async def test_a_server_that_fails_again_at_the_end_of_its_repair_is_repaired_ag
         if len(setup.gate.changed) == 1:
             setup.it.failed(server, "reset", at_once=True)
         elif len(setup.gate.changed) == 2:
-            setup.pool.set_behind(server, "old")
+            setup.pool.set_state(server, "behind", "old")
 
     setup.gate.on_change = fail_again
     setup.it.failed(setup.server, "reset", at_once=True)
     await setup.repaired()
-    assert len(setup.gate.changed) == 3 and setup.server.trial
+    assert len(setup.gate.changed) == 3 and setup.server.state == "trial"
 
 
 @on_a_loop
@@ -314,10 +314,10 @@ async def test_a_server_that_is_away_at_the_start_is_repaired_and_all_are_watche
     setup = Setup(2, request_retries=1)
     setup.requests.infos = [OSError("reset"), ServerInfo()]
     await setup.it.open()
-    assert [server.down for server in setup.pool.servers] == ["http://s:0: reset", None]
+    assert [server.reason for server in setup.pool.servers] == ["http://s:0: reset", ""]
     assert len(setup.it._others) == 1
     await setup.repaired()
-    assert setup.pool.servers[0].trial
+    assert setup.pool.servers[0].state == "trial"
     await setup.it.close()
     await asyncio.sleep(0)
     assert not setup.it._others
@@ -350,7 +350,7 @@ async def test_an_examined_server_is_bad_if_it_does_not_answer_or_has_other_weig
     assert setup.server.state == state
     assert setup.server.last_failure == {"down": "oops" if isinstance(info, ErrorReply) else "OSError"}.get(state, "")
     if state == "behind":
-        assert setup.server.behind == "it acknowledged version 3 and reports version 2"
+        assert setup.server.reason == "it acknowledged version 3 and reports version 2"
     await setup.it.close()
 
 
@@ -400,11 +400,11 @@ async def test_only_servers_that_fail_an_update_are_behind(error: Exception, rea
     setup = Setup(3)
     good, bad, away = setup.pool.servers
     await setup.it.update_weights(WeightFolder("old", 1))
-    setup.pool.set_behind(good, "old")
+    setup.pool.set_state(good, "behind", "old")
     setup.pool.rest(away, "away")
     setup.requests.errors[bad.url + LOAD] = error
     await setup.it.update_weights(WeightFolder("new", 2))
-    assert [server.behind for server in setup.pool.servers] == [None, f"version 2 failed to load: {reason}", None]
+    assert [server.reason for server in setup.pool.servers] == ["", f"version 2 failed to load: {reason}", "away"]
     assert good.state == "up" and list(setup.loader._loaded) == [good]  # the old weights are freed
     await setup.it.close()
 
@@ -417,7 +417,7 @@ async def test_an_update_leaves_a_server_behind_that_takes_far_longer(monkeypatc
     await setup.it.update_weights(WeightFolder("folder", 1))
     reason = "version 1 failed to load: it takes far longer than on other servers"
     assert [server.last_failure for server in setup.pool.servers] == ["", ""]
-    assert [server.behind for server in setup.pool.servers] == [None, reason]
+    assert [server.reason for server in setup.pool.servers] == ["", reason]
     assert [setup.loader.has_newest(server) for server in setup.pool.servers] == [True, False]
     await setup.it.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}

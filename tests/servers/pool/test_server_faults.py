@@ -55,9 +55,9 @@ def test_a_server_may_fail_any_number_of_times_in_a_row() -> None:
     failing = pool.servers[0]
     for _ in range(3000):
         pool.failed(failing, "refused")
-        pool.try_again(failing)
+        pool.set_state(failing, "trial")
     assert failing.rest_s <= MAX_REST_S
-    assert failing.trial
+    assert failing.state == "trial"
     pool.failed(failing, "refused")
     assert all(pool.pick() is pool.servers[1] for _ in range(5))
 
@@ -291,7 +291,7 @@ def test_all_that_wait_are_sent_at_once_when_a_server_is_back(start_stub: StartS
     engine = start_engine(stub)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(accepted, engine, 60)
-        until(lambda: len(engine._client._gate._waiting) > 57)
+        until(lambda: len(engine._client.gate._waiting) > 57)
         out[0] = False
         began = time.monotonic()
         assert running.result(30) == 60

@@ -32,9 +32,9 @@ def test_every_pick_has_the_fewest_outstanding_tokens_of_all_usable_servers() ->
             elif event < 0.5:
                 pool.throttled(server, "429", sent=now, now=now)
             elif event < 0.55:
-                pool.set_behind(server, "old")
+                pool.set_state(server, "behind", "old")
             elif event < 0.65 and not server.usable:
-                pool.try_again(server)
+                pool.set_state(server, "trial")
             else:
                 avoid = draw.sample(pool.servers, draw.choice([0, 0, 1, 2]))
                 preferred = draw.choice([None, None, server])
@@ -134,27 +134,27 @@ def test_a_server_gets_one_request_on_trial_none_while_it_rests_and_is_healthy_a
         assert not server.unhealthy and server.state == "up"
         failures = 0
         for now in range(60):
-            before = server.down is not None or server.behind is not None
+            before, was = server.out, server.state
             event = draw.choice(["failed", "rest", "behind", "again", "slow", "answer", "wait", "429"])
             if event == "failed":
-                at_once, was_trial = draw.random() < 0.3, server.trial
+                at_once = draw.random() < 0.3
                 failures += 1
-                rests = server.down is None and (at_once or was_trial or failures >= server_pool.FAILURES_TO_OPEN)
+                rests = was != "down" and (at_once or was == "trial" or failures >= server_pool.FAILURES_TO_OPEN)
                 assert pool.failed(server, f"failure {now}", at_once=at_once) == rests
                 assert server.last_failure == f"failure {now}" and server.unhealthy
             elif event == "rest":
                 pool.rest(server, f"rest {now}")
-                assert (server.down, server.state, server.unhealthy) == (f"rest {now}", "down", True)
+                assert (server.reason, server.state, server.unhealthy) == (f"rest {now}", "down", True)
             elif event == "behind":
-                pool.set_behind(server, f"old {now}")
-                assert server.behind == f"old {now}" and server.unhealthy
+                pool.set_state(server, "behind", f"old {now}")
+                assert server.reason == f"old {now}" and server.unhealthy
             elif event == "again" and before:
-                pool.try_again(server)
-                assert server.trial and server.unhealthy and server.state == server.said
+                pool.set_state(server, "trial")
+                assert server.unhealthy and not server.reason and server.said == was
                 assert server.capacity == (1 if not server.waits else 0)
-            elif event == "slow" and not before:
-                pool.set_slow(server, "slow")
-                assert server.state == (server.said if server.trial else "slow") and server.unhealthy
+            elif event == "slow" and was == "up":
+                pool.set_state(server, "slow", "slow")
+                assert server.unhealthy and server.said == "slow"
             elif event == "answer":
                 pool.succeeded(server, 1, 0.1, now)
                 assert server.heard == now
@@ -173,10 +173,10 @@ def test_a_server_gets_one_request_on_trial_none_while_it_rests_and_is_healthy_a
                 pool.throttled(server, f"429 {now}", sent=now, now=now)
                 assert server.limit < limit or server.limit == 1
                 assert server.unhealthy and server.last_failure == f"429 {now}"
-            resting = server.down is not None or server.behind is not None
-            assert server.capacity == (0 if resting else 1 if server.trial else server.limit)
-            assert not (server.trial and resting) and not (server.slow and server.down is not None)
-            assert not (resting or server.trial or server.slow) or server.unhealthy
+            trial = server.state == "trial"
+            assert server.capacity == (0 if server.out else 1 if trial else server.limit)
+            assert server.state == "up" or server.unhealthy
+            assert trial or server.said == server.state
 
 
 def test_a_limit_begins_with_the_first_429_and_never_falls_below_one_request() -> None:
@@ -197,15 +197,14 @@ def test_a_change_of_state_is_logged_once_with_its_reason(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         pool.wait(server, 1)
         pool.wait(server, -1)
-        pool.set_slow(server, "silent")
-        pool.set_slow(server, "silent")
+        pool.set_state(server, "slow", "silent")
+        pool.set_state(server, "slow", "silent")
         pool.rest(server, "reset")
         pool.rest(server, "reset")
-        pool.try_again(server)
+        pool.set_state(server, "trial")
         pool.recovered(server)
-        pool.set_behind(server, "old")
-        server.version = 3
-        pool.caught_up(server)
+        pool.set_state(server, "behind", "old")
+        pool.set_state(server, "up", "it has version 3")
     said = ["slow: silent", "down: reset", "back: it answers again", "behind: old", "back: it has version 3"]
     assert caplog.messages == [f"server http://s:0 is {line}" for line in said]
 
@@ -227,7 +226,7 @@ def test_each_rest_in_a_row_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(9):
         pool.rest(server, "down")
         rests.append(server.rest_s)
-        pool.try_again(server)
+        pool.set_state(server, "trial")
     assert rests == [1.0, 2.0, 4.0, 8.0, 16.0, *[server_pool.MAX_REST_S] * 4]
     pool.recovered(server)
     pool.rest(server, "down")

@@ -125,7 +125,7 @@ def test_a_dead_server_costs_no_episode_and_comes_back(routed: Routed) -> None:
     routed.stubs[0].server.dead = True
     assert accepted(routed.engine, 20) == 20
     assert routed.behind_it == [1]
-    assert servers(routed.engine)[0].down is not None
+    assert servers(routed.engine)[0].state == "down"
     routed.stubs[0].server.dead = False
     until(lambda: routed.behind_it == [0, 1])
     assert not any(server.unhealthy for server in servers(routed.engine))
@@ -361,12 +361,12 @@ async def test_the_routers_list_becomes_that_of_the_servers_that_serve() -> None
     assert not await listed.it.sync()
     assert list(listed.workers) == ["http://s:0"]
     listed.it.failed(listed.target, "reset", at_once=True)
-    assert listed.target.down == "reset"
+    assert listed.target.reason == "reset"
     changes = listed.gate.woken
     await listed.it.sync()
-    assert listed.target.trial and listed.gate.woken > changes
+    assert listed.target.state == "trial" and listed.gate.woken > changes
     listed.it.failed(listed.target, "reset")
-    assert listed.target.down == "reset"
+    assert listed.target.reason == "reset"
 
 
 @on_a_loop
@@ -377,13 +377,13 @@ async def test_a_server_behind_the_router_is_well_again_after_an_examination() -
     listed.pool.rest(resting, "reset")
     for server in (good, bad):
         listed.pool.rest(server, "reset")
-        listed.pool.try_again(server)
+        listed.pool.set_state(server, "trial")
     listed.pool.failed(failed, "reset")
     await listed.it.update(3)
     assert listed.target.version == 3
     assert listed.examined == [1, 2]
     assert [server.unhealthy for server in listed.pool.servers] == [True, False, True, False]
-    assert bad.trial and not good.trial
+    assert bad.state == "trial" and good.state != "trial"
     assert list(listed.workers) in (["http://s:1", "http://s:3"], ["http://s:3", "http://s:1"])
     listed.examined.clear()
     assert await asyncio.gather(listed.it.examine(), listed.it.examine()) == [False, False]

@@ -27,10 +27,10 @@ from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, Mod
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
-from areal_lite.processes.server_process import ServerProcess
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs import server_group
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
+from areal_lite.servers.programs.server_process import ServerProcess
 from areal_lite.servers.programs.server_program import ServedModel, gpu_groups, visible_gpus
 
 FAKES = str(Path(__file__).parent / "fake_packages")

@@ -117,7 +117,7 @@ async def test_a_server_joins_once_and_pauses_as_long_as_it_must(embedded: bool)
     assert setup.take() == update
     (group,) = setup.made
     assert group.sent == BUCKETS * 2 and not group.closed
-    setup.groups.close()
+    await setup.groups.close()
     assert group.closed
     setup.groups.drop(setup.server)
     await setup.load()
@@ -196,9 +196,12 @@ async def test_the_first_error_of_either_side_ends_both(caplog: pytest.LogCaptur
     with pytest.raises(RefusedError, match="no more groups"):
         await setup.load()
     assert setup.made[1].closed and not ended.is_set()
+    closing = asyncio.create_task(setup.groups.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()  # a process that ends while a thread is in a collective would crash
     released.set()
-    assert await asyncio.to_thread(ended.wait, 10)
-    await threads_ended()
+    await closing
+    assert ended.is_set()
 
     def fails_too() -> None:
         raise OSError("mine")

@@ -94,10 +94,16 @@ def engine(stack: ExitStack, server: EmbeddedServer, tiny: Path) -> RemoteInfEng
     return engine
 
 
-def broadcaster(stack: ExitStack, model: Any) -> WeightBroadcaster:
-    made = WeightBroadcaster(model, dtype=torch.float32)
-    stack.callback(made.close)
-    return made
+class Broadcaster(WeightBroadcaster):
+    """Remembers the groups that it opened."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, dtype=torch.float32)
+        self.groups: list[BroadcastGroup] = []
+
+    def open_group(self, host: str, *, num_ranks: int, device: str | None) -> BroadcastGroup:
+        self.groups.append(super().open_group(host, num_ranks=num_ranks, device=device))
+        return self.groups[-1]
 
 
 def post(server: EmbeddedServer, path: str, body: dict[str, Any]) -> Any:
@@ -120,7 +126,7 @@ def test_broadcast_weights_are_served_bit_for_bit_and_training_on_does_not_chang
 ) -> None:
     engine = connect(stack, server, backend=backend)  # SGLang's is paused while it receives
     model = load(tiny)
-    sender = broadcaster(stack, model)
+    sender = Broadcaster(model)
     for version, source in ((1, other), (2, load(tiny)), (3, other)):
         model.load_state_dict(source.state_dict())
         weights = sender.publish(version)
@@ -131,7 +137,7 @@ def test_broadcast_weights_are_served_bit_for_bit_and_training_on_does_not_chang
         answer = generate(engine)
         assert set(answer.output_versions) == {version}
         assert distance(answer, source) < EXACT
-    assert len(sender._groups) == 1  # one group serves all updates
+    assert len(sender.groups) == 1  # one group serves all updates
 
 
 class SlowGroup:
@@ -183,7 +189,7 @@ def test_a_running_answer_goes_on_under_the_new_weights_and_its_versions_say_fro
 ) -> None:
     engine = connect(stack, server, weight_update_pause=pause)
     engine.update_weights_from_disk(str(tiny), 0)
-    update, sender = begin_slow_update(engine, broadcaster(stack, other))
+    update, sender = begin_slow_update(engine, Broadcaster(other))
     sender.until_arrived(1)
 
     def receive(new: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -205,7 +211,7 @@ def test_a_running_answer_goes_on_under_the_new_weights_and_its_versions_say_fro
 def test_a_server_generates_while_it_receives(
     stack: ExitStack, engine: RemoteInfEngine, tiny: Path, other: Any
 ) -> None:
-    update, sender = begin_slow_update(engine, broadcaster(stack, other))
+    update, sender = begin_slow_update(engine, Broadcaster(other))
     sender.until_arrived(1)
     assert [one.daemon for one in threading.enumerate() if one.name == "weight broadcast"] == [True]  # it may hang
     answer = generate(engine)
@@ -222,7 +228,7 @@ def test_a_server_killed_in_mid_broadcast_delays_no_other_and_catches_up_when_it
     victim = serve(stack, tiny)
     engine = connect(stack, server, victim)
     engine.update_weights_from_disk(str(tiny), 0)
-    update, sender = begin_slow_update(engine, broadcaster(stack, other))
+    update, sender = begin_slow_update(engine, Broadcaster(other))
     sender.until_arrived(2)
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
@@ -249,9 +255,9 @@ def test_a_server_killed_in_mid_broadcast_delays_no_other_and_catches_up_when_it
 def test_a_server_that_lost_its_group_gets_the_next_update_over_a_new_one(
     stack: ExitStack, server: EmbeddedServer, engine: RemoteInfEngine, other: Any
 ) -> None:
-    sender = broadcaster(stack, other)
+    sender = Broadcaster(other)
     engine.update_weights(sender.publish(1))
-    (group,) = sender._groups
+    (group,) = sender.groups
     assert post(server, "/destroy_weights_update_group", {"group_name": group.name})["success"]
     engine.update_weights(sender.publish(2))
     answer = generate(engine)
@@ -260,14 +266,14 @@ def test_a_server_that_lost_its_group_gets_the_next_update_over_a_new_one(
 
 
 def test_weights_that_a_server_refuses_change_nothing(stack: ExitStack, engine: RemoteInfEngine, other: Any) -> None:
-    sender = broadcaster(stack, other)
+    sender = Broadcaster(other)
     engine.update_weights(sender.publish(1))
     complete = sender.publish(2)
     (bucket,) = complete.buckets
     lacking = WeightBucket({name: bucket.tensors[name] for name in list(bucket.tensors)[:-1]})
     with pytest.raises(ServerError, match="no server took policy version 2 by broadcast: .*lacks 'model"):
         engine.update_weights(WeightBroadcast(2, [lacking], sender))
-    assert all(group.closed for group in sender._groups)
+    assert all(group.closed for group in sender.groups)
     assert engine.get_version() == 1
     answer = generate(engine)
     assert set(answer.output_versions) == {1}
@@ -279,7 +285,7 @@ def test_weights_that_a_server_refuses_change_nothing(stack: ExitStack, engine: 
 def test_a_hung_server_keeps_the_old_weights_and_the_update_can_be_left_at_once(
     stack: ExitStack, server: EmbeddedServer, engine: RemoteInfEngine, other: Any
 ) -> None:
-    sender = broadcaster(stack, other)
+    sender = Broadcaster(other)
     engine.update_weights(sender.publish(1))
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
@@ -293,9 +299,8 @@ def test_a_hung_server_keeps_the_old_weights_and_the_update_can_be_left_at_once(
         began = time.monotonic()
         asyncio.run(leave())
         assert time.monotonic() - began < 3.0
-        sender.close()
+        until(lambda: not [thread for thread in threading.enumerate() if thread.name == "weight broadcast"])
         assert time.monotonic() - began < 12.0
-        assert not [thread for thread in threading.enumerate() if thread.name == "weight broadcast"]
     finally:
         os.kill(server.pid, signal.SIGCONT)
     answer = generate(engine)
@@ -304,31 +309,11 @@ def test_a_hung_server_keeps_the_old_weights_and_the_update_can_be_left_at_once(
     assert set(generate(engine).output_versions) == {3}
 
 
-def test_closing_waits_until_no_thread_joins(stack: ExitStack, other: Any) -> None:
-    sender = broadcaster(stack, other)
-    group = sender.open_group("127.0.0.1", num_ranks=1, device="cpu")
-    errors: list[OSError] = []
-
-    def join() -> None:
-        try:
-            group.join()
-        except OSError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=join)
-    thread.start()
-    until(group._busy.locked)
-    sender.close()
-    assert not group._busy.locked()
-    thread.join()
-    assert [str(error) for error in errors] == ["the process group was closed"]
-
-
 def test_large_models_are_sent_in_buckets(
     stack: ExitStack, engine: RemoteInfEngine, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_broadcast, "MAX_BUCKET_BYTES", 10_000)
-    weights = broadcaster(stack, other).publish(1)
+    weights = Broadcaster(other).publish(1)
     assert len(weights.buckets) > 2
     engine.update_weights(weights)
     assert distance(generate(engine), other) < EXACT

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_lite.models.policy_model import load_policy
-from areal_lite.servers.weights.shared_memory import SharedWeights, can_share
+from areal_lite.servers.weights.shared_memory import SharedWeights
 from areal_lite.servers.weights.weight_folder import publish_weights
 
 CPU = torch.device("cpu")
@@ -25,7 +25,6 @@ def test_every_version_equals_the_published_files(
     kind: str, dtype: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model = load_policy(str(request.getfixturevalue(kind)), device=CPU)
-    assert can_share(model)
     shared = SharedWeights(tmp_path / "shared", dtype=dtype)
     for version in range(5):
         with torch.no_grad():
@@ -72,12 +71,6 @@ def test_closing_frees_the_memory_and_may_come_twice_or_after_the_folders_are_go
     assert "memfd:model.safetensors" not in Path("/proc/self/maps").read_text()
     assert os.dup(0) == descriptor
     os.close(descriptor)
-
-
-def test_weights_that_files_name_otherwise_are_not_shared(tiny: Path) -> None:
-    model = load_policy(str(tiny), device=CPU)
-    model._weight_conversions = ["one weight from several"]
-    assert not can_share(model)
 
 
 def test_another_process_reads_it_and_a_killed_run_leaves_no_memory(tiny: Path, tmp_path: Path) -> None:

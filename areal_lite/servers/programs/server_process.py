@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Self
 
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes.child_process import ChildProcess
 
@@ -20,15 +21,16 @@ _PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing con
 
 
 class ServerProcess(ABC):
-    """One inference server; ``start`` and ``stop`` it, or use a ``with`` statement.
+    """One inference server at ``port``; ``start`` and ``stop`` it, or use a ``with`` statement.
 
     It ends with this process, and keeps its address when it is started again after its end.
     """
 
-    def __init__(self, name: str, *, log_path: str | Path | None, start_timeout_s: float) -> None:
+    def __init__(self, name: str, config: ServerConfig, *, port: int, log_path: Path | None) -> None:
         self.name = name
-        self.log_path = None if log_path is None else Path(log_path)
-        self._start_timeout_s = start_timeout_s
+        self.config = config
+        self.log_path = log_path
+        self._port = port
         self._child: ChildProcess | None = None
         self._log: IO[bytes] | None = None
         self._log_start = 0
@@ -36,12 +38,21 @@ class ServerProcess(ABC):
         """None until it is ready for the first time."""
 
     @abstractmethod
-    def _launch(self, output: IO[bytes]) -> ChildProcess:
-        """Start the program."""
+    def _command(self) -> list[str]: ...
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | self.config.env
 
     @abstractmethod
-    def _wait_for_answer(self, deadline: float) -> str | None:
-        """Return the address once the server answers requests; None if it ends, or at the monotonic ``deadline``."""
+    def _answers(self, deadline: float) -> bool:
+        """Return whether the server answers requests; False if it ends, or at the monotonic ``deadline``."""
+
+    def _launch(self, output: IO[bytes]) -> ChildProcess:
+        return ChildProcess(self._command(), environment=self._environment(), output=output)
+
+    @property
+    def _url(self) -> str:
+        return f"http://{self.config.host}:{self._port}"
 
     @property
     def address(self) -> str:
@@ -76,18 +87,18 @@ class ServerProcess(ABC):
     def wait_until_ready(self) -> None:
         """Return once the server answers requests; raises ConfigError or ServerError."""
         try:
-            address = self._wait_for_answer(time.monotonic() + self._start_timeout_s)
-            if address is None and (code := self.poll()) is not None:
+            answers = self._answers(time.monotonic() + self.config.start_timeout_s)
+            if not answers and (code := self.poll()) is not None:
                 raise self._start_error(code)
-            if address is None:
+            if not answers:
                 raise ServerError(
-                    f"{self.name} was not ready after {self._start_timeout_s:.0f} s. Is the model too large for this "
-                    f"machine? If not, raise start_timeout_s. {self.log_tail()}"
+                    f"{self.name} was not ready after {self.config.start_timeout_s:.0f} s. Is the model too large for "
+                    f"this machine? If not, raise start_timeout_s. {self.log_tail()}"
                 )
         except BaseException:
             self.stop()
             raise
-        self._address = address
+        self._address = self._url
 
     def _start_error(self, code: int) -> ServerError | ConfigError:
         return ServerError(f"{self.name} {cause_of_death(code)} before it was ready. {self.log_tail()}")
