@@ -92,30 +92,21 @@ class EpisodeReply(NamedTuple):
 def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Any, codec.Columns]:
     """Return the end of a group as plain data and bytes; a TypeError for what no process can send."""
     columns: codec.Columns = []
-    replies = [_pack_episode(episode, columns) for episode in episodes]
-    return (was_stopped, codec.to_plain(failure, columns), replies), columns
+    return codec.to_plain((was_stopped, failure, [_reply(episode) for episode in episodes]), columns), columns
 
 
 def read_end(plain: Any, columns: codec.ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
     """Return whether a cancellation ended the group, why it failed, and a reply per episode, if it could send them."""
-    was_stopped, failure, replies = plain
-    return was_stopped, codec.from_plain(failure, columns), [_read_episode(reply, columns) for reply in replies]
+    was_stopped, failure, replies = codec.from_plain(plain, columns)
+    return was_stopped, failure, [EpisodeReply(*reply) for reply in replies]
 
 
-def _pack_episode(episode: Episode, columns: codec.Columns) -> Any:
-    sources = None if episode.trajectory is None else turn_sources(episode.trajectory)
-    chains = [[call_key(call) for call in chain] for chain in (() if sources is None else sources[0])]
-    records = episode.counts, episode.reward_extra, episode.scalars, codec.to_plain(episode.processes, columns)
-    return records, codec.to_plain(episode.trajectory, columns), chains
-
-
-def _read_episode(plain: Any, columns: codec.ReadColumns) -> EpisodeReply:
-    (counts, reward_extra, scalars, processes), trajectory, chains = plain
-    records = counts, reward_extra, [(name, value) for name, value in scalars], codec.from_plain(processes, columns)
+def _reply(episode: Episode) -> EpisodeReply:
+    chains, _ = (episode.trajectory and turn_sources(episode.trajectory)) or ((), ())
     return EpisodeReply(
-        records=dict(zip(codec.RECORDED, records, strict=True)),
-        trajectory=codec.from_plain(trajectory, columns),
-        chains=[[tuple(key) if isinstance(key, list) else key for key in chain] for chain in chains],
+        records={name: getattr(episode, name) for name in codec.RECORDED},
+        trajectory=episode.trajectory,
+        chains=[[call_key(call) for call in chain] for chain in chains],
     )
 
 
