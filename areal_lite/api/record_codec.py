@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from areal_lite.api.failure import Failure, FailureKind
-from areal_lite.api.trajectory import EpisodeStatus, ProcessRecord, TokenSequence, Trajectory
+from areal_lite.api.trajectory import COLUMNS, EpisodeStatus, ProcessRecord, TokenSequence, Trajectory
 
 Columns = list[bytes]
 """Arrays as bytes, in the order in which they were packed."""
@@ -22,10 +22,6 @@ ReadColumns = Sequence[bytes | bytearray]
 
 ENDED = ("member_idx", "reward", "has_loss_mask", "failure", "sequences")
 """Fields of a trajectory, beside its status: how its episode ended."""
-RECORDED = ("counts", "reward_extra", "scalars", "processes")
-"""Fields of a trajectory, and of a running episode: what the episode's code recorded."""
-COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
-"""Fields of a sequence that are arrays."""
 
 _FIELDS: dict[type[Any], Sequence[str]] = {
     Trajectory: ("status", *ENDED, "extras"),

@@ -82,6 +82,10 @@ class Turn:
         return self.start + len(self.ids)
 
 
+COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
+"""Fields of a sequence that are arrays, with an entry per token."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class TokenSequence:
     """One path of tokens that trains, unpadded; every column is aligned to the token itself.
@@ -115,7 +119,7 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         length = len(self.input_ids)
-        for name in ("loss_mask", "logprobs", "versions", "token_rewards"):
+        for name in COLUMNS:
             column = getattr(self, name)
             if column is not None and len(column) != length:
                 raise ValueError(
@@ -188,12 +192,28 @@ class ProcessRecord:
     """The last 64 KiB."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Recorded:
+    """What an episode's code records while it runs."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
+    reward_extra: dict[str, float | str | None] = field(default_factory=dict)
+    """Values that the reward function returned beside the last reward, by name."""
+    scalars: list[tuple[str, float]] = field(default_factory=list)
+    """Numbers that the episode's code recorded, by metric name."""
+    processes: list[ProcessRecord] = field(default_factory=list)
+    """Programs that the agent ran, in the order they ended."""
+
+
+RECORDED = tuple(Recorded.__dataclass_fields__)
+
 _LATER: Any = object()
 """Stands for turns that are made when they are first asked for."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Trajectory:
+class Trajectory(Recorded):
     """The record of one episode."""
 
     member_idx: int = 0
@@ -211,14 +231,6 @@ class Trajectory:
     """False if the workflow's tensor dict has no loss mask; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Other keys of a workflow's tensor dict, beside tokens and rewards, per sequence."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
-    reward_extra: dict[str, float | str | None] = field(default_factory=dict)
-    """Values that the reward function returned beside the reward, by name."""
-    scalars: list[tuple[str, float]] = field(default_factory=list)
-    """Numbers that the episode's code recorded, by metric name."""
-    processes: list[ProcessRecord] = field(default_factory=list)
-    """Programs that the agent ran, in the order they ended."""
     turns: list[Turn] = _LATER
     """All model calls and the environment's turns, parents before children; made when first asked for."""
     make_turns: Callable[[], list[Turn]] = list

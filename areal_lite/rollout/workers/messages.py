@@ -21,7 +21,7 @@ from areal_lite.api import record_codec as codec
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.api.trajectory import Trajectory
+from areal_lite.api.trajectory import RECORDED, Trajectory
 from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
@@ -104,7 +104,7 @@ def read_end(plain: Any, columns: codec.ReadColumns) -> tuple[bool, Failure | No
 def _reply(episode: Episode) -> EpisodeReply:
     chains, _ = (episode.trajectory and turn_sources(episode.trajectory)) or ((), ())
     return EpisodeReply(
-        records={name: getattr(episode, name) for name in codec.RECORDED},
+        records={name: getattr(episode, name) for name in RECORDED},
         trajectory=episode.trajectory,
         chains=[[call_key(call) for call in chain] for chain in chains],
     )
