@@ -1,36 +1,12 @@
-"""The inference engine as workflows see it, and what its callers give it: workflows, agents, filters, rows."""
+"""The inference engine as workflows see it, and what its callers give it beside a workflow: rows and filters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-
-
-class Workflow(Protocol):
-    """An object that runs an episode on the engine; users subclass ``RolloutWorkflow``."""
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Run one episode."""
-
-
-class Agent(Protocol):
-    """Any object with this method; no base class is needed."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float] | None:
-        """Run one episode and return its reward.
-
-        ``extra_kwargs`` holds ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client.
-
-        Returns:
-            A finite number for the whole episode, rewards by completion id, or None to reject.
-        """
-
-
-WorkflowLike = Workflow | type[Any] | Agent | str
-"""An instance, a class (with kwargs), an agent object or class, or a dotted path to any of them."""
 
 
 class FilterDecision(NamedTuple):

@@ -218,8 +218,6 @@ class Trajectory(Recorded):
 
     member_idx: int = 0
     """Its index in the group."""
-    task_id: TaskId = ""
-    group_id: str = ""
     status: EpisodeStatus
     failure: Failure | None = None
     """Why it failed or was cancelled; None otherwise."""
@@ -335,12 +333,11 @@ class Group:
         self.head_version, self.tail_version = versions or (None, None)
 
     def _name_parts(self) -> None:
-        """Copy the group's ids and status to its trajectories and sequences; an episode's own end stays."""
+        """Copy the group's status to its trajectories and its ids to their sequences; an episode's own end stays."""
         task_id = str(self.task_id)
         for trajectory in self.trajectories:
             if trajectory.reward is None:
                 trajectory.average_rewards()
-            trajectory.task_id, trajectory.group_id = self.task_id, self.group_id
             if trajectory.status is EpisodeStatus.ACCEPTED:
                 trajectory.status, trajectory.failure = self.status, self.failure
             for sequence in trajectory.sequences:

@@ -27,6 +27,7 @@ from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.rollout.episodes.batch_cut import STALE, OldestGroups
 from areal_lite.rollout.episodes.ended_groups import PASSING
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
+from areal_lite.rollout.episodes.group_runner import Submission
 from areal_lite.rollout.episodes.partial_rollout import sampled_group
 
 
@@ -36,7 +37,7 @@ class RowFeed:
     def __init__(self, source: RolloutDataSource, *, retries: int) -> None:
         self.source = source
         self.finished = FinishedGroups()
-        self.running = 0
+        self.running: dict[TaskId, Submission] = {}
         self.exhausted = False
         self.error: Exception | None = None
         """Ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
@@ -75,7 +76,7 @@ class RowFeed:
 
     @property
     def ahead(self) -> int:
-        return self.running + len(self.finished.groups)
+        return len(self.running) + len(self.finished.groups)
 
     def wait_for_oldest(self, running: Mapping[TaskId, int], oldest_allowed: int | None) -> None:
         """Make the next batch wait for running groups that would otherwise grow too old. ``running`` has the version of
@@ -164,7 +165,7 @@ class RowFeed:
         return True
 
     def ended(self, group: Group) -> None:
-        self.running -= 1
+        del self.running[group.task_id]
         self.oldest_groups.remove_running(group.task_id)
 
     def check(self, count: int) -> None:
@@ -193,7 +194,7 @@ class RowFeed:
         )
 
     def _ended(self) -> bool:
-        return self.exhausted and self.running == 0
+        return self.exhausted and not self.running
 
 
 def drop_reason(group: Group) -> str:

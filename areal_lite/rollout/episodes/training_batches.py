@@ -138,7 +138,7 @@ class TrainingBatches:
         """Have the batch wait for running groups that would be too old for a later one."""
         if not self._waits_for_oldest:
             return
-        versions = {s.task_id: s.oldest_version() for s in self._running(feed)}
+        versions = {task_id: s.oldest_version() for task_id, s in feed.running.items()}
         known = {task_id: version for task_id, version in versions.items() if version is not None}
         feed.wait_for_oldest(known, self._gate.version - self._config.max_head_offpolicyness)
 
@@ -154,9 +154,6 @@ class TrainingBatches:
             )
         self._last_cut = now
         feed.waited_for_oldest_s = 0.0
-
-    def _running(self, feed: RowFeed) -> list[Submission]:
-        return [s for s in self._runner.live.values() if s.task is not None and s.feed is feed]
 
     def _feed_of(self, source: Iterable[Any], recipe: EpisodeRecipe, group_size: int | None) -> RowFeed:
         if id(source) in self._feeds:
@@ -182,7 +179,6 @@ class TrainingBatches:
         feed, recipe = next(reversed(self._feeds.values()))
         if not self._gate.may_start_ahead(feed.ahead) or (samples := feed.next_group()) is None:
             return None
-        feed.running += 1
         submission = self._runner.make(
             feed.source.unprepared_input(samples),
             recipe,
@@ -190,9 +186,9 @@ class TrainingBatches:
             deliver=partial(self._deliver, feed),
             training=True,
             seed_name=f"group {samples[0].group_index}, attempt {samples[0].attempts}",
-            feed=feed,
             samples=samples,
         )
+        feed.running[submission.task_id] = submission
         record_answers(samples, submission.episodes, oldest_version=self._oldest_useful_version())
         if (oldest := submission.oldest_version()) is not None:
             feed.oldest_groups.add_running(submission.task_id, oldest)
@@ -239,7 +235,7 @@ class TrainingBatches:
 
     async def _set_aside(self, feed: RowFeed, reason: str) -> None:
         """Stop the feed's running groups and give them and its finished ones back to the source, with their tokens."""
-        if running := self._running(feed):
+        if running := [*feed.running.values()]:
             try:
                 await self._interrupt([episode for s in running for episode in s.episodes])
             finally:  # what was interrupted has to be stopped

@@ -179,7 +179,7 @@ class WorkflowExecutor:
         accepted = group.status is EpisodeStatus.ACCEPTED
         if submission.task is not None:
             self.gate.end(training=submission.training, accepted=accepted)
-        if submission.feed is None or not accepted:
+        if not (submission.samples and accepted):  # that is closed when its batch is cut
             self.ended.close(group)
         submission.deliver(group)
         self._pump()
