@@ -208,9 +208,6 @@ class Recorded:
 
 RECORDED = tuple(Recorded.__dataclass_fields__)
 
-_LATER: Any = object()
-"""Stands for turns that are made when they are first asked for."""
-
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Trajectory(Recorded):
@@ -229,22 +226,16 @@ class Trajectory(Recorded):
     """False if the workflow's tensor dict has no loss mask; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Other keys of a workflow's tensor dict, beside tokens and rewards, per sequence."""
-    turns: list[Turn] = _LATER
-    """All model calls and the environment's turns, parents before children; made when first asked for."""
     make_turns: Callable[[], list[Turn]] = list
+    made_turns: list[Turn] | None = None
 
-    def __post_init__(self) -> None:
-        if self.turns is _LATER:
-            del self.turns
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name != "turns":
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            made = self.turns = self.make_turns()
+    @property
+    def turns(self) -> list[Turn]:
+        """All model calls and the environment's turns, parents before children; made when first asked for."""
+        if self.made_turns is None:
+            made = self.made_turns = self.make_turns()
             self.make_turns = lambda: made  # the calls go; another thread that asks meanwhile gets the same
-            return made
+        return self.made_turns
 
     def find_paths(self) -> None:
         """Make the turns, so that every sequence knows its path even without this trajectory."""

@@ -515,7 +515,7 @@ def test_a_turn_ends_after_its_own_tokens_and_all_before_it() -> None:
 def test_a_handmade_group_trains_like_one_from_the_engine() -> None:
     turns = [Turn(role=TurnRole.PROMPT, ids=np.arange(2), loss_mask=np.zeros(2, np.bool_))]
     trajectory = Trajectory(
-        member_idx=3, status=EpisodeStatus.ACCEPTED, turns=turns, sequences=[sequence_of([0, 1])], reward=0.5
+        member_idx=3, status=EpisodeStatus.ACCEPTED, made_turns=turns, sequences=[sequence_of([0, 1])], reward=0.5
     )
     group = group_of(trajectory)
     assert trajectory.turns is turns

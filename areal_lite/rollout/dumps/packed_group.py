@@ -93,11 +93,10 @@ def _reduce_trajectory(trajectory: Trajectory) -> Any:
 
 
 def _made_trajectory(status: str, own: tuple[Any, ...], turns: list[Turn] | None, sources: Any) -> Trajectory:
-    trajectory = Trajectory(status=EpisodeStatus(status), **dict(zip(_TRAJECTORY, own, strict=True)))
+    fields = dict(zip(_TRAJECTORY, own, strict=True))
+    trajectory = Trajectory(status=EpisodeStatus(status), made_turns=turns, **fields)
     if turns is None:
         link_turns(trajectory, *sources)
-    else:
-        trajectory.turns = turns
     return trajectory
 
 

@@ -46,9 +46,8 @@ class RowFeed:
         self._full_since: float | None = None
         self._retries = retries
         self._handed_over: list[SampleGroup] = []
-        self._misses: Counter[str] = Counter()
-        self._missed_kinds: set[FailureKind | None] = set()
-        """Kinds of failure among the misses; None for a group that did not fail."""
+        self._misses: Counter[tuple[str, FailureKind | None]] = Counter()
+        """Groups without training data, by reason and by the kind of their failure; None for one that did not fail."""
 
     def next_group(self) -> SampleGroup | None:
         """Return the next group; None once the source has ended."""
@@ -90,8 +89,7 @@ class RowFeed:
 
     def accept(self, group: Group) -> None:
         """Keep an accepted group for a batch, and reset the counts of missed groups except stale ones."""
-        self._misses = Counter({STALE: self._misses[STALE]})
-        self._missed_kinds.clear()
+        self._misses = Counter({miss: n for miss, n in self._misses.items() if miss[0] == STALE})
         self.oldest_groups.add_finished(group)
         self.finished.put(group)
 
@@ -99,7 +97,6 @@ class RowFeed:
         """Record the batch just cut, mark the one before as trained, and reset the counts of missed groups."""
         self.mark_trained()
         self._misses.clear()
-        self._missed_kinds.clear()
         self._handed_over = [group.samples for group in groups]
 
     def take_back(self, batch: list[Group]) -> bool:
@@ -135,15 +132,14 @@ class RowFeed:
                 self._return(restarted(group.samples))
             else:
                 self.source.drop(group.samples, drop_reason(group))
-        self._missed_kinds.add(None if group.failure is None else group.failure.kind)
-        self.count_miss(miss_reason(group))
+        self.count_miss(miss_reason(group), None if group.failure is None else group.failure.kind)
 
     def _return(self, samples: SampleGroup) -> None:
         self.source.give_back([samples])
         self.exhausted = False
 
-    def count_miss(self, reason: str) -> None:
-        self._misses[reason] += 1
+    def count_miss(self, reason: str, kind: FailureKind | None = None) -> None:
+        self._misses[reason, kind] += 1
         self.finished.changed()
 
     def ready(self, count: int, max_misses: int) -> Callable[[], bool]:
@@ -182,15 +178,14 @@ class RowFeed:
                 f"the source of rows {what}, fewer than consumer_batch_size={count}: give an iterable that can be "
                 "iterated again (a list), more rows, or a smaller batch"
             )
-        reasons = "; ".join(f"{n} x {reason}" for reason, n in self._misses.most_common(5))
+        reasons = "; ".join(f"{n} x {reason}" for (reason, _), n in self._misses.most_common(5))
         misses = self._misses.total()
-        may_pass = bool(self._missed_kinds) and self._missed_kinds <= PASSING
+        kinds = {kind for reason, kind in self._misses if reason != STALE}
         self._misses.clear()
-        self._missed_kinds.clear()
         raise StarvationError(
             f"no batch of {count} groups: {misses} groups ended without training data ({reasons}). "
             "Look at the dump for their errors, or loosen the filter",
-            may_pass=may_pass,
+            may_pass=bool(kinds) and kinds <= PASSING,
         )
 
     def _ended(self) -> bool:
