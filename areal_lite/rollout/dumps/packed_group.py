@@ -17,8 +17,7 @@ import numpy as np
 import orjson
 
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
-from areal_lite.api.record_codec import ENDED
-from areal_lite.api.trajectory import COLUMNS, RECORDED, EpisodeStatus, Group, TokenSequence, Trajectory, Turn
+from areal_lite.api.trajectory import COLUMNS, ENDED, RECORDED, EpisodeStatus, Group, TokenSequence, Trajectory, Turn
 from areal_lite.api.turn_tree import link_turns, turn_sources
 
 File = tuple[str, str, bytes]  # folder and name of a file, and its group; see pack_group
