@@ -56,6 +56,9 @@ class TrainingBatches:
         start_more: Callable[[], None],
     ) -> None:
         self._config = config
+        self._waits_for_oldest = config.stale_groups == "wait" and config.max_head_offpolicyness > 0
+        self._masks_older = config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest
+        """A group trains without its tokens that are too old, so it may resume from any."""
         self._gate = gate
         self._runner = runner
         self._ended = ended
@@ -120,7 +123,7 @@ class TrainingBatches:
             count,
             version=self._gate.version,
             max_staleness=self._config.max_head_offpolicyness,
-            mask_off_policy=self._config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest,
+            mask_off_policy=self._masks_older,
         )
         self._ended.statistics.discard(cut.stale, masked_tokens=cut.masked_tokens)
         for group in cut.stale:
@@ -129,10 +132,6 @@ class TrainingBatches:
             feed.owe(group)
             self._ended.close(group)
         return cut.fresh
-
-    @property
-    def _waits_for_oldest(self) -> bool:
-        return self._config.stale_groups == "wait" and self._config.max_head_offpolicyness > 0
 
     def _wait_for_oldest(self, feed: RowFeed) -> None:
         """Have the batch wait for running groups that would be too old for a later one."""
@@ -189,16 +188,11 @@ class TrainingBatches:
             samples=samples,
         )
         feed.running[submission.task_id] = submission
-        record_answers(samples, submission.episodes, oldest_version=self._oldest_useful_version())
+        oldest_useful = 0 if self._masks_older else self._gate.version - self._config.max_head_offpolicyness
+        record_answers(samples, submission.episodes, oldest_version=oldest_useful)
         if (oldest := submission.oldest_version()) is not None:
             feed.oldest_groups.add_running(submission.task_id, oldest)
         return submission
-
-    def _oldest_useful_version(self) -> int:
-        """Return the oldest version whose tokens a stopped group may resume from."""
-        if self._config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest:
-            return 0
-        return self._gate.version - self._config.max_head_offpolicyness
 
     def _deliver(self, feed: RowFeed, group: Group) -> None:
         feed.ended(group)
