@@ -20,7 +20,6 @@ from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict
 from areal_lite.api.trajectory import COLUMNS, EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
-Arrays = Mapping[str, NDArray[Any]]
 Chain = Sequence[ModelResponse]
 """The calls on the path of a sequence, in order."""
 Span = tuple[int, int, ModelResponse | None, bool]
@@ -233,7 +232,7 @@ def _longest_prefix(known: Sequence[tuple[ModelResponse, int]], call: ModelRespo
     return longest, place
 
 
-def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
+def _row_sequences(arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenSequence]:
     columns = {key: arrays[key] for key in COLUMNS if key in arrays}
     if "loss_mask" not in arrays:
         columns["loss_mask"] = np.zeros(arrays["input_ids"].shape, np.bool_)

@@ -137,9 +137,9 @@ class TrainingBatches:
         """Have the batch wait for running groups that would be too old for a later one."""
         if not self._waits_for_oldest:
             return
-        versions = {task_id: s.oldest_version() for task_id, s in feed.running.items()}
-        known = {task_id: version for task_id, version in versions.items() if version is not None}
-        feed.wait_for_oldest(known, self._gate.version - self._config.max_head_offpolicyness)
+        running = feed.running.items()
+        versions = {task_id: oldest for task_id, s in running if (oldest := s.oldest_version()) is not None}
+        feed.wait_for_oldest(versions, self._gate.version - self._config.max_head_offpolicyness)
 
     def _note_pace(self, feed: RowFeed, asked: float) -> None:
         now = time.monotonic()
