@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 class InferenceEngine(ABC):
-    """What an episode may do with its engine: generate. The calls that run episodes are those of
+    """The engine as an episode sees it: it generates. The calls that run episodes are those of
     :class:`~areal_lite.rollout.remote_inf_engine.RemoteInfEngine`; inside an episode, only their async forms work."""
 
     @abstractmethod

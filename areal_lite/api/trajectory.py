@@ -194,7 +194,7 @@ class ProcessRecord:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Recorded:
-    """What an episode's code records while it runs."""
+    """Numbers, values and programs that an episode's code records while it runs."""
 
     counts: dict[str, float] = field(default_factory=dict)
     """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""

@@ -196,8 +196,7 @@ class GroupRunner:
             await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
 
     def end_waiting(self, submission: Submission, reason: str) -> None:
-        failure = Failure.cancelled(reason)
-        self._end(submission, submission.group(EpisodeStatus.CANCELLED, failure))
+        self._end(submission, submission.group(EpisodeStatus.CANCELLED, Failure.cancelled(reason)))
 
     async def close(self, reason: str) -> None:
         """Stop all running groups; leave behind those that do not end in time."""
