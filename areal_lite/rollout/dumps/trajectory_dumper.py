@@ -98,7 +98,7 @@ class TrajectoryDumper:
             self._queue.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), packed))
             self._left_bytes += len(packed)
             self.behind = self.behind or self._left_bytes >= MAX_QUEUED
-            if len(self._queue) in (1, MANY):  # in between, the thread gathers: waking it would interrupt the loop
+            if len(self._queue) == 1:  # after it, the thread lets groups gather: waking it would interrupt the loop
                 self._changed.notify_all()
         if self.behind and not self._warned:
             self._warned = True
