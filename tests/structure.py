@@ -23,7 +23,6 @@ TEMPLATES = "tools/init/templates"
 
 ALLOWED: dict[str, str] = {
     "areal_lite/agents/areal_openai.py::ArealOpenAI.__init__": "AReaL's signature",
-    "areal_lite/api/engine_api.py::InferenceEngine.submit": "AReaL's signature",
     "areal_lite/rollout/remote_inf_engine.py::RemoteInfEngine.submit": "AReaL's signature",
     "areal_lite/data/batch/data_proto.py::DataProto": "verl's methods",
     "areal_lite/data/rows/loader.py::ResumableLoader.__init__": "the keywords of torch's DataLoader",

@@ -2,7 +2,7 @@
 
 Promises that importing it loads no torch; its names load with their first use. May import ``config``, ``processes`` and
 ``errors``; called by every room above and by users' files.
-Read workflow_api (what users write), engine_api (what they call), trajectory (what an episode leaves), turn_tree (how
+Read workflow_api (what users write), engine_api (what an episode calls), trajectory (what it leaves), turn_tree (how
 that comes about) and tensor_dict (AReaL's view of it).
 """
 

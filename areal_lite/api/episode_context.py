@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.shared_resources import SharedResources
-from areal_lite.api.trajectory import EpisodeStatus, ProcessRecord, TaskId, Trajectory
+from areal_lite.api.trajectory import RECORDED, EpisodeStatus, Recorded, TaskId, Trajectory
 from areal_lite.api.turn_tree import unfinished_trajectory
 
 
 @dataclass(slots=True, eq=False)
-class Episode:
-    """A running episode: its model calls, and what the engine needs to make them.
+class Episode(Recorded):
+    """A running episode: its records, its model calls, and what the engine needs to make them.
 
     It becomes a :class:`Trajectory` when it ends.
     """
@@ -23,14 +23,6 @@ class Episode:
     member_idx: int = 0
     calls: list[ModelResponse] = field(default_factory=list)
     """Answers in the order they came."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """Numbers that its agent counted, and the parts of its reward; goes to ``Trajectory.counts``."""
-    reward_extra: dict[str, float | str | None] = field(default_factory=dict)
-    """Values that its reward function returned beside the last reward; goes to ``Trajectory.reward_extra``."""
-    scalars: list[tuple[str, float]] = field(default_factory=list)
-    """Numbers that its code recorded, by metric name; goes to ``Trajectory.scalars``."""
-    processes: list[ProcessRecord] = field(default_factory=list)
-    """Programs that its agent ran, in the order they ended."""
     trajectory: Trajectory | None = None
     """Set when it has ended."""
     seed_name: str | None = None
@@ -54,10 +46,8 @@ class Episode:
             calls = [*self.calls, *(answer for answers in self.recorded.values() for answer in answers)]
             self.trajectory = unfinished_trajectory(calls, member_idx=self.member_idx, status=status)
             self.trajectory.failure = failure
-        self.trajectory.counts = self.counts
-        self.trajectory.reward_extra = self.reward_extra
-        self.trajectory.scalars = self.scalars
-        self.trajectory.processes = self.processes
+        for name in RECORDED:
+            setattr(self.trajectory, name, getattr(self, name))
         return self.trajectory
 
 

@@ -49,7 +49,7 @@ class Failure:
     traceback: str = ""
     """The last frames and the hint, at most ``MAX_TRACEBACK`` characters; empty if nothing was raised."""
     hint: str = ""
-    """Cause and fix that the message does not give; see :func:`add_hint`."""
+    """Cause and fix that the message does not give: ``failure_hint`` of the exception."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -103,12 +103,6 @@ class attributed_to:
         if isinstance(error, Exception) and not hasattr(error, "failure_kind"):
             with contextlib.suppress(AttributeError):  # a class with slots keeps the default
                 error.failure_kind = self._kind  # type: ignore[attr-defined]
-
-
-def add_hint(error: BaseException, hint: str) -> None:
-    """Add cause and fix to the failure of ``error``; its message stays as it is."""
-    with contextlib.suppress(AttributeError):  # a class with slots
-        error.failure_hint = hint  # type: ignore[attr-defined]
 
 
 def _kind_of(error: BaseException) -> FailureKind | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-LARGEST_REWARD = 3.4028234e38
+LARGEST_REWARD = 3.4028234663852886e38  # numpy.finfo(numpy.float32).max, as in the tensor dict
 
 
 def as_reward(value: Any) -> float:

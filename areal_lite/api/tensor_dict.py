@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
-from areal_lite.api.reward_value import LARGEST_REWARD
 
 TOKEN_KEYS = {
     "input_ids": ("iu", np.int32),
@@ -37,6 +36,7 @@ TOKEN_KEYS = {
 """Per-token keys, the numpy kinds they may have, and their dtypes in the view, which are AReaL's."""
 SEQUENCE_KEYS = {*TOKEN_KEYS, "rewards"}
 """All keys of the table; others pass through."""
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 PADDING = {"versions": -1}
 """Right-padding value per key; 0 where not named."""
 

@@ -82,6 +82,10 @@ class Turn:
         return self.start + len(self.ids)
 
 
+COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
+"""Fields of a sequence that are arrays, with an entry per token."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class TokenSequence:
     """One path of tokens that trains, unpadded; every column is aligned to the token itself.
@@ -115,7 +119,7 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         length = len(self.input_ids)
-        for name in ("loss_mask", "logprobs", "versions", "token_rewards"):
+        for name in COLUMNS:
             column = getattr(self, name)
             if column is not None and len(column) != length:
                 raise ValueError(
@@ -188,18 +192,29 @@ class ProcessRecord:
     """The last 64 KiB."""
 
 
-_LATER: Any = object()
-"""Stands for turns that are made when they are first asked for."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Recorded:
+    """Numbers, values and programs that an episode's code records while it runs."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
+    reward_extra: dict[str, float | str | None] = field(default_factory=dict)
+    """Values that the reward function returned beside the last reward, by name."""
+    scalars: list[tuple[str, float]] = field(default_factory=list)
+    """Numbers that the episode's code recorded, by metric name."""
+    processes: list[ProcessRecord] = field(default_factory=list)
+    """Programs that the agent ran, in the order they ended."""
+
+
+RECORDED = tuple(Recorded.__dataclass_fields__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Trajectory:
+class Trajectory(Recorded):
     """The record of one episode."""
 
     member_idx: int = 0
     """Its index in the group."""
-    task_id: TaskId = ""
-    group_id: str = ""
     status: EpisodeStatus
     failure: Failure | None = None
     """Why it failed or was cancelled; None otherwise."""
@@ -211,30 +226,16 @@ class Trajectory:
     """False if the workflow's tensor dict has no loss mask; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Other keys of a workflow's tensor dict, beside tokens and rewards, per sequence."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
-    reward_extra: dict[str, float | str | None] = field(default_factory=dict)
-    """Values that the reward function returned beside the reward, by name."""
-    scalars: list[tuple[str, float]] = field(default_factory=list)
-    """Numbers that the episode's code recorded, by metric name."""
-    processes: list[ProcessRecord] = field(default_factory=list)
-    """Programs that the agent ran, in the order they ended."""
-    turns: list[Turn] = _LATER
-    """All model calls and the environment's turns, parents before children; made when first asked for."""
     make_turns: Callable[[], list[Turn]] = list
+    made_turns: list[Turn] | None = None
 
-    def __post_init__(self) -> None:
-        if self.turns is _LATER:
-            del self.turns
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name != "turns":
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            made = self.turns = self.make_turns()
+    @property
+    def turns(self) -> list[Turn]:
+        """All model calls and the environment's turns, parents before children; made when first asked for."""
+        if self.made_turns is None:
+            made = self.made_turns = self.make_turns()
             self.make_turns = lambda: made  # the calls go; another thread that asks meanwhile gets the same
-            return made
+        return self.made_turns
 
     def find_paths(self) -> None:
         """Make the turns, so that every sequence knows its path even without this trajectory."""
@@ -266,6 +267,10 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Tokens the model wrote in this episode, trained or not."""
         return sum(len(turn.ids) for turn in self.turns if turn.role is TurnRole.ASSISTANT)
+
+
+ENDED = ("member_idx", "reward", "has_loss_mask", "failure", "sequences")
+"""Fields of a trajectory, beside its status, that say how its episode ended."""
 
 
 def _range_of(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
@@ -323,12 +328,11 @@ class Group:
         self.head_version, self.tail_version = versions or (None, None)
 
     def _name_parts(self) -> None:
-        """Copy the group's ids and status to its trajectories and sequences; an episode's own end stays."""
+        """Copy the group's status to its trajectories and its ids to their sequences; an episode's own end stays."""
         task_id = str(self.task_id)
         for trajectory in self.trajectories:
             if trajectory.reward is None:
                 trajectory.average_rewards()
-            trajectory.task_id, trajectory.group_id = self.task_id, self.group_id
             if trajectory.status is EpisodeStatus.ACCEPTED:
                 trajectory.status, trajectory.failure = self.status, self.failure
             for sequence in trajectory.sequences:

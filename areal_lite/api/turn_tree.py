@@ -18,12 +18,10 @@ from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict
-from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
+from areal_lite.api.trajectory import COLUMNS, EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
-Arrays = Mapping[str, NDArray[Any]]
 Chain = Sequence[ModelResponse]
 """The calls on the path of a sequence, in order."""
-_COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
 
@@ -234,8 +232,8 @@ def _longest_prefix(known: Sequence[tuple[ModelResponse, int]], call: ModelRespo
     return longest, place
 
 
-def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
-    columns = {key: arrays[key] for key in _COLUMNS if key in arrays}
+def _row_sequences(arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenSequence]:
+    columns = {key: arrays[key] for key in COLUMNS if key in arrays}
     if "loss_mask" not in arrays:
         columns["loss_mask"] = np.zeros(arrays["input_ids"].shape, np.bool_)
     rewards = arrays["rewards"].tolist() if "rewards" in arrays else [None] * len(arrays["input_ids"])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from areal_lite.api.engine_api import Agent as Agent
 from areal_lite.api.engine_api import InferenceEngine
-from areal_lite.api.engine_api import WorkflowLike as WorkflowLike
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 
 if TYPE_CHECKING:
@@ -33,3 +31,20 @@ class RolloutWorkflow(ABC):
 
         An exception is a failure, recorded with its cause; it never becomes a reward of 0.
         """
+
+
+class Agent(Protocol):
+    """Any object with this method; no base class is needed."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float] | None:
+        """Run one episode and return its reward.
+
+        ``extra_kwargs`` holds ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client.
+
+        Returns:
+            A finite number for the whole episode, rewards by completion id, or None to reject.
+        """
+
+
+WorkflowLike = RolloutWorkflow | type[Any] | Agent | str
+"""An instance, a class (with kwargs), an agent object or class, or a dotted path to any of them."""

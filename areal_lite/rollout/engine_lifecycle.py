@@ -64,7 +64,7 @@ class EngineLifecycle(InferenceEngine):
         if self._loop is not None:
             raise ConfigError("the engine is initialized already: call destroy() before a second initialize()")
         if self.config.dump_to_file:
-            self._dumper = TrajectoryDumper(self.config, self._on_dumper_change)
+            self._dumper = TrajectoryDumper(self.config, self._follow_dumper)
             self._executor.runner.number_from(next_task_id(self.config.run_dir))
         self._loop = LoopThread("areal-lite-rollout")
         self._watchdog = LoopWatchdog(self._loop, self._executor.runner.shared, self._executor.runner.deadline_of)
@@ -141,19 +141,15 @@ class EngineLifecycle(InferenceEngine):
         if self._dumper is not None:
             self._dumper.flush()
 
-    def _on_dumper_change(self) -> None:
-        """Have the loop act on the dumper's state; called by its thread."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                self._loop.call_soon(self._follow_dumper)
-
     def _follow_dumper(self) -> None:
-        if self._dumper is None:
+        """Have the loop act on the dumper's state; called by its thread."""
+        if (dumper := self._dumper) is None:
             return
-        if self._dumper.error is not None:
-            self.fail(self._dumper.error)
-        else:
-            self._executor.hold(self._dumper.behind)
+        if dumper.error is not None:
+            self.fail(dumper.error)
+            return
+        with contextlib.suppress(RuntimeError, ConfigError):  # the engine was destroyed meanwhile
+            self.running_loop.call_soon(lambda: self._executor.hold(dumper.behind))  # as it is then
 
     def fail(self, error: Exception) -> None:
         """End all calls that wait, and every later one, with ``error``; returns at once, from any thread."""

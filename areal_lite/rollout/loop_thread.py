@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -65,14 +65,29 @@ class LoopThread:
     def _calling(
         self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None
     ) -> Iterator[Future[T]]:
-        pending = _PendingCall(self._failing(coroutine), unclaimed)
-        future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
+        arrived: list[T] = []
+        has_left = False
+
+        async def run() -> T:
+            result = await self._failing(coroutine)
+            arrived.append(result)
+            if has_left:
+                leave()
+            return result
+
+        def leave() -> None:  # on the loop, like ``run``: the result cannot arrive meanwhile
+            nonlocal has_left
+            has_left = True
+            if unclaimed is not None and arrived:
+                unclaimed(arrived.pop())
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             yield future
         except BaseException:
             future.cancel()
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                self._loop.call_soon_threadsafe(pending.leave)
+                self._loop.call_soon_threadsafe(leave)
             raise
 
     def fail(self, error: Exception) -> None:
@@ -133,25 +148,3 @@ class LoopThread:
         self.thread.join(timeout=5)
         if not self.thread.is_alive():
             self._loop.close()
-
-
-class _PendingCall(Generic[T]):
-    """A coroutine whose caller may leave before the result arrives; both methods run on the loop."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None) -> None:
-        self._coroutine = coroutine
-        self._unclaimed = unclaimed
-        self._left = False
-        self._results: list[T] = []
-
-    async def run(self) -> T:
-        result = await self._coroutine
-        self._results.append(result)
-        if self._left:
-            self.leave()
-        return result
-
-    def leave(self) -> None:
-        self._left = True
-        if self._unclaimed is not None and self._results:
-            self._unclaimed(self._results.pop())

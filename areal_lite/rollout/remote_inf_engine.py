@@ -55,7 +55,7 @@ class RemoteInfEngine(EngineLifecycle):
         return self.config.group_size if given is None else given
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Return one complete answer to ``req``; aborts and weight updates do not cut it."""
+        """Return one complete answer to ``req``; see ``InferenceEngine.agenerate``."""
         return await self.running_loop.acall(self._client.generate(req))
 
     def submit(
@@ -76,7 +76,12 @@ class RemoteInfEngine(EngineLifecycle):
         return submission.task_id
 
     async def _wait(self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True) -> list[Group]:
-        """Return ``count`` groups of :meth:`submit`; see ``InferenceEngine.wait``."""
+        """Return ``count`` groups of :meth:`submit`, whatever their status.
+
+        Raises:
+            ConfigError: Without ``timeout``, if none of them runs and the staleness bound lets none start.
+            TimeoutError: After ``timeout`` seconds; nothing that had finished is lost.
+        """
         try:
             return await self._executor.wait(count, timeout)
         except TimeoutError:
@@ -105,7 +110,14 @@ class RemoteInfEngine(EngineLifecycle):
         should_accept_fn: ShouldAcceptFn | str | None = None,
         group_size: int | None = None,
     ) -> Coroutine[Any, Any, list[Group]]:
-        """Return ``consumer_batch_size`` accepted groups; see ``InferenceEngine.prepare_batch``."""
+        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
+
+        Groups are drawn from ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so
+        generation continues while the caller trains. A ``RolloutDataSource`` decides how many episodes a group has.
+
+        Raises:
+            ConfigError: If ``group_size`` differs from the size of the source's groups.
+        """
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn)
         return self._executor.batches.prepare(source, recipe, group_size)
 
@@ -114,7 +126,7 @@ class RemoteInfEngine(EngineLifecycle):
         await self._executor.batches.close_source(source)
 
     async def _pause(self) -> None:
-        """Start no episode and send no request until :meth:`resume`."""
+        """Start no episode and send no request until :meth:`resume`; finished work is delivered."""
         if not self._executor.gate.paused:
             self._executor.pause()
             self._client.gate.hold()
@@ -130,7 +142,7 @@ class RemoteInfEngine(EngineLifecycle):
         return self._client.version
 
     async def _set_version(self, version: int) -> None:
-        """Set the policy version and start the episodes it lets start."""
+        """Set the policy version and start the episodes it lets start; the trainer is its only writer."""
         if self._workers is not None:  # before the episodes that start now
             self._workers.set_version(version)
         self._executor.set_version(version)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from areal_lite.api.engine_api import Row, WorkflowLike
-from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.api.engine_api import Row
+from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.run_config import RunConfig

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from areal_lite.api.engine_api import WorkflowLike
+from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError

@@ -9,8 +9,6 @@ import contextlib
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_lite.api.failure import add_hint
-
 _URLS = (("request", "url"), ("request_info", "real_url"), ("url",))
 """Attributes of an exception that lead to the URL of its request."""
 _MAX_CHARACTERS = 200
@@ -20,12 +18,13 @@ def explain_misrouted_call(error: BaseException, base_url: str) -> None:
     """Add a hint to ``error`` if it comes from a call to another address than ``base_url``."""
     url, reason = _find_call(error)
     if url and _host(url) != _host(base_url):
-        add_hint(
-            error,
+        hint = (
             f"It called {url}{reason and f' ({reason})'}, but this run's model is at {base_url}: make the model's "
             "client in run(), with the base_url, api_key and http_client given there, or without arguments so that it "
-            "reads OPENAI_BASE_URL or ANTHROPIC_BASE_URL",
+            "reads OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
         )
+        with contextlib.suppress(AttributeError):  # a class with slots
+            error.failure_hint = hint  # type: ignore[attr-defined]
 
 
 def _find_call(error: BaseException | None) -> tuple[str, str]:

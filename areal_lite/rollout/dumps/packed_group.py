@@ -17,8 +17,7 @@ import numpy as np
 import orjson
 
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
-from areal_lite.api.record_codec import COLUMNS, ENDED, RECORDED
-from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn
+from areal_lite.api.trajectory import COLUMNS, ENDED, RECORDED, EpisodeStatus, Group, TokenSequence, Trajectory, Turn
 from areal_lite.api.turn_tree import link_turns, turn_sources
 
 File = tuple[str, str, bytes]  # folder and name of a file, and its group; see pack_group
@@ -93,11 +92,10 @@ def _reduce_trajectory(trajectory: Trajectory) -> Any:
 
 
 def _made_trajectory(status: str, own: tuple[Any, ...], turns: list[Turn] | None, sources: Any) -> Trajectory:
-    trajectory = Trajectory(status=EpisodeStatus(status), **dict(zip(_TRAJECTORY, own, strict=True)))
+    fields = dict(zip(_TRAJECTORY, own, strict=True))
+    trajectory = Trajectory(status=EpisodeStatus(status), made_turns=turns, **fields)
     if turns is None:
         link_turns(trajectory, *sources)
-    else:
-        trajectory.turns = turns
     return trajectory
 
 

@@ -60,15 +60,15 @@ class TrajectoryDumper:
         """Whether no group may start: the queue was full and more than half is left, or the disk failed."""
         self.error: StorageError | None = None  # why nothing is written any more
         self.failures = 0  # groups that have no JSON form; they change no outcome
-        self._ended = self._written = 0
-        self._packed_bytes = self._done_bytes = 0
-        self._warned = False
+        self._ended = self._written = self._wanted = 0
+        """Groups that have ended, that are files, and that a flush waits for: the first so many of those that ended."""
+        self._left_bytes = 0
+        self._warned = self._closing = False
         self._on_change = on_change
         if config.tokenizer_path is not None:
             load_tokenizer(config.tokenizer_path)  # the process does too, and has nobody to tell
         self._queue: deque[File] = deque()
-        self._wake, self._hurry, self._closing = threading.Event(), threading.Event(), threading.Event()
-        self._advanced = threading.Condition()  # also locks ``behind``
+        self._changed = threading.Condition()  # guards all of the above; held for microseconds
         reads, writes = os.pipe()
         reports, answers = os.pipe()
         self._pipe, self._reports = os.fdopen(writes, "wb"), os.fdopen(reports, "rb")
@@ -93,15 +93,13 @@ class TrajectoryDumper:
         except Exception as error:
             self._leave_out(str(group.task_id), error)
             return
-        self._packed_bytes += len(packed)
         version = group.start_version if group.tail_version is None else group.tail_version
-        self._queue.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), packed))
-        if not self._wake.is_set():
-            self._wake.set()
-        if self._left_bytes < MAX_QUEUED:
-            return
-        with self._advanced:
+        with self._changed:
+            self._queue.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), packed))
+            self._left_bytes += len(packed)
             self.behind = self.behind or self._left_bytes >= MAX_QUEUED
+            if len(self._queue) == 1:  # after it, the thread lets groups gather: waking it would interrupt the loop
+                self._changed.notify_all()
         if self.behind and not self._warned:
             self._warned = True
             logger.warning(
@@ -110,16 +108,16 @@ class TrajectoryDumper:
 
     def flush(self) -> None:
         """Return once the groups that have ended are written, or nothing more can be, or after ``FLUSH_S``."""
-        ended = self._ended
-        self._hurry.set()
-        with self._advanced:
-            self._advanced.wait_for(lambda: self._left <= self._ended - ended or self.error is not None, FLUSH_S)
+        with self._changed:
+            wanted = self._wanted = self._ended
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._done >= wanted or self.error is not None, FLUSH_S)
 
     def close(self) -> None:
         """Write what is queued; end thread and process. A StorageError if the disk failed or stalled."""
-        self._closing.set()
-        self._hurry.set()
-        self._wake.set()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         try:
             self._join()
         except KeyboardInterrupt:
@@ -148,48 +146,52 @@ class TrajectoryDumper:
                 left, since = self._left, time.monotonic()
 
     @property
-    def _left(self) -> int:
-        return self._ended - self._written - self.failures
+    def _done(self) -> int:
+        return self._written + self.failures
 
     @property
-    def _left_bytes(self) -> int:
-        return self._packed_bytes - self._done_bytes
+    def _left(self) -> int:
+        return self._ended - self._done
 
     def _main(self) -> None:
-        while not self._closing.is_set() or self._queue:
-            self._wake.wait()
-            self._wake.clear()
-            if len(self._queue) < MANY:
-                self._hurry.wait(GATHER_S)
-            if not self._closing.is_set():
-                self._hurry.clear()
+        while self._wait_for_groups():
             files = self._next_batch()
-            if files and self.error is None:
+            if self.error is None:
                 self._write(files)
-            self._done_bytes += sum(len(packed) for _, _, packed in files)
-            if self._queue:
-                self._wake.set()
-            with self._advanced:
-                self._advanced.notify_all()
+            with self._changed:
+                self._left_bytes -= sum(len(packed) for _, _, packed in files)
                 caught_up = self.behind and self._left_bytes <= MAX_QUEUED // 2
                 self.behind = self.error is not None or (self.behind and not caught_up)
+                self._changed.notify_all()
             if caught_up or self.error is not None:
                 self._on_change()
         with contextlib.suppress(BrokenPipeError), self._reports, self._pipe:
             self._pipe.write(framed(b""))
         self._process.wait()
 
+    def _wait_for_groups(self) -> bool:
+        """Let groups gather; return False at the end."""
+
+        def hurries() -> bool:
+            return self._closing or self._done < self._wanted or len(self._queue) >= MANY
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            self._changed.wait_for(hurries, GATHER_S)
+            return bool(self._queue)
+
     def _next_batch(self) -> list[File]:
         files: list[File] = []
         size = 0
-        while self._queue and size < BATCH_BYTES:
-            files.append(self._queue.popleft())
-            size += len(files[-1][2])
+        with self._changed:
+            while self._queue and size < BATCH_BYTES:
+                files.append(self._queue.popleft())
+                size += len(files[-1][2])
         return files
 
     def _leave_out(self, name: str, why: Exception | str) -> None:
         """Count a group without a JSON form, which must not end the run."""
-        with self._advanced:
+        with self._changed:
             self.failures += 1
         if self.failures == 1:
             logger.error("group %s could not be dumped; further failures are only counted: %s", name, why)

@@ -40,7 +40,6 @@ from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.processes.deadlines import Deadlines
 from areal_lite.rollout.episodes.grouped_rollout import run_group
-from areal_lite.rollout.episodes.row_feed import RowFeed
 from areal_lite.rollout.workers.worker_pool import Workers
 
 logger = logging.getLogger(__name__)
@@ -70,8 +69,8 @@ class Submission:
     recipe: EpisodeRecipe
     deliver: Callable[[Group], None]
     training: bool  # True if its group waits for a training step, so that the staleness bound applies
-    feed: RowFeed | None = None  # the feed it was drawn from, which decides when an accepted group trains
-    samples: SampleGroup = field(default_factory=list)  # the group as it was drawn
+    samples: SampleGroup = field(default_factory=list)
+    """The group as its data source handed it out; empty for a row that was submitted by hand."""
     episodes: list[Episode]  # as many as its group has; see ``grouped_rollout.run_group``
     submitted: float
     data: Row | None = None  # the workflow's input, made of ``row`` when the group starts
@@ -197,8 +196,7 @@ class GroupRunner:
             await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
 
     def end_waiting(self, submission: Submission, reason: str) -> None:
-        failure = Failure.cancelled(reason)
-        self._end(submission, submission.group(EpisodeStatus.CANCELLED, failure))
+        self._end(submission, submission.group(EpisodeStatus.CANCELLED, Failure.cancelled(reason)))
 
     async def close(self, reason: str) -> None:
         """Stop all running groups; leave behind those that do not end in time."""

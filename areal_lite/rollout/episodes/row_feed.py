@@ -27,6 +27,7 @@ from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.rollout.episodes.batch_cut import STALE, OldestGroups
 from areal_lite.rollout.episodes.ended_groups import PASSING
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
+from areal_lite.rollout.episodes.group_runner import Submission
 from areal_lite.rollout.episodes.partial_rollout import sampled_group
 
 
@@ -36,7 +37,7 @@ class RowFeed:
     def __init__(self, source: RolloutDataSource, *, retries: int) -> None:
         self.source = source
         self.finished = FinishedGroups()
-        self.running = 0
+        self.running: dict[TaskId, Submission] = {}
         self.exhausted = False
         self.error: Exception | None = None
         """Ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
@@ -45,9 +46,8 @@ class RowFeed:
         self._full_since: float | None = None
         self._retries = retries
         self._handed_over: list[SampleGroup] = []
-        self._misses: Counter[str] = Counter()
-        self._missed_kinds: set[FailureKind | None] = set()
-        """Kinds of failure among the misses; None for a group that did not fail."""
+        self._misses: Counter[tuple[str, FailureKind | None]] = Counter()
+        """Groups without training data, by reason and by the kind of their failure; None for one that did not fail."""
 
     def next_group(self) -> SampleGroup | None:
         """Return the next group; None once the source has ended."""
@@ -75,7 +75,7 @@ class RowFeed:
 
     @property
     def ahead(self) -> int:
-        return self.running + len(self.finished.groups)
+        return len(self.running) + len(self.finished.groups)
 
     def wait_for_oldest(self, running: Mapping[TaskId, int], oldest_allowed: int | None) -> None:
         """Make the next batch wait for running groups that would otherwise grow too old. ``running`` has the version of
@@ -89,8 +89,7 @@ class RowFeed:
 
     def accept(self, group: Group) -> None:
         """Keep an accepted group for a batch, and reset the counts of missed groups except stale ones."""
-        self._misses = Counter({STALE: self._misses[STALE]})
-        self._missed_kinds.clear()
+        self._misses = Counter({miss: n for miss, n in self._misses.items() if miss[0] == STALE})
         self.oldest_groups.add_finished(group)
         self.finished.put(group)
 
@@ -98,7 +97,6 @@ class RowFeed:
         """Record the batch just cut, mark the one before as trained, and reset the counts of missed groups."""
         self.mark_trained()
         self._misses.clear()
-        self._missed_kinds.clear()
         self._handed_over = [group.samples for group in groups]
 
     def take_back(self, batch: list[Group]) -> bool:
@@ -134,15 +132,14 @@ class RowFeed:
                 self._return(restarted(group.samples))
             else:
                 self.source.drop(group.samples, drop_reason(group))
-        self._missed_kinds.add(None if group.failure is None else group.failure.kind)
-        self.count_miss(miss_reason(group))
+        self.count_miss(miss_reason(group), None if group.failure is None else group.failure.kind)
 
     def _return(self, samples: SampleGroup) -> None:
         self.source.give_back([samples])
         self.exhausted = False
 
-    def count_miss(self, reason: str) -> None:
-        self._misses[reason] += 1
+    def count_miss(self, reason: str, kind: FailureKind | None = None) -> None:
+        self._misses[reason, kind] += 1
         self.finished.changed()
 
     def ready(self, count: int, max_misses: int) -> Callable[[], bool]:
@@ -164,7 +161,7 @@ class RowFeed:
         return True
 
     def ended(self, group: Group) -> None:
-        self.running -= 1
+        del self.running[group.task_id]
         self.oldest_groups.remove_running(group.task_id)
 
     def check(self, count: int) -> None:
@@ -181,19 +178,18 @@ class RowFeed:
                 f"the source of rows {what}, fewer than consumer_batch_size={count}: give an iterable that can be "
                 "iterated again (a list), more rows, or a smaller batch"
             )
-        reasons = "; ".join(f"{n} x {reason}" for reason, n in self._misses.most_common(5))
+        reasons = "; ".join(f"{n} x {reason}" for (reason, _), n in self._misses.most_common(5))
         misses = self._misses.total()
-        may_pass = bool(self._missed_kinds) and self._missed_kinds <= PASSING
+        kinds = {kind for reason, kind in self._misses if reason != STALE}
         self._misses.clear()
-        self._missed_kinds.clear()
         raise StarvationError(
             f"no batch of {count} groups: {misses} groups ended without training data ({reasons}). "
             "Look at the dump for their errors, or loosen the filter",
-            may_pass=may_pass,
+            may_pass=bool(kinds) and kinds <= PASSING,
         )
 
     def _ended(self) -> bool:
-        return self.exhausted and self.running == 0
+        return self.exhausted and not self.running
 
 
 def drop_reason(group: Group) -> str:

@@ -56,6 +56,9 @@ class TrainingBatches:
         start_more: Callable[[], None],
     ) -> None:
         self._config = config
+        self._waits_for_oldest = config.stale_groups == "wait" and config.max_head_offpolicyness > 0
+        self._masks_older = config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest
+        """A group trains without its tokens that are too old, so it may resume from any."""
         self._gate = gate
         self._runner = runner
         self._ended = ended
@@ -120,7 +123,7 @@ class TrainingBatches:
             count,
             version=self._gate.version,
             max_staleness=self._config.max_head_offpolicyness,
-            mask_off_policy=self._config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest,
+            mask_off_policy=self._masks_older,
         )
         self._ended.statistics.discard(cut.stale, masked_tokens=cut.masked_tokens)
         for group in cut.stale:
@@ -130,17 +133,13 @@ class TrainingBatches:
             self._ended.close(group)
         return cut.fresh
 
-    @property
-    def _waits_for_oldest(self) -> bool:
-        return self._config.stale_groups == "wait" and self._config.max_head_offpolicyness > 0
-
     def _wait_for_oldest(self, feed: RowFeed) -> None:
         """Have the batch wait for running groups that would be too old for a later one."""
         if not self._waits_for_oldest:
             return
-        versions = {s.task_id: s.oldest_version() for s in self._running(feed)}
-        known = {task_id: version for task_id, version in versions.items() if version is not None}
-        feed.wait_for_oldest(known, self._gate.version - self._config.max_head_offpolicyness)
+        running = feed.running.items()
+        versions = {task_id: oldest for task_id, s in running if (oldest := s.oldest_version()) is not None}
+        feed.wait_for_oldest(versions, self._gate.version - self._config.max_head_offpolicyness)
 
     def _note_pace(self, feed: RowFeed, asked: float) -> None:
         now = time.monotonic()
@@ -154,9 +153,6 @@ class TrainingBatches:
             )
         self._last_cut = now
         feed.waited_for_oldest_s = 0.0
-
-    def _running(self, feed: RowFeed) -> list[Submission]:
-        return [s for s in self._runner.live.values() if s.task is not None and s.feed is feed]
 
     def _feed_of(self, source: Iterable[Any], recipe: EpisodeRecipe, group_size: int | None) -> RowFeed:
         if id(source) in self._feeds:
@@ -182,7 +178,6 @@ class TrainingBatches:
         feed, recipe = next(reversed(self._feeds.values()))
         if not self._gate.may_start_ahead(feed.ahead) or (samples := feed.next_group()) is None:
             return None
-        feed.running += 1
         submission = self._runner.make(
             feed.source.unprepared_input(samples),
             recipe,
@@ -190,19 +185,14 @@ class TrainingBatches:
             deliver=partial(self._deliver, feed),
             training=True,
             seed_name=f"group {samples[0].group_index}, attempt {samples[0].attempts}",
-            feed=feed,
             samples=samples,
         )
-        record_answers(samples, submission.episodes, oldest_version=self._oldest_useful_version())
+        feed.running[submission.task_id] = submission
+        oldest_useful = 0 if self._masks_older else self._gate.version - self._config.max_head_offpolicyness
+        record_answers(samples, submission.episodes, oldest_version=oldest_useful)
         if (oldest := submission.oldest_version()) is not None:
             feed.oldest_groups.add_running(submission.task_id, oldest)
         return submission
-
-    def _oldest_useful_version(self) -> int:
-        """Return the oldest version whose tokens a stopped group may resume from."""
-        if self._config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest:
-            return 0
-        return self._gate.version - self._config.max_head_offpolicyness
 
     def _deliver(self, feed: RowFeed, group: Group) -> None:
         feed.ended(group)
@@ -239,7 +229,7 @@ class TrainingBatches:
 
     async def _set_aside(self, feed: RowFeed, reason: str) -> None:
         """Stop the feed's running groups and give them and its finished ones back to the source, with their tokens."""
-        if running := self._running(feed):
+        if running := [*feed.running.values()]:
             try:
                 await self._interrupt([episode for s in running for episode in s.episodes])
             finally:  # what was interrupted has to be stopped

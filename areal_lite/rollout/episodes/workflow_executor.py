@@ -82,7 +82,11 @@ class WorkflowExecutor:
             return len(self.finished.groups) >= count
 
         def settled() -> bool:
-            return enough() or (timeout_s is None and self._starts_nothing)
+            if enough() or timeout_s is not None:
+                return enough()
+            gate = self.gate  # nothing will end if nothing runs and the staleness bound admits none of those that wait
+            may_start = gate.running or gate.paused or gate.held or gate.may_start_training()
+            return bool(self._waiting) and not may_start
 
         submitted = len(self.finished.groups) + self._outstanding
         if count > submitted and timeout_s is None:
@@ -105,13 +109,6 @@ class WorkflowExecutor:
                 f"running, because {self.gate.describe()}. If another thread does, give wait() a timeout"
             )
         return self.finished.take(count)
-
-    @property
-    def _starts_nothing(self) -> bool:
-        """True if submissions wait, nothing runs, and the staleness bound admits none of them."""
-        gate = self.gate
-        may_start = gate.running or gate.paused or gate.held or gate.may_start_training()
-        return bool(self._waiting) and not may_start
 
     async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe, group_size: int) -> list[Group]:
         """Run all rows at the current version and return their groups in order."""
@@ -179,7 +176,7 @@ class WorkflowExecutor:
         accepted = group.status is EpisodeStatus.ACCEPTED
         if submission.task is not None:
             self.gate.end(training=submission.training, accepted=accepted)
-        if submission.feed is None or not accepted:
+        if not (submission.samples and accepted):  # that is closed when its batch is cut
             self.ended.close(group)
         submission.deliver(group)
         self._pump()

@@ -1,8 +1,9 @@
 """Messages between the run and a rollout worker (:mod:`areal_lite.processes.channel` has the framing).
 
-Towards the worker, a message is a pickled tuple. From the worker, it is plain data: its kind and arguments, and arrays
-as bytes. :func:`read_report` makes our types of it and nothing else, so the run never loads an object that an episode
-made. An episode's model calls are not sent back: the run made them.
+Towards the worker, a message is a pickled tuple. From the worker, which runs users' code, it is JSON: its kind and
+arguments, and arrays as bytes beside it, which it names by number. :func:`read_report` and :func:`from_plain` make
+our types of it and nothing else, so the run never loads an object that an episode made. Turns and the model calls that
+they come from are not sent back: the run made the calls.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import sys
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 from pydantic import TypeAdapter
 
-from areal_lite.api import record_codec as codec
 from areal_lite.api.episode_context import Episode
-from areal_lite.api.failure import Failure
+from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.api.trajectory import Trajectory
+from areal_lite.api.trajectory import COLUMNS, ENDED, RECORDED, EpisodeStatus, ProcessRecord, TokenSequence, Trajectory
 from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
@@ -34,6 +36,10 @@ RESPONSE_FIELDS = (
 )
 """Fields of the answer to a call beside those of its request."""
 _GCONFIG = TypeAdapter(GenerationHyperparameters)
+
+Columns = list[bytes]
+"""Arrays as bytes, in the order in which they were packed."""
+ReadColumns = Sequence[bytes | bytearray]
 
 
 def request(*message: Any) -> bytes:
@@ -66,7 +72,7 @@ Place = tuple[int, int, int]
 """A prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``."""
 
 
-def pack_call(request: ModelRequest, ids: list[int], place: Place | None) -> tuple[Any, codec.Columns]:
+def pack_call(request: ModelRequest, ids: list[int], place: Place | None) -> tuple[Any, Columns]:
     """Return a model call. ``ids`` are those of its prompt that its group has not sent before; the prompt if ``place``
     is None, as outside a group. ``metadata["agent"]`` must have a JSON form."""
     gconfig = _GCONFIG.dump_json(request.gconfig).decode()
@@ -89,33 +95,24 @@ class EpisodeReply(NamedTuple):
         link_turns(trajectory, chains, calls)
 
 
-def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Any, codec.Columns]:
+def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Any, Columns]:
     """Return the end of a group as plain data and bytes; a TypeError for what no process can send."""
-    columns: codec.Columns = []
-    replies = [_pack_episode(episode, columns) for episode in episodes]
-    return (was_stopped, codec.to_plain(failure, columns), replies), columns
+    columns: Columns = []
+    return to_plain((was_stopped, failure, [_reply(episode) for episode in episodes]), columns), columns
 
 
-def read_end(plain: Any, columns: codec.ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
+def read_end(plain: Any, columns: ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
     """Return whether a cancellation ended the group, why it failed, and a reply per episode, if it could send them."""
-    was_stopped, failure, replies = plain
-    return was_stopped, codec.from_plain(failure, columns), [_read_episode(reply, columns) for reply in replies]
+    was_stopped, failure, replies = from_plain(plain, columns)
+    return was_stopped, failure, [EpisodeReply(*reply) for reply in replies]
 
 
-def _pack_episode(episode: Episode, columns: codec.Columns) -> Any:
-    sources = None if episode.trajectory is None else turn_sources(episode.trajectory)
-    chains = [[call_key(call) for call in chain] for chain in (() if sources is None else sources[0])]
-    records = episode.counts, episode.reward_extra, episode.scalars, codec.to_plain(episode.processes, columns)
-    return records, codec.to_plain(episode.trajectory, columns), chains
-
-
-def _read_episode(plain: Any, columns: codec.ReadColumns) -> EpisodeReply:
-    (counts, reward_extra, scalars, processes), trajectory, chains = plain
-    records = counts, reward_extra, [(name, value) for name, value in scalars], codec.from_plain(processes, columns)
+def _reply(episode: Episode) -> EpisodeReply:
+    chains, _ = (episode.trajectory and turn_sources(episode.trajectory)) or ((), ())
     return EpisodeReply(
-        records=dict(zip(codec.RECORDED, records, strict=True)),
-        trajectory=codec.from_plain(trajectory, columns),
-        chains=[[tuple(key) if isinstance(key, list) else key for key in chain] for chain in chains],
+        records={name: getattr(episode, name) for name in RECORDED},
+        trajectory=episode.trajectory,
+        chains=[[call_key(call) for call in chain] for chain in chains],
     )
 
 
@@ -145,3 +142,82 @@ def read_report(body: bytes | memoryview) -> tuple[Any, ...]:
 @lru_cache(256)
 def _gconfig(text: str) -> GenerationHyperparameters:
     return _GCONFIG.validate_json(text)
+
+
+_FIELDS: dict[type[Any], Sequence[str]] = {
+    Trajectory: ("status", *ENDED, "extras"),
+    TokenSequence: ("reward", *COLUMNS),
+    Failure: tuple(Failure.__dataclass_fields__),
+    ProcessRecord: tuple(ProcessRecord.__dataclass_fields__),
+    EpisodeStatus: ("value",),
+    FailureKind: ("value",),
+}
+_TYPES = {cls.__name__: (cls, fields) for cls, fields in _FIELDS.items()}
+_JSON = {type(None), bool, int, float, str}
+
+
+def to_plain(value: Any, columns: Columns) -> Any:
+    """Return ``value`` as JSON values, with its arrays added to ``columns``: a list has the kind of what it stands for
+    before the content. TypeError for what no process can send."""
+    kind = type(value)
+    if kind in _FIELDS:
+        return [kind.__name__, *_plain_parts([getattr(value, name) for name in _FIELDS[kind]], columns)]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        columns.append(value.tobytes())
+        return ["array", len(columns) - 1, value.dtype.str, value.shape]
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", *_plain_parts(value, columns)]
+    if isinstance(value, dict):
+        return ["dict", *[["tuple", *_plain_parts(item, columns)] for item in value.items()]]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        columns.append(value)
+        return ["bytes", len(columns) - 1]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        columns.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return ["tensor", len(columns) - 1, str(value.dtype).removeprefix("torch."), value.shape]
+    raise TypeError(
+        f"the workflow's dict holds a {kind.__name__}, which a worker cannot send: return tensors, arrays, numbers, "
+        "texts, and lists and dicts of them, or set rollout.workers: 1"
+    )
+
+
+def _plain_parts(values: Iterable[Any], columns: Columns) -> list[Any]:
+    return [value if type(value) in _JSON else to_plain(value, columns) for value in values]  # a call costs more
+
+
+def from_plain(plain: Any, columns: ReadColumns) -> Any:
+    """Return the value of :func:`to_plain`."""
+    if not isinstance(plain, list):
+        return plain
+    kind, *content = plain
+    if kind == "array":
+        number, dtype, shape = content
+        array = np.frombuffer(columns[number], dtype)
+        return array if len(shape) == 1 else array.reshape(shape)
+    if kind == "tensor":
+        return _tensor(columns[content[0]], *content[1:])
+    if kind == "bytes":
+        return bytes(columns[content[0]])
+    parts = [from_plain(part, columns) if isinstance(part, list) else part for part in content]
+    if kind in _TYPES:
+        cls, fields = _TYPES[kind]
+        return cls(**dict(zip(fields, parts, strict=True)))
+    return {"list": list, "tuple": tuple, "dict": dict}[kind](parts)
+
+
+def _tensor(data: bytes | bytearray, name: str, shape: Sequence[int]) -> Any:
+    import torch
+
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype: {name}")
+    return (
+        torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )

@@ -23,7 +23,6 @@ from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, TokenPrefix
-from areal_lite.api.record_codec import ReadColumns
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.errors import ServerError
@@ -34,6 +33,7 @@ from areal_lite.rollout.workers.messages import (
     RESPONSE_FIELDS,
     EpisodeReply,
     Place,
+    ReadColumns,
     Reader,
     read_end,
     read_report,

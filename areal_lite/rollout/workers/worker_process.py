@@ -63,28 +63,6 @@ class _RunningGroup:
         return ids[length : prefix.length], (number, prefix.length, prefix.num_accepted)
 
 
-class _Workflow:
-    """A workflow that was sent, loaded when its first group starts."""
-
-    def __init__(self, config: InferenceEngineConfig, sent: PickledObject) -> None:
-        self._config = config
-        self._sent = sent
-        self._loading = asyncio.Lock()
-        self._loaded: RolloutWorkflow | None = None
-
-    async def loaded(self) -> RolloutWorkflow:
-        """Return the workflow; its module is imported in a thread, because that may take seconds."""
-        async with self._loading:
-            if self._loaded is None:
-                self._loaded = await asyncio.to_thread(self._load)
-        return self._loaded
-
-    def _load(self) -> RolloutWorkflow:
-        spawn.prepare(self._sent.preparation)
-        workflow, kwargs = pickle.loads(self._sent.pickled)
-        return resolve_workflow(workflow, kwargs, self._config)
-
-
 class WorkerProcess(InferenceEngine):
     """Runs groups until the socket closes or ``close`` arrives; the engine of their episodes."""
 
@@ -94,7 +72,7 @@ class WorkerProcess(InferenceEngine):
         self._version = 0
         self._groups: dict[int, _RunningGroup] = {}
         self._by_task: dict[TaskId, _RunningGroup] = {}
-        self._workflows: dict[bytes, _Workflow] = {}
+        self._workflows: dict[bytes, asyncio.Task[RolloutWorkflow]] = {}
         self._calls: dict[int, tuple[ModelRequest, asyncio.Future[tuple[Any, ...]]]] = {}
         self._call_ids = itertools.count()
         self._shared = SharedResources()
@@ -126,7 +104,13 @@ class WorkerProcess(InferenceEngine):
         getattr(self, f"_on_{kind}")(*arguments)
 
     def _on_workflow(self, sent: PickledObject) -> None:
-        self._workflows[sent.key] = _Workflow(self.config, sent)
+        loading = asyncio.to_thread(self._load, sent)  # importing its module may take seconds
+        self._workflows[sent.key] = asyncio.get_running_loop().create_task(loading)
+
+    def _load(self, sent: PickledObject) -> RolloutWorkflow:
+        spawn.prepare(sent.preparation)
+        workflow, kwargs = pickle.loads(sent.pickled)
+        return resolve_workflow(workflow, kwargs, self.config)
 
     def _on_forget_workflows(self) -> None:
         self._workflows.clear()
@@ -176,7 +160,9 @@ class WorkerProcess(InferenceEngine):
 
         self._closing = asyncio.get_running_loop().create_task(close())
 
-    async def _run(self, group: _RunningGroup, workflow: _Workflow, data: bytes, context: dict[str, Any]) -> None:
+    async def _run(
+        self, group: _RunningGroup, loading: asyncio.Task[RolloutWorkflow], data: bytes, context: dict[str, Any]
+    ) -> None:
         episodes = [Episode(member_idx=index) for index in range(group.size)]
         episode_context.enter(EpisodeContext(**context, episodes=episodes, episode=episodes[0], shared=self._shared))
         was_stopped, failure = False, None
@@ -184,7 +170,8 @@ class WorkerProcess(InferenceEngine):
         try:
             if group.stopped:
                 raise asyncio.CancelledError
-            await run_group(await workflow.loaded(), self, pickle.loads(data), episodes, self.config.faults.on_error)
+            workflow = await asyncio.shield(loading)  # other groups may wait for it, too
+            await run_group(workflow, self, pickle.loads(data), episodes, self.config.faults.on_error)
         except asyncio.CancelledError:
             was_stopped = group.stopped
             if not was_stopped:

@@ -223,7 +223,7 @@ def test_columns_are_written_as_the_numbers_that_they_hold(dtype: str) -> None:
     mask = np.array([0, 0, 1, 1, 1, 1, 1, 0, 0, 0], dtype=bool)
     columns = {"ids": ids, "loss_mask": mask, "logprobs": logprobs, "versions": np.full(10, 3, dtype)}
     turn = Turn(role=TurnRole.ASSISTANT, **columns)
-    trajectory = Trajectory(status=EpisodeStatus.FAILED, turns=[turn])
+    trajectory = Trajectory(status=EpisodeStatus.FAILED, made_turns=[turn])
     group = Group(task_id=0, group_id="0", status=EpisodeStatus.FAILED, data={}, trajectories=[trajectory])
     (written,) = json.loads(dump_text(dump_lines(group)))["turns"]
     assert written["ids"] == ids.tolist()
@@ -250,7 +250,7 @@ def test_a_shared_turn_has_the_columns_of_the_sequence_that_trains_it() -> None:
         for trained, version in ((True, 5), (False, 9), (True, None))
     )
     sequences = [trains, shares, bare]
-    trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, turns=[prompt, answer], sequences=sequences)
+    trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, made_turns=[prompt, answer], sequences=sequences)
     group = Group(task_id=0, group_id="0", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[trajectory])
     answers = [line["turns"][1] for line in dump_lines(group)]
     assert [each["versions"].tolist() for each in answers] == [[5, 5], [3, 3], [3, 3]]
@@ -288,12 +288,15 @@ def test_each_line_is_of_its_own_sequence_and_the_first_one_of_an_episode_has_it
 
     process = ProcessRecord(command=["ls"], returncode=1, timed_out=False, seconds=0.5, stdout="", stderr="no")
     accepted = Trajectory(
-        status=EpisodeStatus.ACCEPTED, turns=turns, sequences=[sequence(path) for path in paths], processes=[process]
+        status=EpisodeStatus.ACCEPTED,
+        made_turns=turns,
+        sequences=[sequence(path) for path in paths],
+        processes=[process],
     )
     fork = [prompt, first, turn_of(texts, TurnRole.ASSISTANT, "No.", parent=0, start=prompt.end)]
     failures = Failure(FailureKind.AGENT, "KeyError", "'a'"), Failure(FailureKind.DEADLINE, "", "too late")
     failed, late = (Trajectory(member_idx=1, status=EpisodeStatus.FAILED, failure=failure) for failure in failures)
-    failed.turns = fork
+    failed.made_turns = fork
     group = Group(
         task_id=0, group_id="0", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[accepted, failed, late],
         queued_s=0.25, run_s=1.5,
@@ -548,7 +551,7 @@ def config_of(tmp_path: Path, **given: Any) -> InferenceEngineConfig:
 
 def group_of(task_id: int, *turns: Turn, **given: Any) -> Group:
     """Return a group of one failed episode."""
-    trajectory = Trajectory(status=EpisodeStatus.FAILED, turns=[*turns], **given)
+    trajectory = Trajectory(status=EpisodeStatus.FAILED, made_turns=[*turns], **given)
     return Group(task_id=task_id, group_id="0", status=EpisodeStatus.FAILED, data={}, trajectories=[trajectory])
 
 

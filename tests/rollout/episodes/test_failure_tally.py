@@ -16,7 +16,10 @@ def group(*members: Failure | None, failed: Failure | None = None) -> Group:
     """Return a group whose members failed, or were accepted (None)."""
     ended = [
         Trajectory(
-            member_idx=i, status=EpisodeStatus.FAILED if member else EpisodeStatus.ACCEPTED, turns=[], failure=member
+            member_idx=i,
+            status=EpisodeStatus.FAILED if member else EpisodeStatus.ACCEPTED,
+            made_turns=[],
+            failure=member,
         )
         for i, member in enumerate(members)
     ]

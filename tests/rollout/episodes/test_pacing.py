@@ -169,6 +169,11 @@ def test_no_group_grows_too_old_however_long_groups_run(count: int, bound: int, 
         del finished[:count]
 
 
+def runs(*task_ids: int) -> dict[Any, Any]:
+    """Return running groups of a feed."""
+    return dict.fromkeys(task_ids)
+
+
 def test_a_feed_counts_seconds_only_while_a_full_batch_waits() -> None:
     feed = RowFeed(source_of(1), retries=0)
     ready = feed.ready(1, 10)
@@ -176,7 +181,7 @@ def test_a_feed_counts_seconds_only_while_a_full_batch_waits() -> None:
     assert not ready() and feed.waited_for_oldest_s == 0
     feed.accept(group_of(1, [4]))
     assert not ready()
-    feed.running = 1
+    feed.running = runs(7)
     feed.ended(group_of(7, [3]))
     assert ready() and feed.waited_for_oldest_s > 0
     before = feed.waited_for_oldest_s
@@ -186,7 +191,7 @@ def test_a_feed_counts_seconds_only_while_a_full_batch_waits() -> None:
 
 def test_a_feed_waits_by_the_groups_that_run_and_have_finished() -> None:
     feed = RowFeed(source_of(1), retries=0)
-    feed.running = 9
+    feed.running = runs(7, 8, 10, 11, 12)
     ready = feed.ready(2, 10)
     feed.finished.groups += [group_of(1, [6]), group_of(2, [6])]
     feed.wait_for_oldest({7: 1}, 3)  # too old already, and still waited for

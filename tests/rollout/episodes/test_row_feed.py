@@ -28,6 +28,11 @@ StartStub = Callable[..., StubThread]
 StartEngine = Callable[..., RemoteInfEngine]
 
 
+def runs(*task_ids: int) -> dict[Any, Any]:
+    """Return running groups of a feed."""
+    return dict.fromkeys(task_ids)
+
+
 class Lost(Exception):
     """Raised by an agent."""
 
@@ -180,7 +185,7 @@ def test_a_failed_row_is_retried_as_often_as_allowed_and_then_dropped() -> None:
 
 def test_groups_that_run_and_groups_that_wait_are_ahead() -> None:
     feed = RowFeed(RolloutDataSource([{}]), retries=0)
-    feed.running = 2
+    feed.running = runs(1, 2)
     feed.accept(ended("accepted"))
     assert feed.ahead == 3
 
@@ -207,7 +212,7 @@ def woken(feed: RowFeed, act: Callable[[], object], *, count: int = 1) -> bool:
 def test_a_wait_ends_with_the_source_once_no_group_runs() -> None:
     for running in (1, 0):
         feed = RowFeed(RolloutDataSourceWithBuffer(IterableRows(iter([]), SourceSettings())), retries=0)
-        feed.running = running
+        feed.running = runs(*range(running))
         assert woken(feed, feed.next_group) is not bool(running)
     with pytest.raises(ConfigError, match="has no rows, fewer than consumer_batch_size=2"):
         feed.check(2)
@@ -216,7 +221,7 @@ def test_a_wait_ends_with_the_source_once_no_group_runs() -> None:
 def test_a_batch_stops_waiting_for_its_oldest_group_when_that_one_is_stopped() -> None:
     feed = RowFeed(RolloutDataSource([{}]), retries=0)
     oldest = drawn(feed, "cancelled", task_id=7)
-    feed.running = 1
+    feed.running = runs(7)
     feed.wait_for_oldest({7: 3}, 3)
     feed.accept(ended("accepted", start_version=4))
 
@@ -285,6 +290,7 @@ def test_a_run_without_training_data_may_succeed_later_if_only_servers_failed_si
 
 def test_a_batch_waits_until_the_last_of_its_oldest_groups_has_ended() -> None:
     feed = RowFeed(RolloutDataSource([{}]), retries=0)
+    feed.running = runs(7, 8)
     feed.accept(ended("accepted", start_version=9))
     feed.wait_for_oldest({7: 3, 8: 3}, 3)
     feed.ended(ended("accepted", task_id=7))
@@ -308,6 +314,7 @@ def test_the_wait_for_the_oldest_counts_from_the_full_batch_of_this_call(
     clock = Clock()
     monkeypatch.setattr(row_feed, "time", clock)
     feed = RowFeed(RolloutDataSource([{}]), retries=0)
+    feed.running = runs(7, 8)
     ready = feed.ready(1, 10)
     feed.wait_for_oldest({7: 3}, 3)
     clock.now = 2.0
@@ -327,6 +334,7 @@ def test_the_wait_for_the_oldest_counts_from_the_full_batch_of_this_call(
 
 def test_a_new_count_of_running_groups_forgets_those_it_does_not_name() -> None:
     feed = RowFeed(RolloutDataSource([{}]), retries=0)
+    feed.running = runs(7, 8)
     feed.accept(ended("accepted", start_version=9))
     feed.wait_for_oldest({7: 3}, 3)
     feed.wait_for_oldest({}, 3)
