@@ -35,7 +35,7 @@ def run_training(
     """Train a policy by reinforcement learning; ``on_step`` sees every record of metrics.jsonl.
 
     Under torchrun all ranks call it; the first one generates, writes and has the metrics. ``workflow`` replaces that
-    of the config.
+    of the config, which the files of the run name.
 
     Raises:
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
@@ -45,9 +45,6 @@ def run_training(
     from areal_lite.models.parallel.ranks import join_ranks
     from areal_lite.models.policy_model import resolve_device
     from areal_lite.runs.rl_run import run_rl
-
-    if workflow is not None:
-        config = workflow.recorded(config)
 
     with join_ranks(resolve_device(config.trainer.device)):
         return run_rl(config, on_step, workflow=workflow)
