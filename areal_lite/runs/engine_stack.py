@@ -1,22 +1,18 @@
-"""Start the inference engine of a run and, if no running servers are named, the servers behind it."""
+"""The inference engine of a run, with the servers behind it if no running ones are named, and its metrics."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_lite.config.rules import check_rollouts
 from areal_lite.config.run_config import RunConfig
-from areal_lite.files.model_path import check_model_path
 from areal_lite.models.adapter_shape import AdapterShape
-from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.runs.run_data import WorkflowChoice
-from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
+from areal_lite.servers.programs.server_group import ServerGroup, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -42,16 +38,6 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
     server = config.server.num_threads or (max(1, cores // 2) if together else cores)
     trainer = config.trainer.num_threads or max(1, (cores - server if together else cores) // trainers)
     return ThreadBudget(server=server, trainer=trainer)
-
-
-def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
-    """Check before anything starts that the model and the workflow exist and that there are servers or can be."""
-    check_model_path(config.model_path)
-    check_rollouts(config)
-    with quick_import():  # the workflow's module may import torch
-        (workflow or WorkflowChoice.of(config)).check(config)
-    if not config.rollout.addresses:
-        check_servers(config.server)
 
 
 @contextmanager
@@ -82,6 +68,22 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
         finally:
             if table := engine.failures.table():
                 logger.warning("%s", table)
+
+
+def engine_metrics(engine: RemoteInfEngine) -> dict[str, float]:
+    """Return the engine's totals: groups by status, failures, pacing, servers."""
+    return {
+        **{f"episodes/{status}": float(count) for status, count in engine.export_stats().items()},
+        **{f"rollout/{name}": value for name, value in engine.rollout_metrics().items()},
+        **{f"servers/{name}": value for name, value in engine.server_metrics().items()},
+    }
+
+
+def with_scalars(metrics: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return the run's metrics with the numbers that episodes recorded; a name of the run's own stays the run's."""
+    if taken := sorted(metrics.keys() & scalars.keys()):
+        logger.warning("episodes recorded %s, which are metrics of the run: use other names", ", ".join(taken))
+    return {**scalars, **metrics}
 
 
 def _servers(config: RunConfig, log_dir: Path) -> ServerGroup:

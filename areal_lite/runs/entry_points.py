@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from areal_lite.api.trajectory import EpisodeStatus, Group
-from areal_lite.config.rules import check_rows_end, check_training, held_out_rows
+from areal_lite.config.rules import check_rollouts, check_rows_end, check_training, held_out_rows
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.runs.engine_stack import check_startable, generating_engine
+from areal_lite.runs.engine_stack import engine_metrics, generating_engine, with_scalars
 from areal_lite.runs.evaluation import Evaluation, evaluate, no_success
 from areal_lite.runs.folder.run_directory import run_directory
-from areal_lite.runs.monitoring.run_metrics import OnStep, engine_metrics, with_scalars
 from areal_lite.runs.run_data import WorkflowChoice, workflow_rows
-from areal_lite.trainer.metrics import MetricsWriter
+from areal_lite.servers.programs.server_group import check_servers
+from areal_lite.trainer.metrics import MetricsWriter, OnStep
 
 if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
@@ -109,10 +109,18 @@ def _engine_alone(
         finally:
             metrics = {f"{name}/seconds": time.monotonic() - began} | engine_metrics(engine) | metrics
             record = with_scalars(metrics, engine.take_scalars() | engine.take_scalars(is_eval=True))
-            with MetricsWriter(run_dir, name=f"{name}_metrics.jsonl") as writer:
+            with MetricsWriter(run_dir, name=f"{name}_metrics.jsonl", on_step=on_step) as writer:
                 writer.write(0, record)
-            if on_step is not None:
-                on_step(0, record)
+
+
+def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
+    """Check before anything starts that the model and the workflow exist and that there are servers or can be."""
+    check_model_path(config.model_path)
+    check_rollouts(config)
+    with quick_import():  # the workflow's module may import torch
+        (workflow or WorkflowChoice.of(config)).check(config)
+    if not config.rollout.addresses:
+        check_servers(config.server)
 
 
 def check_trainable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:

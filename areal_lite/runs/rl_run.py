@@ -24,11 +24,10 @@ from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.models.truncation import Truncation
-from areal_lite.runs.engine_stack import generating_engine, thread_budget
+from areal_lite.runs.engine_stack import generating_engine, thread_budget, with_scalars
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
-from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler
-from areal_lite.runs.monitoring.run_metrics import OnStep, with_scalars
+from areal_lite.runs.profiling import MemorySnapshots, StepProfiler
 from areal_lite.runs.rollout_driver import RolloutDriver
 from areal_lite.runs.run_data import WorkflowChoice, tokenizer_path, training_data, with_steps
 from areal_lite.runs.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
@@ -45,6 +44,7 @@ from areal_lite.runs.training_run import (
 )
 from areal_lite.servers.programs.server_program import gpu_groups
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
+from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, OnFacts, PolicyTrainer
 from areal_lite.trainer.rl.token_facts import FactsWriter

@@ -18,10 +18,10 @@ from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPac
 from areal_lite.data.source.row_streams import CurriculumRows
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.runs.engine_stack import engine_metrics
 from areal_lite.runs.evaluation import Evaluation, evaluate
 from areal_lite.runs.folder.resuming import Start
 from areal_lite.runs.folder.run_directory import append_batch
-from areal_lite.runs.monitoring.run_metrics import engine_metrics
 from areal_lite.runs.run_data import TrainingData, tokenizer_path, workflow_rows
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_reward_model, rewards_of
 from areal_lite.trainer.rl.algorithm import Algorithm

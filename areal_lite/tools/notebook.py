@@ -26,13 +26,13 @@ from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.runs.entry_points import run_training
-from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.stopping import Stopped, ask_to_stop
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.runs.training_run import Summary
 from areal_lite.tools.inspect.plot import metrics_figure
 from areal_lite.tools.run.progress import TrainingProgress, progress_line
+from areal_lite.trainer.metrics import OnStep
 
 if TYPE_CHECKING:
     from areal_lite.runs.evaluation import Evaluation

@@ -17,8 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
-from areal_lite.runs.engine_stack import check_startable
-from areal_lite.runs.entry_points import check_learnable, check_trainable, run_evaluation, run_rollout, run_training
+from areal_lite.runs.entry_points import (
+    check_learnable,
+    check_startable,
+    check_trainable,
+    run_evaluation,
+    run_rollout,
+    run_training,
+)
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.run_directory import run_directory
 from areal_lite.runs.run_data import WorkflowChoice

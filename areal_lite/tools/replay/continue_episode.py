@@ -24,7 +24,8 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.safe_text import printable
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
-from areal_lite.runs.engine_stack import check_startable, generating_engine
+from areal_lite.runs.engine_stack import generating_engine
+from areal_lite.runs.entry_points import check_startable
 from areal_lite.runs.evaluation import no_success
 from areal_lite.runs.folder.resuming import CHECKPOINTS
 from areal_lite.runs.folder.run_directory import run_directory
