@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     options = parse(arguments)
     if getattr(options, "dry_run", False):
-        from areal_lite.tools.doctor.command import dry_run
+        from areal_lite.tools.doctor.doctor import dry_run
 
         return dry_run(options)
     code: int = options.run(options)
