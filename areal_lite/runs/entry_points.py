@@ -62,7 +62,7 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
     check_startable(config)
     check_rows_end(config)
     choice = WorkflowChoice.of(config)
-    kwargs = choice.kwargs(config, is_eval=False)
+    kwargs = choice.kwargs(config, config.rollout.gconfig)
     rows = workflow_rows(config, config.train_dataset, is_train=True)
     with _engine_alone(config, "rollout", on_step) as (engine, metrics):
         logger.info("running %d rows x %d episodes", len(rows), config.rollout.group_size)

@@ -88,7 +88,8 @@ class RLRun(TrainingRun[Evaluation]):
                 generated = time.monotonic()
                 metrics = self.trainer.train_step(batch, version=self.step) | probed
                 self.step += 1
-                self.mark_trained(batch)
+                if self.driver is not None:
+                    self.driver.mark_trained(self.step, batch)
                 trained = time.monotonic()
                 self.publish()
                 self.log(metrics, began, generated, trained)
@@ -97,10 +98,6 @@ class RLRun(TrainingRun[Evaluation]):
 
     def generate(self) -> Batch:
         return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
-
-    def mark_trained(self, batch: Batch) -> None:
-        if self.driver is not None:
-            self.driver.mark_trained(self.step, batch)
 
     def publish(self) -> None:
         """Publish the weights as policy version ``step`` and have the servers load them.

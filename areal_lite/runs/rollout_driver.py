@@ -113,7 +113,7 @@ class RolloutDriver:
 
     def _generate(self, step: int) -> list[Group]:
         config, workflow = self._config, self._workflow
-        kwargs = workflow.kwargs(config, is_eval=False)
+        kwargs = workflow.kwargs(config, config.rollout.gconfig)
         groups = self.engine.prepare_batch(self.data.source, workflow.workflow, kwargs, config.should_accept_fn)
         if step == config.trainer.steps:
             self.engine.close_source(self.data.source)
@@ -125,12 +125,9 @@ class RolloutDriver:
 
     def _generate_baselines(self, groups: Sequence[Group]) -> None:
         """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""
-        gconfig = self._config.rollout.gconfig.new(greedy=True)
-        rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
-        workflow = self._workflow
-        kwargs = workflow.kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
+        kwargs = self._workflow.kwargs(self._config, self._config.rollout.gconfig.new(greedy=True))
         rows = [dict(group.data) for group in groups]
-        greedy = self.engine.rollout_batch(rows, workflow.workflow, kwargs, group_size=1, is_eval=True)
+        greedy = self.engine.rollout_batch(rows, self._workflow.workflow, kwargs, group_size=1, is_eval=True)
         answered = [answer for answer in greedy if answer.rewards]
         apply_reward_model(self._reward_model, answered, self._config)
         for group, answer in zip(groups, greedy, strict=True):

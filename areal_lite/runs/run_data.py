@@ -16,6 +16,7 @@ from areal_lite.api.engine_api import Row, WorkflowLike
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
+from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rules import refuse_idle
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
@@ -166,7 +167,7 @@ class WorkflowChoice:
     def check(self, config: RunConfig) -> None:
         """Check that workflow and filter can be loaded and that their arguments fit, without making anything."""
         allow_sync = config.rollout.agents.isolation != "inline"
-        kwargs = self.kwargs(config, is_eval=False)
+        kwargs = self.kwargs(config, config.rollout.gconfig)
         check_workflow(self.workflow, kwargs, allow_sync=allow_sync)
         if config.rollout.workers > 1:
             pickled_workflow(self.workflow, kwargs, config.rollout)
@@ -174,17 +175,14 @@ class WorkflowChoice:
         if config.should_accept_fn is not None:
             load_object(config.should_accept_fn, where="should_accept_fn")
 
-    def kwargs(self, config: RunConfig, *, is_eval: bool) -> dict[str, Any]:
+    def kwargs(self, config: RunConfig, gconfig: GenerationHyperparameters) -> dict[str, Any]:
         """Return the constructor arguments.
 
         ``gconfig``, ``tokenizer`` and ``tokenizer_path`` are added if the constructor takes them and they are not
         given. Both of the last are the path; the engine loads ``tokenizer``.
         """
-        offered = {
-            "gconfig": config.rollout.eval_gconfig if is_eval else config.rollout.gconfig,
-            "tokenizer": tokenizer_path(config),
-            "tokenizer_path": tokenizer_path(config),
-        }
+        path = tokenizer_path(config)
+        offered = {"gconfig": gconfig, "tokenizer": path, "tokenizer_path": path}
         accepted = self.parameters
         return {name: value for name, value in offered.items() if name in accepted} | dict(self.given)
 
