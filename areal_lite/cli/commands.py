@@ -43,13 +43,13 @@ COMMANDS = {
     "replay": Command(f"{_TOOLS}.replay.replay_command", "train again from the dumps of a run, without servers"),
     "continue": Command(f"{_TOOLS}.replay.continue_command", "run a dumped episode again from one of its turns"),
     "init": Command(f"{_TOOLS}.init.new_project", "start a project: agent, config, test"),
-    "doctor": Command(f"{_TOOLS}.doctor.command", "check the machine, and what a run needs, step by step"),
+    "doctor": Command(f"{_TOOLS}.doctor.doctor", "check the machine, and what a run needs, step by step"),
     "plan": Command(f"{_TOOLS}.plan.command", "predict time, tokens, memory and disk of a run"),
     "sweep": Command(f"{_TOOLS}.sweep.sweep", "train over seeds; compare configs or values"),
     "completion": Command(
         "areal_lite.cli.completion", "print a script that completes commands, options and config keys"
     ),
-    "view": Command(f"{_TOOLS}.view.command", "show dumped episodes and metrics in the browser"),
+    "view": Command(f"{_TOOLS}.view.page_server", "show dumped episodes and metrics in the browser"),
     "plot": Command(f"{_TOOLS}.inspect.plot", "draw the metrics of one or several runs"),
 }
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_lite.cli.commands import parse
+from areal_lite.cli.stop_signals import stop_on_signals
 from areal_lite.errors import ArealLiteError
 from areal_lite.files.safe_text import SafeFormatter, printable, without_secrets
 from areal_lite.processes.quick_import import is_first_rank
-from areal_lite.runs.stopping import StopOnSignal
+from areal_lite.runs.stopping import stopping_signal
 
 # Threads that busy-wait take CPU time from the other processes on the machine.
 _THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(Path.cwd()))
     _start_logging()
-    stop = StopOnSignal()
+    stop_on_signals()
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -46,15 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and only_prints:  # the reader, for example `head`, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
-        elif not stop.signal:
+        elif not stopping_signal():
             _print_error(traceback.format_exc())
-    return 128 + stop.signal if stop.signal else code
+    return 128 + number if (number := stopping_signal()) else code
 
 
 def _run(arguments: list[str]) -> int:
     options = parse(arguments)
     if getattr(options, "dry_run", False):
-        from areal_lite.tools.doctor.command import dry_run
+        from areal_lite.tools.doctor.doctor import dry_run
 
         return dry_run(options)
     code: int = options.run(options)

@@ -1,10 +1,10 @@
-"""Start the inference engine of a run and, if no running servers are named, the servers behind it."""
+"""The inference engine of a run, with the servers behind it if no running ones are named, and its metrics."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +68,22 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
         finally:
             if table := engine.failures.table():
                 logger.warning("%s", table)
+
+
+def engine_metrics(engine: RemoteInfEngine) -> dict[str, float]:
+    """Return the engine's totals: groups by status, failures, pacing, servers."""
+    return {
+        **{f"episodes/{status}": float(count) for status, count in engine.export_stats().items()},
+        **{f"rollout/{name}": value for name, value in engine.rollout_metrics().items()},
+        **{f"servers/{name}": value for name, value in engine.server_metrics().items()},
+    }
+
+
+def with_scalars(metrics: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return the run's metrics with the numbers that episodes recorded; a name of the run's own stays the run's."""
+    if taken := sorted(metrics.keys() & scalars.keys()):
+        logger.warning("episodes recorded %s, which are metrics of the run: use other names", ", ".join(taken))
+    return {**scalars, **metrics}
 
 
 def _servers(config: RunConfig, log_dir: Path) -> ServerGroup:

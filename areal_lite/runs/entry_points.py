@@ -17,13 +17,12 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.runs.engine_stack import generating_engine
+from areal_lite.runs.engine_stack import engine_metrics, generating_engine, with_scalars
 from areal_lite.runs.evaluation import Evaluation, evaluate, no_success
 from areal_lite.runs.folder.run_directory import run_directory
-from areal_lite.runs.monitoring.run_metrics import OnStep, engine_metrics, with_scalars
 from areal_lite.runs.run_data import WorkflowChoice, workflow_rows
 from areal_lite.servers.programs.server_group import check_servers
-from areal_lite.trainer.metrics import MetricsWriter
+from areal_lite.trainer.metrics import MetricsWriter, OnStep
 
 if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
@@ -40,7 +39,7 @@ def run_training(
     """Train a policy by reinforcement learning; ``on_step`` sees every record of metrics.jsonl.
 
     Under torchrun all ranks call it; the first one generates, writes and has the metrics. ``workflow`` replaces that
-    of the config.
+    of the config, which the files of the run name.
 
     Raises:
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
@@ -50,9 +49,6 @@ def run_training(
     from areal_lite.models.parallel.ranks import join_ranks
     from areal_lite.models.policy_model import resolve_device
     from areal_lite.runs.rl_run import run_rl
-
-    if workflow is not None:
-        config = workflow.recorded(config)
 
     with join_ranks(resolve_device(config.trainer.device)):
         return run_rl(config, on_step, workflow=workflow)
@@ -70,7 +66,7 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
     check_startable(config)
     check_rows_end(config)
     choice = WorkflowChoice.of(config)
-    kwargs = choice.kwargs(config, is_eval=False)
+    kwargs = choice.kwargs(config, config.rollout.gconfig)
     rows = workflow_rows(config, config.train_dataset, is_train=True)
     with _engine_alone(config, "rollout", on_step) as (engine, metrics):
         logger.info("running %d rows x %d episodes", len(rows), config.rollout.group_size)
@@ -117,10 +113,8 @@ def _engine_alone(
         finally:
             metrics = {f"{name}/seconds": time.monotonic() - began} | engine_metrics(engine) | metrics
             record = with_scalars(metrics, engine.take_scalars() | engine.take_scalars(is_eval=True))
-            with MetricsWriter(run_dir, name=f"{name}_metrics.jsonl") as writer:
+            with MetricsWriter(run_dir, name=f"{name}_metrics.jsonl", on_step=on_step) as writer:
                 writer.write(0, record)
-            if on_step is not None:
-                on_step(0, record)
 
 
 def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:

@@ -45,7 +45,7 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row], wo
     groups = engine.rollout_batch(
         rows,
         workflow.workflow,
-        workflow.kwargs(config, is_eval=True),
+        workflow.kwargs(config, config.rollout.eval_gconfig),
         group_size=config.evaluation.group_size,
         is_eval=True,
     )

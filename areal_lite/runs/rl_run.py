@@ -23,11 +23,10 @@ from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.models.truncation import Truncation
-from areal_lite.runs.engine_stack import generating_engine, thread_budget
+from areal_lite.runs.engine_stack import generating_engine, thread_budget, with_scalars
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
-from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler
-from areal_lite.runs.monitoring.run_metrics import OnStep, with_scalars
+from areal_lite.runs.profiling import MemorySnapshots, StepProfiler
 from areal_lite.runs.rollout_driver import RolloutDriver
 from areal_lite.runs.run_data import WorkflowChoice, tokenizer_path, training_data, with_steps
 from areal_lite.runs.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
@@ -44,6 +43,7 @@ from areal_lite.runs.training_run import (
 )
 from areal_lite.servers.programs.server_program import gpu_groups
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
+from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, OnFacts, PolicyTrainer
 from areal_lite.trainer.rl.token_facts import FactsWriter
@@ -87,7 +87,8 @@ class RLRun(TrainingRun[Evaluation]):
                 generated = time.monotonic()
                 metrics = self.trainer.train_step(batch, version=self.step) | probed
                 self.step += 1
-                self.mark_trained(batch)
+                if self.driver is not None:
+                    self.driver.mark_trained(self.step, batch)
                 trained = time.monotonic()
                 self.publish()
                 self.log(metrics, began, generated, trained)
@@ -96,10 +97,6 @@ class RLRun(TrainingRun[Evaluation]):
 
     def generate(self) -> Batch:
         return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
-
-    def mark_trained(self, batch: Batch) -> None:
-        if self.driver is not None:
-            self.driver.mark_trained(self.step, batch)
 
     def publish(self) -> None:
         """Publish the weights as policy version ``step`` and have the servers load them.

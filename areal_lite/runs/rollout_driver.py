@@ -18,10 +18,10 @@ from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPac
 from areal_lite.data.source.row_streams import CurriculumRows
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.runs.engine_stack import engine_metrics
 from areal_lite.runs.evaluation import Evaluation, evaluate
 from areal_lite.runs.folder.resuming import Start
 from areal_lite.runs.folder.run_directory import append_batch
-from areal_lite.runs.monitoring.run_metrics import engine_metrics
 from areal_lite.runs.run_data import TrainingData, tokenizer_path, workflow_rows
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_reward_model, rewards_of
 from areal_lite.trainer.rl.algorithm import Algorithm
@@ -113,7 +113,7 @@ class RolloutDriver:
 
     def _generate(self, step: int) -> list[Group]:
         config, workflow = self._config, self._workflow
-        kwargs = workflow.kwargs(config, is_eval=False)
+        kwargs = workflow.kwargs(config, config.rollout.gconfig)
         groups = self.engine.prepare_batch(self.data.source, workflow.workflow, kwargs, config.should_accept_fn)
         if step == config.trainer.steps:
             self.engine.close_source(self.data.source)
@@ -125,12 +125,9 @@ class RolloutDriver:
 
     def _generate_baselines(self, groups: Sequence[Group]) -> None:
         """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""
-        gconfig = self._config.rollout.gconfig.new(greedy=True)
-        rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
-        workflow = self._workflow
-        kwargs = workflow.kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
+        kwargs = self._workflow.kwargs(self._config, self._config.rollout.gconfig.new(greedy=True))
         rows = [dict(group.data) for group in groups]
-        greedy = self.engine.rollout_batch(rows, workflow.workflow, kwargs, group_size=1, is_eval=True)
+        greedy = self.engine.rollout_batch(rows, self._workflow.workflow, kwargs, group_size=1, is_eval=True)
         answered = [answer for answer in greedy if answer.rewards]
         apply_reward_model(self._reward_model, answered, self._config)
         for group, answer in zip(groups, greedy, strict=True):

@@ -1,19 +1,24 @@
-"""Inputs of a run's episodes: the workflow with its arguments, the packer, training and held-out rows."""
+"""Inputs of a run's episodes: the workflow with its arguments, the packer, the rows, and the prompts added to them.
+
+Guarantees that a setting of a run's prompts acts or is an error before anything starts. A dataset class or packer of
+the user's may read any setting, so nothing is refused beside one.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from areal_lite.api.engine_api import Row
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
-from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig, refuse_idle
 from areal_lite.config.dotted_path import load_object
+from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.run_config import RunConfig
+from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.samplers import make_curriculum
@@ -22,9 +27,14 @@ from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, ge
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.workflow_resolution import check_workflow, pickled_workflow
-from areal_lite.runs.prompt_settings import prompt_preparer, with_arguments
 
 logger = logging.getLogger(__name__)
+
+_RENDERING = (
+    *("apply_chat_template", "apply_chat_template_kwargs", "tools_key", "tools_in_system_prompt"),
+    *("image_key", "video_key"),
+)
+"""Keys of a dataset section that say how a prompt is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,54 +137,57 @@ class WorkflowChoice:
             )
         return cls(config.workflow, config.workflow_kwargs)
 
-    @classmethod
-    def passed(cls, config: RunConfig, workflow: WorkflowLike | None, given: Mapping[str, Any] | None) -> Self:
-        """Return the choice of Python code; what is None comes from the YAML."""
-        workflow = cls.of(config).workflow if workflow is None else workflow
-        given = dict(config.workflow_kwargs if given is None else given)
-        if given.get("gconfig") == config.rollout.gconfig and "gconfig" in _parameters(cls(workflow, {}).target):
-            del given["gconfig"]  # the run fills it in, and evaluation gets eval_gconfig
-        return cls(workflow, given)
-
     @property
     def target(self) -> Any:
         """The class or the instance."""
         return load_object(self.workflow, where="workflow") if isinstance(self.workflow, str) else self.workflow
 
-    def recorded(self, config: RunConfig) -> RunConfig:
-        """Return the config with the names of what Python code passed, for the files of the run."""
-        kwargs = {str(name): _name_of(value) for name, value in self.given.items()}
-        return dataclasses.replace(config, workflow=_name_of(self.workflow), workflow_kwargs=kwargs)
+    @property
+    def cls(self) -> Any:
+        return self.target if inspect.isclass(self.target) else type(self.target)
+
+    @property
+    def takes_prompt_ids(self) -> bool:
+        return bool(getattr(self.target, "takes_prompt_ids", False))
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Parameters of the constructor; none for an instance."""
+        return inspect.signature(self.target).parameters if inspect.isclass(self.target) else {}
+
+    def argument(self, name: str) -> Any:
+        """Return a constructor argument, or the attribute of an instance; None if there is neither."""
+        if not inspect.isclass(self.target):
+            return getattr(self.target, name, None)
+        parameter = self.parameters.get(name)
+        default = None if parameter is None or parameter.default is parameter.empty else parameter.default
+        return self.given.get(name, default)
 
     def check(self, config: RunConfig) -> None:
         """Check that workflow and filter can be loaded and that their arguments fit, without making anything."""
         allow_sync = config.rollout.agents.isolation != "inline"
-        kwargs = self.kwargs(config, is_eval=False)
-        target = check_workflow(self.workflow, kwargs, allow_sync=allow_sync)
+        kwargs = self.kwargs(config, config.rollout.gconfig)
+        check_workflow(self.workflow, kwargs, allow_sync=allow_sync)
         if config.rollout.workers > 1:
             pickled_workflow(self.workflow, kwargs, config.rollout)
-        _check_keys(config, target)
+        _check_keys(config, self.cls)
         if config.should_accept_fn is not None:
             load_object(config.should_accept_fn, where="should_accept_fn")
 
-    def kwargs(self, config: RunConfig, *, is_eval: bool) -> dict[str, Any]:
+    def kwargs(self, config: RunConfig, gconfig: GenerationHyperparameters) -> dict[str, Any]:
         """Return the constructor arguments.
 
         ``gconfig``, ``tokenizer`` and ``tokenizer_path`` are added if the constructor takes them and they are not
         given. Both of the last are the path; the engine loads ``tokenizer``.
         """
-        offered = {
-            "gconfig": config.rollout.eval_gconfig if is_eval else config.rollout.gconfig,
-            "tokenizer": tokenizer_path(config),
-            "tokenizer_path": tokenizer_path(config),
-        }
-        accepted = _parameters(self.target)
+        path = tokenizer_path(config)
+        offered = {"gconfig": gconfig, "tokenizer": path, "tokenizer_path": path}
+        accepted = self.parameters
         return {name: value for name, value in offered.items() if name in accepted} | dict(self.given)
 
 
-def _check_keys(config: RunConfig, workflow: Any) -> None:
-    """Check that the keys of rows and rewards have an effect with this workflow, a class or an instance."""
-    cls = workflow if inspect.isclass(workflow) else type(workflow)
+def _check_keys(config: RunConfig, cls: Any) -> None:
+    """Check that the keys of rows and rewards have an effect with a workflow of this class."""
     is_agent = not issubclass(cls, RolloutWorkflow)
     key = config.rollout.rewards.key
     if key is not None and not is_agent:
@@ -192,33 +205,11 @@ def _check_keys(config: RunConfig, workflow: Any) -> None:
             )
 
 
-def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(target).parameters if inspect.isclass(target) else {}
-
-
-def _name_of(value: Any) -> Any:
-    """Return ``value`` as YAML can hold it: plain values as they are, a tokenizer by its folder, others by name."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return [_name_of(entry) for entry in value]
-    if isinstance(value, Mapping):
-        return {str(key): _name_of(entry) for key, entry in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _name_of(dataclasses.asdict(value))
-    if isinstance(path := getattr(value, "name_or_path", None), str):
-        return path
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: WorkflowChoice) -> DataPacker:
     packer = make_data_packer(model_type(config.model_path), config.data_packer)
     tokenizer = load_tokenizer(tokenizer_path(config))
     packer.setup(tokenizer=tokenizer, processor=load_processor(config.model_path), config=rows)
-    packer.prepare_prompt = prompt_preparer(
-        config, rows, workflow.target, workflow.given, tokenizer=tokenizer, first_row=first_row
-    )
+    packer.prepare_prompt = prompt_preparer(config, rows, workflow, tokenizer=tokenizer, first_row=first_row)
     return packer
 
 
@@ -227,7 +218,7 @@ def _dataset(config: RunConfig, rows: DatasetConfig, workflow: WorkflowChoice, *
 
     # Only prompt lengths, and classes of the user's that may read tokens, need a tokenizer here.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)
-    rows, system_prompt = with_arguments(rows, workflow.target, workflow.given)
+    rows, system_prompt = _with_arguments(rows, workflow)
     return make_dataset(
         rows,
         DynamicGenRows if is_train and rows.datagen is not None else PromptRows,
@@ -237,3 +228,75 @@ def _dataset(config: RunConfig, rows: DatasetConfig, workflow: WorkflowChoice, *
         seed=config.seed,
         system_prompt=system_prompt,
     )
+
+
+def prompt_preparer(
+    config: RunConfig, rows: DatasetConfig, workflow: WorkflowChoice, *, tokenizer: Any, first_row: Any
+) -> Callable[[Row], Row] | None:
+    """Return what adds the prompt's forms to the rows of a dataset section; None if the workflow takes none.
+
+    They are ``raw_prompt_ids`` for a workflow with ``takes_prompt_ids``, ``raw_prompt`` with return_raw_chat and
+    ``full_prompts`` with return_full_prompt. A row that has one of them keeps its own.
+    """
+    key, section = rows.prompt_key, "eval_dataset" if rows is config.eval_dataset else "train_dataset"
+    has_prompt = key in first_row if isinstance(first_row, Mapping) else True
+    takes_ids = workflow.takes_prompt_ids and has_prompt
+    if takes_ids:
+        why = ""
+    elif has_prompt:
+        name = workflow.cls.__qualname__
+        why = f"{name} writes its own prompts: remove it, or use a workflow with takes_prompt_ids, such as single_turn"
+    else:
+        why = f"the rows have no column {key!r}, only {', '.join(first_row)}: set {section}.prompt_key"
+    _refuse_idle_prompt_keys(config, rows, section, why=why, has_prompt=has_prompt, first_row=first_row)
+    forms = {"raw_prompt_ids": takes_ids, "raw_prompt": rows.return_raw_chat, "full_prompts": rows.return_full_prompt}
+    added = [name for name, wanted in forms.items() if wanted]
+    if not added:
+        return None
+    system_prompt = None
+    if takes_ids:
+        rows, system_prompt = _with_arguments(rows, workflow)
+    else:
+        rows = replace(rows, max_prompt_length=None)
+    encoder = PromptEncoder(rows, tokenizer, system_prompt=system_prompt)
+
+    def prepare(row: Row) -> Row:
+        if "raw_prompt_ids" in row:  # a dataset class of the user's has prepared it
+            return {}
+        forms = encoder.forms(encoder.encode(row))
+        return {name: forms[name] for name in added}
+
+    if config.data_packer is None:
+        try:
+            prepare(first_row)
+        except ValueError as error:
+            raise ConfigError(f"{section} {rows.path}, row 0: {error}") from error
+    return prepare
+
+
+def _with_arguments(rows: DatasetConfig, workflow: WorkflowChoice) -> tuple[DatasetConfig, str | None]:
+    """Return the section with ``enable_thinking`` of a workflow that takes the prompt's ids, and its system prompt."""
+    if not workflow.takes_prompt_ids:
+        return rows, None
+    thinking = workflow.argument("enable_thinking")
+    if thinking is not None and rows.apply_chat_template:
+        variables = {"enable_thinking": thinking} | rows.apply_chat_template_kwargs
+        rows = replace(rows, apply_chat_template_kwargs=variables)
+    return rows, workflow.argument("system_prompt")
+
+
+def _refuse_idle_prompt_keys(
+    config: RunConfig, rows: DatasetConfig, section: str, *, why: str, has_prompt: bool, first_row: Any
+) -> None:
+    """Refuse settings that nothing reads because the workflow takes no ids of the prompt, for the reason ``why``."""
+    if not why or config.data_packer is not None or rows.custom_cls is not None:
+        return
+    filters = rows.filter_overlong_prompts
+    faults = {"truncation": why}
+    if not filters:
+        faults["max_prompt_length"] = f"{why}, or set filter_overlong_prompts"
+    if not (filters or isinstance(first_row, list) or (has_prompt and rows.return_full_prompt)):
+        faults |= dict.fromkeys(_RENDERING, why)
+    if not has_prompt:
+        faults |= dict.fromkeys(("return_raw_chat", "return_full_prompt"), why)
+    refuse_idle(section, rows, faults)

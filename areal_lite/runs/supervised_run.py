@@ -28,7 +28,6 @@ from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_scorable, resolve_device
 from areal_lite.runs.folder.resuming import find_start
-from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.stopping import interruptible, stop_together
 from areal_lite.runs.training_run import (
     Summary,
@@ -38,6 +37,7 @@ from areal_lite.runs.training_run import (
     with_dtypes,
     with_prefix,
 )
+from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer, SupervisedTrainer
 

@@ -30,13 +30,12 @@ from areal_lite.models.parallel.ranks import Ranks, broadcast_json
 from areal_lite.models.policy_model import resolve_device, resolve_dtype
 from areal_lite.runs.folder.resuming import CHECKPOINTS, Start, resume_hint
 from areal_lite.runs.folder.run_directory import SKIPPED_UPDATES, run_directory
-from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.stopping import Stopped, expires_soon, finishing, stop_together
 from areal_lite.servers.weights.weight_folder import save_model
 from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, CheckpointWriter
 from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.machine_metrics import memory_metrics
-from areal_lite.trainer.metrics import MetricsWriter, start_tracking
+from areal_lite.trainer.metrics import MetricsWriter, OnStep, start_tracking
 
 if TYPE_CHECKING:
     from areal_lite.config.supervised_config import SupervisedConfig
@@ -93,14 +92,11 @@ class RunFiles:
     run_dir: Path
     checkpoints: CheckpointWriter
     metrics: MetricsWriter | None
-    on_step: OnStep | None
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         if self.metrics is not None:
             metrics.update(with_prefix("checkpoint", self.checkpoints.take_metrics()))
             self.metrics.write(step, metrics)
-            if self.on_step is not None:
-                self.on_step(step, metrics)
 
     def record_skipped_update(self, update: Mapping[str, Any]) -> None:
         """Append a non-finite update, which was not applied, to skipped_updates.jsonl."""
@@ -118,9 +114,11 @@ def open_run_files(config: RunConfig | SupervisedConfig, start: Start, on_step: 
         if Ranks.current().rank == 0:
             stack.enter_context(run_directory(config, fresh=start.checkpoint is None))
             tracking = stack.enter_context(start_tracking(config, run_dir, last_step=start.step))
-            metrics = stack.enter_context(MetricsWriter(run_dir, last_step=start.step, tracking=tracking))
+            metrics = stack.enter_context(
+                MetricsWriter(run_dir, last_step=start.step, tracking=tracking, on_step=on_step)
+            )
         writer = stack.enter_context(CheckpointWriter(run_dir / CHECKPOINTS, keep=config.checkpoint.keep))
-        yield RunFiles(run_dir=run_dir, checkpoints=writer, metrics=metrics, on_step=on_step)
+        yield RunFiles(run_dir=run_dir, checkpoints=writer, metrics=metrics)
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ makes any.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import html
 import sys
 import time
@@ -25,13 +26,13 @@ from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.runs.entry_points import run_training
-from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.stopping import Stopped, ask_to_stop
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.runs.training_run import Summary
 from areal_lite.tools.inspect.plot import metrics_figure
 from areal_lite.tools.run.progress import TrainingProgress, progress_line
+from areal_lite.trainer.metrics import OnStep
 
 if TYPE_CHECKING:
     from areal_lite.runs.evaluation import Evaluation
@@ -77,9 +78,9 @@ class Trainer:
         Raises:
             ArealLiteError: As the run itself.
         """
-        choice = WorkflowChoice.passed(self.config, workflow, workflow_kwargs)
+        choice = _choice(self.config, workflow, workflow_kwargs)
         show = _Lines(self.config, Console()).on_step
-        return run_training(self.config, on_step=on_step or show, workflow=choice)
+        return run_training(_recorded(self.config, choice), on_step=on_step or show, workflow=choice)
 
 
 async def train(
@@ -102,7 +103,8 @@ async def train(
     """
     passes = workflow is not None or workflow_kwargs is not None
     loaded = _loaded(config, overrides, RunConfig if passes else ExperimentConfig)
-    choice = WorkflowChoice.passed(loaded, workflow, workflow_kwargs) if passes else None
+    choice = _choice(loaded, workflow, workflow_kwargs) if passes else None
+    loaded = loaded if choice is None else _recorded(loaded, choice)
     show = _Notebook(loaded) if _in_notebook() else _Lines(loaded, Console())
     run = asyncio.ensure_future(asyncio.to_thread(_run, loaded, show.on_step, choice))
     try:
@@ -118,6 +120,37 @@ async def train(
     if summary is None:
         raise asyncio.CancelledError
     return summary
+
+
+def _choice(config: RunConfig, workflow: WorkflowLike | None, given: Mapping[str, Any] | None) -> WorkflowChoice:
+    """Return the workflow that Python code passed; what is None comes from the YAML."""
+    choice = WorkflowChoice.of(config) if workflow is None else WorkflowChoice(workflow, config.workflow_kwargs)
+    kwargs = dict(choice.given if given is None else given)
+    if kwargs.get("gconfig") == config.rollout.gconfig and "gconfig" in choice.parameters:
+        del kwargs["gconfig"]  # the run fills it in, and evaluation gets eval_gconfig
+    return dataclasses.replace(choice, given=kwargs)
+
+
+def _recorded(config: RunConfig, choice: WorkflowChoice) -> RunConfig:
+    """Return the config with the names of what Python code passed, for the files of the run."""
+    kwargs = {str(name): _name_of(value) for name, value in choice.given.items()}
+    return dataclasses.replace(config, workflow=_name_of(choice.workflow), workflow_kwargs=kwargs)
+
+
+def _name_of(value: Any) -> Any:
+    """Return ``value`` as YAML can hold it: plain values as they are, a tokenizer by its folder, others by name."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_name_of(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {str(key): _name_of(entry) for key, entry in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _name_of(dataclasses.asdict(value))
+    if isinstance(path := getattr(value, "name_or_path", None), str):
+        return path
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _loaded(config: Any, overrides: Sequence[str], root: type[Any]) -> Any:

@@ -25,13 +25,15 @@ from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.crash_points import crash_point
 
 logger = logging.getLogger(__name__)
+OnStep = Callable[[int, dict[str, float]], None]
+"""Called with the step (0 before training) and its metrics."""
 UPLOAD_TIMEOUT_S = 60  # how long the end of a run waits for an upload, in seconds; the rest stays on disk
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends records to ``run_dir/NAME``; each line is one write, so readers see complete lines. Records after
     ``last_step`` are removed, because they will be written again. ``tracking`` also receives each record; its owner
-    closes it."""
+    closes it. ``on_step`` gets the metrics of each record once it is written."""
 
     def __init__(
         self,
@@ -40,16 +42,17 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         name: str = "metrics.jsonl",
         last_step: int | None = None,
         tracking: Tracking | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self._path = Path(run_dir) / name
-        self._tracking = tracking
+        self._tracking, self._on_step = tracking, on_step
         with self._disk_errors():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if last_step is not None and self._path.exists():
                 _cut_off(self._path, last_step)
             self._file = self._path.open("ab", buffering=0)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null."""
         record: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         record |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
@@ -61,6 +64,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         crash_point("metrics:after_write")
         if self._tracking is not None:
             self._tracking.log(step, metrics)
+        if self._on_step is not None:
+            self._on_step(step, metrics)
 
     def close(self) -> None:
         self._file.close()

@@ -27,9 +27,9 @@ progress = types.ModuleType("areal_lite.tools.run.progress")
 run = types.ModuleType("areal_lite.runs.entry_points")
 
 from areal_lite.cli.main import main
-from areal_lite.runs import stopping
+from areal_lite.cli import stop_signals
 
-stopping.STOP_SECONDS = 1.0
+stop_signals.STOP_SECONDS = 1.0
 
 @contextlib.contextmanager
 def no_progress(total_steps):

@@ -155,11 +155,11 @@ def test_resume_completes_a_run_stopped_during_evaluation_or_before_its_model_wa
 
 SLOW_DISK = """
 import os, signal, sys, time
-from areal_lite.runs import stopping
+from areal_lite.cli import stop_signals
 from areal_lite.trainer import metrics
 from areal_lite.trainer.checkpoint import checkpoint
 
-stopping.STOP_SECONDS = 1.0
+stop_signals.STOP_SECONDS = 1.0
 write = checkpoint.write_snapshot
 checkpoint.write_snapshot = lambda *a: (time.sleep(2.5), write(*a))
 log = metrics.MetricsWriter.write

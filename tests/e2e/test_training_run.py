@@ -103,7 +103,7 @@ def test_a_workflow_that_workers_cannot_load_is_refused_before_the_start(run_yam
     config = load_config(run_yaml, ["rollout.workers=2"])
     check_startable(config)
     with pytest.raises(ConfigError, match="rollout.workers is 2, and workflow .*Local cannot be sent to a process"):
-        check_startable(config, WorkflowChoice.passed(config, Local, {}))
+        check_startable(config, WorkflowChoice(Local, {}))
 
 
 def test_minibatches_of_unequal_size_are_said(run_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:

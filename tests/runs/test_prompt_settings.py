@@ -14,8 +14,7 @@ from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data import load_tokenizer
 from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError
-from areal_lite.runs.prompt_settings import prompt_preparer
-from areal_lite.runs.run_data import WorkflowChoice, training_data
+from areal_lite.runs.run_data import WorkflowChoice, prompt_preparer, training_data
 
 SINGLE, AGENT = "workflows.single_turn.SingleTurnWorkflow", "tests.e2e.agents.LetterAgent"
 ROW = {"prompt": "Hi", "answer": 1}
@@ -27,7 +26,7 @@ def prepared(tiny_model: Path, rows: dict[str, Any], *, row: Any = ROW, **settin
     config = RunConfig(trainer=TrainerConfig(total_steps=1, learning_rate=1.0), train_dataset=section, **names)
     tokenizer = load_tokenizer(str(tiny_model))
     choice = WorkflowChoice.of(config)
-    prepare = prompt_preparer(config, section, choice.target, choice.given, tokenizer=tokenizer, first_row=row)
+    prepare = prompt_preparer(config, section, choice, tokenizer=tokenizer, first_row=row)
     if prepare is None:
         return None
     forms = prepare(row)

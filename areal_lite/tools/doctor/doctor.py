@@ -1,4 +1,4 @@
-"""areal-lite doctor: is everything there that a run needs? The checks in order, each a small function.
+"""``areal-lite doctor``, and ``--dry-run`` of the commands that train: is everything there that a run needs?
 
 A check yields findings. If it raises, the error is a finding to fix: errors of areal_lite say value, rule and fix, and
 the first one decides the exit code. Checks write only to a temporary folder: the run's folder does not change.
@@ -6,6 +6,7 @@ the first one decides the exit code. Checks write only to a temporary folder: th
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,37 @@ from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.errors import ArealLiteError
 from areal_lite.tools.doctor.doctor_machine import Finding, Findings, Level, devices, machine, ok, packages, warning
+from areal_lite.tools.run.config import load_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Checks packages, devices, memory and disk; with CONFIG also model, tokenizer, servers, one episode and one "
+        "training step. Changes nothing. Exit code 0: nothing to fix."
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a config of any kind of run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override one value")
+    parser.set_defaults(root=RunConfig)
+
+
+def run(options: argparse.Namespace) -> int:
+    code = doctor(options.config, options.overrides, show=lambda finding: print(finding, flush=True))
+    if code:
+        print("fix the lines that begin with fix, and run doctor again")
+    else:
+        print("nothing to fix" + (f"; next: areal-lite plan {options.config}" if options.config else ""))
+    return code
+
+
+def dry_run(options: argparse.Namespace) -> int:
+    """Check everything that the command of ``options`` checks, and start nothing."""
+    config = load_run(options, options.root)
+    from areal_lite.tools.doctor.doctor_run import dry_run_findings
+
+    for finding in dry_run_findings(config):
+        print(finding.text, flush=True)
+    print("nothing was started; areal-lite doctor also tries servers, an episode and a training step")
+    return 0
 
 
 class Checkup:

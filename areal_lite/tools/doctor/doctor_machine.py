@@ -21,7 +21,7 @@ _LOW_DISK = 5e9
 
 
 class Level(StrEnum):
-    """How serious a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"

@@ -74,7 +74,7 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
     yield ok(f"workflow {config.workflow}, {rows}")
 
 
-def dry_run(config: RunConfig | SupervisedConfig) -> Findings:
+def dry_run_findings(config: RunConfig | SupervisedConfig) -> Findings:
     """Check all that a run checks before servers and models start: its folder, its settings, every row."""
     yield from run_folder(config)
     yield from settings(config)

@@ -1,1 +1,5 @@
-"""Find, show, plot and rescore dumped episodes. Read dumps and run_dumps, then filters, dump_index and index_update."""
+"""``areal-lite inspect``, ``rescore`` and ``plot``: dumped episodes found, shown, scored again; metrics drawn.
+
+Promises that the dumps are only read, and that a line which cannot be read is a finding, never an exception.
+``export``, ``view``, ``verify`` and ``replay`` use it. Read dumps and run_dumps, then filters and dump_index.
+"""

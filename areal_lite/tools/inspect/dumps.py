@@ -242,7 +242,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
             key = (root, part, is_run(root))
             if (run := self._runs.get(key)) is None:
                 unique = str(root / part) if name in taken else name
-                run = RunDumps(DumpIndex(root, unique, self._on_progress), unique, part)
+                run = RunDumps(DumpIndex(root, unique, self._on_progress), part)
             runs[key] = run
         before, self._runs = self._runs, runs  # replaced, because other threads iterate over it
         for key in before.keys() - runs.keys():

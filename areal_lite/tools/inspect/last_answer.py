@@ -17,7 +17,7 @@ from areal_lite.tools.foreign_files import has_plain_files, open_inside
 
 CONFIG = "config.yaml"
 UNREADABLE = (ValueError, ArithmeticError, RecursionError, OSError)
-"""What a config that somebody made by hand may raise; a ConfigError is a ValueError."""
+"""Errors that a config made by hand may raise; a ConfigError is a ValueError."""
 
 
 @dataclass(frozen=True, slots=True)

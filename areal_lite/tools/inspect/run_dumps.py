@@ -6,7 +6,8 @@ import itertools
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -40,8 +41,8 @@ _MAX_TEXTS = 10_000
 class RunDumps:
     """The dumps of a run, or of the part of it that the user named. Thread-safe, as its index is."""
 
-    def __init__(self, index: DumpIndex, name: str, part: str) -> None:
-        self.index, self.name = index, name
+    def __init__(self, index: DumpIndex, part: str) -> None:
+        self.index, self.name = index, index.name
         self._condition, self._parameters = _part_condition(part)
         self._summary: tuple[Any, dict[str, Any]] = (None, {})
 
@@ -133,11 +134,11 @@ class RunDumps:
         )
         found = []
         with self.index.connection() as connection:
-            texts = _Texts(connection)
+            texts = _texts_of(connection)
             for scope, statuses, *values in connection.execute(select, [*parameters, limit]).fetchall():
-                status = Counter(texts[int(each)] for each in (statuses or "").split(",") if each)
+                status = Counter(texts(int(each)) for each in (statuses or "").split(",") if each)
                 facts = dict(zip(_GROUP, values, strict=True))
-                found.append({"run": self.name, "scope": texts[scope], **facts, "status": dict(status)})
+                found.append({"run": self.name, "scope": texts(scope), **facts, "status": dict(status)})
         return found
 
     def problems(self, limit: int) -> list[dict[str, Any]]:
@@ -177,14 +178,14 @@ class RunDumps:
         }
 
     def _versions(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
-        texts = _Texts(connection)
+        texts = _texts_of(connection)
         versions: dict[tuple[Any, Any], dict[str, Any]] = {}
         columns = "count(*), total(e.reward), count(e.reward), total(e.tokens), count(e.tokens)"
         select = f"SELECT e.version, e.scope, e.status, {columns} FROM episodes AS e NOT INDEXED {sql} GROUP BY 1, 2, 3"
         for version, scope, status, *sums in connection.execute(select, parameters).fetchall():
             each = versions.setdefault((version, scope), {"sums": [0.0] * 5, "groups": 0, "status": {}})
             each["sums"] = [total + part for total, part in zip(each["sums"], sums, strict=True)]
-            each["status"][texts[status] or "none"] = sums[0]
+            each["status"][texts(status) or "none"] = sums[0]
         for scope in {scope for _, scope in versions}:  # for one scope the SQLite index suffices
             select = f"SELECT e.version, count(DISTINCT e.task) FROM episodes AS e {sql} AND e.scope IS ? GROUP BY 1"
             for version, groups in connection.execute(select, [*parameters, scope]).fetchall():
@@ -195,11 +196,11 @@ class RunDumps:
             lines, reward, rewards, tokens, tokened = each.pop("sums")
             means = {"reward": reward / rewards if rewards else None, "tokens": tokens / tokened if tokened else None}
             counts = {"lines": int(lines), "rewards": int(rewards)}
-            listed.append({"scope": texts[scope], "version": version, **each, **counts, **means})
+            listed.append({"scope": texts(scope), "version": version, **each, **counts, **means})
         return listed
 
     def _failures(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
-        texts, failures = _Texts(connection), []
+        texts, failures = _texts_of(connection), []
         select = (
             f"SELECT e.error_kind, e.error_type, count(*), min(e.id) FROM episodes AS e {sql} "
             "AND (e.error IS NOT NULL OR e.error_kind IS NOT NULL) GROUP BY 1, 2 ORDER BY 3 DESC"
@@ -209,7 +210,7 @@ class RunDumps:
             select = "SELECT text FROM episodes JOIN texts ON texts.id = error WHERE episodes.id = ?"
             error = connection.execute(select, (first,)).fetchone()
             example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
-            facts = {"error_kind": texts[kind], "error_type": texts[type_], "count": count}
+            facts = {"error_kind": texts(kind), "error_type": texts(type_), "count": count}
             failures.append({**facts, **example, "error": error and error[0]})
         return failures
 
@@ -220,7 +221,7 @@ class RunDumps:
     def _fetch(
         self, connection: sqlite3.Connection, tail: str, parameters: list[Any], table: str = "episodes"
     ) -> Iterator[Row]:
-        texts, file, path = _Texts(connection), None, None
+        texts, file, path = _texts_of(connection), None, None
         cursor = connection.execute(f"SELECT {_SELECT} FROM {table} AS e {tail}", parameters)
         try:
             for values in cursor:
@@ -231,29 +232,24 @@ class RunDumps:
                     continue
                 row["id"], row["file"] = f"{path}:{row['line']}", path
                 for key in _TEXT_NAMES:
-                    row[key] = texts[row[key]]
+                    row[key] = texts(row[key])
                 for key in ("stop", "agent"):
-                    row[key] = orjson.loads(texts[row[key]] or "[]")
-                row["cause"] = cause(texts[row.pop("error")], row["error_type"])
+                    row[key] = orjson.loads(texts(row[key]) or "[]")
+                row["cause"] = cause(texts(row.pop("error")), row["error_type"])
                 yield row
         finally:
             cursor.close()
 
 
-class _Texts:
-    """Texts by their number in the table ``texts``; keeps the last ones."""
+def _texts_of(connection: sqlite3.Connection) -> Callable[[int | None], str | None]:
+    """Return the function from a number in the table ``texts`` to its text; it keeps the last ones."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        self._known: dict[int | None, str | None] = {None: None}
+    @lru_cache(maxsize=_MAX_TEXTS)
+    def text(id: int | None) -> str | None:
+        found = id is not None and connection.execute("SELECT text FROM texts WHERE id = ?", (id,)).fetchone()
+        return str(found[0]) if found else None
 
-    def __getitem__(self, id: int | None) -> str | None:
-        if id not in self._known:
-            if len(self._known) > _MAX_TEXTS:
-                self._known = {None: None}
-            found = self._connection.execute("SELECT text FROM texts WHERE id = ?", (id,)).fetchone()
-            self._known[id] = found and found[0]
-        return self._known[id]
+    return text
 
 
 def _total(versions: list[dict[str, Any]]) -> dict[str, Any]:

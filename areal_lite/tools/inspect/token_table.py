@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,4 @@ def first_text_difference(first: Record, second: Record) -> tuple[int, str, str]
     a, b = ("".join(turn.get("text") or "" for turn in record["turns"]) for record in (first, second))
     if a == b:
         return None
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
-    return low, a, b
+    return len(commonprefix([a, b])), a, b

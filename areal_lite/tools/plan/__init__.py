@@ -1,1 +1,5 @@
-"""``areal-lite plan``: time, memory and disk of a run, measured on a few of its steps."""
+"""``areal-lite plan``: time, memory and disk of a run, measured on a few of its steps.
+
+Promises that the measured run is the real one, in a temporary folder. Read plan (the prediction), then probe (the run
+that measures itself).
+"""

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from areal_lite.config.run_config import CheckpointConfig, RunConfig
 from areal_lite.errors import ConfigError
-from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.run_data import workflow_rows
 from areal_lite.tools.plan.probe import DUMPS, Measurements, Trainable, measure
+from areal_lite.trainer.metrics import OnStep
 
 UNKNOWN = (
     "answers that get longer or shorter while the model learns",

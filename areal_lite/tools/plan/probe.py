@@ -23,10 +23,10 @@ from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SF
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.runs.entry_points import check_trainable
-from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.rl_run import RLRun, run_rl
 from areal_lite.runs.supervised_run import SupervisedRun, run_supervised
 from areal_lite.runs.training_run import Summary, TrainingRun
+from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.rl.policy_step import Batch
 
 Trainable = RunConfig | SFTConfig | DPOConfig | RewardModelConfig

@@ -144,7 +144,8 @@ def _last_model(root: Path) -> str:
 
 def _continuation(config: RunConfig, fork: Fork, options: Options, *, is_eval: bool) -> Continuation:
     choice = WorkflowChoice.of(config)
-    workflow = resolve_workflow(choice.workflow, choice.kwargs(config, is_eval=is_eval), config.rollout)
+    gconfig = config.rollout.eval_gconfig if is_eval else config.rollout.gconfig
+    workflow = resolve_workflow(choice.workflow, choice.kwargs(config, gconfig), config.rollout)
     return Continuation(workflow, fork, load_tokenizer(tokenizer_path(config)), say=options.say)
 
 

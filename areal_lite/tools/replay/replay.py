@@ -24,7 +24,6 @@ from areal_lite.models.policy_model import resolve_device
 from areal_lite.runs.entry_points import check_learnable
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
-from areal_lite.runs.monitoring.run_metrics import OnStep
 from areal_lite.runs.rl_run import open_trainer
 from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
 from areal_lite.runs.run_data import tokenizer_path
@@ -34,6 +33,7 @@ from areal_lite.tools.foreign_files import has_plain_files, open_inside
 from areal_lite.tools.replay.trained_batches import TrainedBatches
 from areal_lite.tools.verify.verify_weights import weight_hashes
 from areal_lite.trainer.forward.scalar_model import ValueScorer
+from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer

@@ -13,7 +13,7 @@ from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.tools.run.config import add_config, load_run
 
 if TYPE_CHECKING:
-    from areal_lite.runs.monitoring.run_metrics import OnStep
+    from areal_lite.trainer.metrics import OnStep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_lite.config.dotted_path import UntrustedError, importing
@@ -26,21 +25,8 @@ from areal_lite.tools.verify.verify_tokens import TOKEN_CHECKS, token_findings
 from areal_lite.tools.verify.verify_weights import WEIGHT_CHECKS
 
 SHOWN = 20
-
-
-@dataclass(slots=True)
-class Report:
-    """The result of the checks."""
-
-    findings: list[tuple[str, str]] = field(default_factory=list)
-    """Name of the check, and what it found."""
-    unproved: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    """What could not be read, with the reason."""
-    lines: int = 0
-    groups: int = 0
-    steps: int = 0
-    checks: int = 0
+_TABLES = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, TOKEN_CHECKS)
+_NUM_CHECKS = sum(len(table) for table in _TABLES) + 1  # dumps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,60 +42,52 @@ def run(options: argparse.Namespace) -> int:
 def verify(path: Path, *, reward: str | None = None, trust_config: bool = False) -> int:
     """Print what was found, not read and not proved; return 0 if the run is sound, 1 with findings, else 2 if a part
     could not be read."""
-    report = check_run(path, reward=reward, trust_config=trust_config)
+    run = check_run(path, reward=reward, trust_config=trust_config)
     shown: Counter[str] = Counter()
-    for name, finding in report.findings:
+    for name, finding in run.findings:
         shown[name] += 1
         if shown[name] <= SHOWN:
             print(printable(f"{name}: {finding}"))
     for name, count in shown.items():
         if count > SHOWN:
             print(f"{name}: and {count - SHOWN} more")
-    for heading, texts in (("not read", report.unread), ("not proved", report.unproved)):
+    for heading, texts in (("not read", run.unread), ("not proved", run.unproved)):
         for text in dict.fromkeys(texts):
             print(printable(f"{heading}: {text}"))
-    what = f"{report.checks} checks over {report.groups} groups, {report.lines} lines and {report.steps} steps"
-    found = f"{len(report.findings)} findings" if report.findings else "no finding"
-    print(f"{found} in {what}" if report.findings or report.unread else f"sound: {what}")
-    return 1 if report.findings else 2 if report.unread else 0
+    what = f"{_NUM_CHECKS} checks over {len(run.groups)} groups, {run.lines} lines and {len(run.steps)} steps"
+    found = f"{len(run.findings)} findings" if run.findings else "no finding"
+    print(f"{found} in {what}" if run.findings or run.unread else f"sound: {what}")
+    return 1 if run.findings else 2 if run.unread else 0
 
 
-def check_run(path: Path, *, reward: str | None = None, trust_config: bool = False) -> Report:
+def check_run(path: Path, *, reward: str | None = None, trust_config: bool = False) -> Run:
     """Run all checks over the run in the folder ``path``; arguments as for :func:`verify`."""
     run = Run.open(path)
-    report = Report(unproved=run.unproved, unread=run.unread, steps=len(run.steps))
-    tables = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, TOKEN_CHECKS)
-    report.checks = sum(len(table) for table in tables) + 1  # dumps
     with Dumps.open(path, may_be_empty=True) as dumps:
         dumps.refresh(budget_s=3600)  # look at every file again
         for problem in dumps.problems():
             if problem["kind"] == UNREADABLE:
                 run.unread.append(": ".join(filter(None, (problem["file"], problem["message"]))))
             else:
-                report.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
-        _check_groups(run, dumps, report)
+                run.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
+        for group in run.dumped(dumps):
+            run.lines += len(group.records)
+            run.findings += _group_findings(group, run)
+            group.records = ()
+            run.groups.append(group)
         if reward is not None:
             try:
-                report.findings += _reward_findings(dumps, reward, trust_config=trust_config)
+                run.findings += _reward_findings(dumps, reward, trust_config=trust_config)
             except UntrustedError as error:
                 run.unproved.append(f"the rewards of the episodes: {error}")
         run.unproved.extend(dumps.notes())
     if not run.groups:
         run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
     with importing(allowed=trust_config):
-        report.findings += token_findings(run)
+        run.findings += token_findings(run)
         for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
-            report.findings.extend((name, finding) for finding in _found(check(run), run))
-    return report
-
-
-def _check_groups(run: Run, dumps: Dumps, report: Report) -> None:
-    for group in run.dumped(dumps):
-        report.lines += len(group.records)
-        report.findings += _group_findings(group, run)
-        group.records = ()
-        run.groups.append(group)
-    report.groups = len(run.groups)
+            run.findings.extend((name, finding) for finding in _found(check(run), run))
+    return run
 
 
 def _reward_findings(dumps: Dumps, reward: str, *, trust_config: bool) -> Iterator[tuple[str, str]]:

@@ -90,7 +90,7 @@ class DumpedGroup:
 
 @dataclass(slots=True)
 class Run:
-    """A run's folder."""
+    """A run's folder, and what the checks found in it."""
 
     root: Path
     config: ExperimentConfig | None
@@ -101,6 +101,10 @@ class Run:
     """Claims that the folder cannot prove, one line each."""
     unread: list[str] = field(default_factory=list)
     """Files that could not be read, with the reason."""
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    """Name of the check, and what it found."""
+    lines: int = 0
+    """Dumped lines that were checked."""
 
     @classmethod
     def open(cls, root: Path) -> Run:

@@ -31,7 +31,7 @@ _RARELY = 1e-3
 """Share of a step's tokens that may differ by more."""
 TOKEN_CHECKS = ("training facts", "advantages", "importance weights", "trainer log-probs")
 _ABSOLUTE, _RELATIVE, _HALF_RELATIVE = 1e-4, 1e-3, 0.05
-"""How far two computations of a value may differ. The last one is for log-probs of half precision that were computed
+"""Tolerances between two computations of a value. The last one is for log-probs of half precision that were computed
 twice, before the advantages and in the update."""
 _FILLED = {
     **{"behaviour_logprobs": "behaviour", "proximal_logprobs": "proximal", "reference_logprobs": "reference"},

@@ -1,1 +1,5 @@
-"""``areal-lite view``: dumped episodes in a browser; page_server serves, page_data answers, static/ is the page."""
+"""``areal-lite view``: dumped episodes and metrics in a browser, from a server or as one file.
+
+Promises that text of a model stays text, and that only this machine's own page is answered. Read page_data (the
+answers), page_server (HTTP), single_file; static/ is the page, whose app.js is read first.
+"""

@@ -10,11 +10,12 @@ from datetime import timedelta
 
 import torch
 
+from areal_lite.cli import stop_signals
 from areal_lite.models.parallel import ranks
 from areal_lite.models.parallel.ranks import broadcast_json
 from areal_lite.runs import stopping
 
-stopping.STOP_SECONDS = 0.5
+stop_signals.STOP_SECONDS = 0.5
 ranks._TIMEOUT = timedelta(seconds=8)  # long enough to meet on a loaded machine
 
 
@@ -27,7 +28,7 @@ def generate(how: str) -> None:
 
 
 if __name__ == "__main__":
-    stopping.StopOnSignal()
+    stop_signals.stop_on_signals()
     with ranks.join_ranks(torch.device("cpu")) as here, stopping.finishing():
         broadcast_json("both are here")
         if here.rank == 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler
+from areal_lite.runs.profiling import MemorySnapshots, StepProfiler
 
 
 def names(folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def test_a_step_that_raises_ends_its_trace(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_before_the_chosen_steps_still_writes_its_trace(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from areal_lite.runs.monitoring.profiling import StepProfiler\n"
+        "import sys; from pathlib import Path; from areal_lite.runs.profiling import StepProfiler\n"
         "with StepProfiler([1, 2, 3], Path(sys.argv[1])) as profiler:\n"
         "    for step in (1, 2):\n"
         "        with profiler(step): pass\n"

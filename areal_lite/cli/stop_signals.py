@@ -1,0 +1,71 @@
+"""SIGINT and SIGTERM: the first asks the command to stop, the second ends the process.
+
+A process that does not stop in time prints its stack. What stopping means for a run is in
+:mod:`areal_lite.runs.stopping`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+from areal_lite.runs.stopping import ask_to_stop, is_finishing, stop_for
+
+STOP_SECONDS = 11.0
+"""The process ends at most this long after the first signal, even if it is stuck, unless it is in
+:func:`~areal_lite.runs.stopping.finishing`."""
+
+_ECHO_SECONDS = 1.0
+"""The same signal again within this time is ignored: a scheduler may signal all processes, and their launcher
+forwards it."""
+_STDERR = 2
+
+
+def stop_on_signals() -> None:
+    """Have the first SIGINT or SIGTERM raise Stopped in the main thread, and the second end the process.
+
+    A thread watches as well, because the main thread handles no signal during a long call into torch.
+    """
+    ask_to_stop(False)
+    faulthandler.enable(_STDERR)  # also print the stack if torch crashes
+    watched, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stop_for(number))
+    threading.Thread(target=_watch, args=(watched, waker), name="signal watch", daemon=True).start()
+
+
+def _watch(watched: socket.socket, waker: socket.socket) -> None:
+    """End the process after a second signal, or when the first has no effect; ``waker`` stays open meanwhile."""
+    first, began, shown = _next_signal(watched), time.monotonic(), False
+    last = first
+    # One write: the process may end at any moment.
+    sys.stderr.write("stopping; signal again to stop at once\n")
+    sys.stderr.flush()
+    watched.settimeout(STOP_SECONDS)
+    while True:
+        try:
+            last = _next_signal(watched)
+            if last != first or time.monotonic() > began + _ECHO_SECONDS:
+                break
+        except TimeoutError:
+            if not shown:
+                print(f"still running after {STOP_SECONDS:g} s, here:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(_STDERR)
+                shown = True
+            if not is_finishing():
+                print(f"not stopped after {STOP_SECONDS:g} s: ending here", file=sys.stderr, flush=True)
+                break
+    os._exit(128 + last)
+
+
+def _next_signal(watched: socket.socket) -> int:
+    while (number := watched.recv(1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+        pass
+    return number
