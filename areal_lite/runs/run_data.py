@@ -176,12 +176,6 @@ def _check_keys(config: RunConfig, workflow: Any) -> None:
     """Check that the keys of rows and rewards have an effect with this workflow, a class or an instance."""
     cls = workflow if inspect.isclass(workflow) else type(workflow)
     is_agent = not issubclass(cls, RolloutWorkflow)
-    key = config.rollout.rewards.key
-    if key is not None and not is_agent:
-        raise ConfigError(
-            f"rollout.rewards.key is {key!r}, and {cls.__name__} is a RolloutWorkflow, which returns rewards as "
-            "numbers: choose the part in the workflow, and remove rewards.key"
-        )
     if not config.rollout_global_dataset:
         generator_of(config.train_dataset)
     for name, rows in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):

@@ -383,7 +383,6 @@ def facts() -> list[dict[str, Any]]:
     [
         ("train_dataset.metadata_key=facts", "train_dataset.metadata_key is 'facts', and only a buffer_filter"),
         ("eval_dataset={path: x.y, metadata_key: facts}", "eval_dataset.metadata_key is 'facts'.*: remove it"),
-        ("rollout.rewards.key=score", "rollout.rewards.key is 'score', and Prompted is a RolloutWorkflow"),
         ("rollout_global_dataset=false", "train_dataset.shuffle is True, which needs a dataset"),
     ],
 )
@@ -411,6 +410,27 @@ def test_the_reward_key_chooses_the_part_that_trains(cosmos_yaml: Path) -> None:
         run_training(load_config(cosmos_yaml, [*agent, "rollout.rewards.weights={a: 1}"]))
     with pytest.raises(ConfigError, match="Judged is an agent, whose messages the chat template writes"):
         run_training(load_config(cosmos_yaml, [*agent, "train_dataset.apply_chat_template=false"]))
+
+
+def letters_and_length(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+) -> dict[str, Any]:
+    """Reward with parts, none of which is the score."""
+    return {"letters": sum(c.islower() for c in completions) / 8, "length": len(completion_ids), "verdict": "fine"}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_reward_key_chooses_the_part_of_a_workflows_reward_function(cosmos_yaml: Path, workers: int) -> None:
+    single = [
+        "workflow=workflows.single_turn.SingleTurnWorkflow",
+        f"workflow_kwargs={{reward_fn: {__name__}.letters_and_length}}",
+        "rollout.rewards.key=letters",
+        f"rollout.workers={workers}",
+        *QUIET[:3],
+    ]
+    (step,) = steps_of(run_training(load_config(cosmos_yaml, single)).run_dir)
+    assert step["rollout/reward/letters"] == pytest.approx(step["train/reward_mean"])
+    assert step["rollout/reward_extra/length"] > 1
 
 
 def length(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
