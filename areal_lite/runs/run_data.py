@@ -16,6 +16,7 @@ from areal_lite.config.dotted_path import load_object
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
+from areal_lite.data.rows.collation import collate_fn_of
 from areal_lite.data.rows.samplers import make_curriculum
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of
@@ -64,9 +65,10 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
         stream = GeneratedRows(generate, settings)
     elif (curriculum := make_curriculum(rows, raw)) is not None:
         if packer.collates:
+            own = f"{type(packer).__name__} has a rollout_collate_fn"
             raise ConfigError(
-                f"{type(packer).__name__} has a rollout_collate_fn, which takes rows in mini-batches, and "
-                "train_dataset.sampler chooses one row at a time: use a packer without it, or no sampler"
+                f"{own if packer.collate_fn is None else 'train_dataset has a collate_fn'}, which takes rows in "
+                "mini-batches, and train_dataset.sampler chooses one row at a time: remove one of the two"
             )
         stream = CurriculumRows(dataset, settings, curriculum)
     return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(stream, settings), workflow)
@@ -210,6 +212,7 @@ def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: Wo
     packer = make_data_packer(model_type(config.model_path), config.data_packer)
     tokenizer = load_tokenizer(tokenizer_path(config))
     packer.setup(tokenizer=tokenizer, processor=load_processor(config.model_path), config=rows)
+    packer.collate_fn = collate_fn_of(rows)
     packer.prepare_prompt = prompt_preparer(
         config, rows, workflow.target, workflow.given, tokenizer=tokenizer, first_row=first_row
     )

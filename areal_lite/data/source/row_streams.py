@@ -80,8 +80,14 @@ class RowStream(ABC):
         self._ahead.clear()
 
 
+def empty_rows() -> Iterator[dict[str, Any]]:
+    """Yield rows without columns: ``train_dataset.path`` of a run whose workflow makes its own prompts."""
+    while True:
+        yield {}
+
+
 class EmptyRows(RowStream):
-    """Endless rows without columns, for tests."""
+    """Endless rows without columns, whose position is not saved."""
 
     has_position = False
 

@@ -14,8 +14,8 @@ from areal_lite.api.workflow_api import RolloutWorkflow
 
 
 class KeyedRewards(RolloutWorkflow):
-    """Runs ``workflow``, whose reward is the part ``key``: of a dict that its reward function returns, or of ``rewards``
-    in its tensor dict, which may be a dict of ``[B]`` tensors by name. A reward that has no such part is an error."""
+    """Runs ``workflow``, whose reward is the part ``key`` of what its reward function returns, or of ``rewards`` in its
+    tensor dict, which may be a dict of ``[B]`` tensors by name. A reward that has no such part is an error."""
 
     def __init__(self, workflow: RolloutWorkflow, key: str) -> None:
         self.workflow, self.key = workflow, key
@@ -28,7 +28,7 @@ class KeyedRewards(RolloutWorkflow):
         with attributed_to(FailureKind.REWARD):
             if isinstance(parts, Mapping) and self.key in parts:
                 record_counts({f"reward/{name}": float(part.float().mean()) for name, part in parts.items()})
-                return {**returned, "rewards": parts[self.key]}  # type: ignore[dict-item]
+                return {**returned, "rewards": parts[self.key]}
             episodes = context.episodes or ([] if context.episode is None else [context.episode])
             used = any(f"reward/{self.key}" in episode.counts for episode in episodes)
             if returned is not None and (isinstance(parts, Mapping) or not used):
