@@ -16,7 +16,7 @@ from areal_lite.config.dotted_path import load_object
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
-from areal_lite.data.rows.collation import collate_fn_of
+from areal_lite.data.rows.added_columns import collate_fn_of
 from areal_lite.data.rows.samplers import make_curriculum
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of

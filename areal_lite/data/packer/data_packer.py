@@ -15,8 +15,7 @@ from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import Group, TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
-from areal_lite.data.rows.added_columns import with_added
-from areal_lite.data.rows.collation import rows_of_batch
+from areal_lite.data.rows.added_columns import rows_of_batch, with_added
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError, TrainingError
 

@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 from areal_lite.config.supervised_config import ConversationsConfig
 from areal_lite.data.chat.chat_tokens import ChatText, Rendering, Shortfall
 from areal_lite.data.chat.prompt_encoder import without_nulls
-from areal_lite.data.rows.collation import collate_fn_of, items_of_batch
+from areal_lite.data.rows.added_columns import collate_fn_of, rows_of_batch
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import place_of_row
 from areal_lite.errors import ConfigError
@@ -133,7 +133,7 @@ class BaseDataset(Dataset[Item], ABC):
         """Return the items as a list, which the config's ``collate_fn`` may change: they differ in length, and the
         trainer packs them."""
         items = list(batch)
-        return items if self._collate_fn is None else items_of_batch(self._collate_fn(items), items)
+        return items if self._collate_fn is None else rows_of_batch(self._collate_fn(items), len(items), items[0])
 
     @abstractmethod
     def texts(self, row: Row) -> Sequence[Texts]:

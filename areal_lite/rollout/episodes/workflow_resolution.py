@@ -15,7 +15,6 @@ from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import PickledObject, pickled_object
-from areal_lite.rollout.episodes.keyed_rewards import KeyedRewards
 
 _FORMS = (
     "give a RolloutWorkflow instance, a class with workflow_kwargs, a dotted path 'package.module.Name', "
@@ -45,16 +44,14 @@ def resolve_workflow(
     workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, config: InferenceEngineConfig
 ) -> RolloutWorkflow:
     """Return the workflow that ``workflow`` names: an instance, class, dotted path, or agent (see ``WorkflowLike``),
-    around which ``config.agents.workflow`` is put. ``config.rewards.key`` chooses the reward of either. A path in the
-    kwarg ``tokenizer`` is loaded, unless the constructor annotates it as ``str``."""
+    around which ``config.agents.workflow`` is put. A path in the kwarg ``tokenizer`` is loaded, unless the constructor
+    annotates it as ``str``."""
     target = check_workflow(workflow, workflow_kwargs, allow_sync=config.agents.isolation != "inline")
     if inspect.isclass(target):
         target = target(**_with_tokenizer(target, workflow_kwargs or {}))
     if not isinstance(target, RolloutWorkflow):
         target = load_object(config.agents.workflow, where="rollout.agents.workflow")(target, config)
         assert isinstance(target, RolloutWorkflow)
-    elif config.rewards.key is not None:
-        target = KeyedRewards(target, config.rewards.key)
     return target
 
 

@@ -12,7 +12,7 @@ from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.batch.collate import collate_fn
 from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.rows.collation import collate_fn_of, items_of_batch, rows_of_batch
+from areal_lite.data.rows.added_columns import collate_fn_of, rows_of_batch
 from areal_lite.errors import ConfigError
 
 ROWS = [{"prompt": f"p{i}", "extra_info": {"index": i}} for i in range(3)]
@@ -48,19 +48,20 @@ def test_prompts_are_prepared_from_what_the_function_made() -> None:
 
 
 @pytest.mark.parametrize(
-    "batch", [None, [], {}, {"a": [1, 2]}, {"a": [1, 2, 3], "b": [1]}, {"a": 1}, ROWS[:2], ["p0", "p1", "p2"], "abc"]
+    "batch", [None, [], {"a": [1, 2]}, {"a": [1, 2, 3], "b": [1]}, {"a": 1}, ROWS[:2], ["p0", "p1", "p2"], "abc"]
 )
 def test_a_batch_without_a_row_for_each_episode_is_refused(batch: Any) -> None:
-    with pytest.raises(ConfigError, match="collate_fn made .* of 3 rows: a run needs each row for its episodes, so"):
+    with pytest.raises(
+        ConfigError, match="collate_fn made .* of 3 rows: each is needed by itself, so return a dict of columns"
+    ):
         rows_of_batch(batch, 3)
 
 
-@pytest.mark.parametrize("batch", [None, [], {"input_ids": []}, [{"row": 1}], ["text"], torch.zeros(2)])
-def test_a_batch_that_is_no_list_of_items_is_refused(batch: Any) -> None:
+def test_items_of_an_update_keep_what_the_trainer_needs() -> None:
     items = [{"input_ids": 1, "row": 0}, {"input_ids": 2, "row": 1}]
-    with pytest.raises(ConfigError, match="of 2 items: the trainer packs .* a list of dicts with input_ids, row"):
-        items_of_batch(batch, items)
-    assert items_of_batch(items[1:], items) == items[1:]
+    assert rows_of_batch(items[::-1], 2, items[0]) == items[::-1]
+    with pytest.raises(ConfigError, match="of 2 rows: each is needed .* a list of 2 dicts with input_ids, row, in the"):
+        rows_of_batch([items[0], {"row": 1}], 2, items[0])
 
 
 def test_the_function_is_loaded_from_its_path() -> None:

@@ -10,16 +10,13 @@ import torch
 
 from areal_lite.api import AsyncRewardWrapper, episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
-from areal_lite.api.failure import FailureKind
+from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.config.rollout_config import InferenceEngineConfig, RewardsConfig
 from areal_lite.rollout.episodes.grouped_rollout import GroupedRolloutWorkflow, run_group
-from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
 from tests.rollout.scripted import tensors_of
 
 ANSWER = ModelResponse(input_tokens=[1, 2], output_tokens=[3, 4], output_logprobs=[-0.5] * 2, output_versions=[0] * 2)
-KEYED = InferenceEngineConfig(rewards=RewardsConfig(key="right"))
 
 
 class Rewarded(RolloutWorkflow):
@@ -46,13 +43,13 @@ def given(prompt: str, completion: str, prompt_ids: list[int], completion_ids: l
     return returned
 
 
-def run(workflow: RolloutWorkflow, config: InferenceEngineConfig = KEYED, size: int = 1) -> list[Episode]:
+def run(workflow: RolloutWorkflow, key: str | None = "right", size: int = 1) -> list[Episode]:
     episodes = [Episode(member_idx=number) for number in range(size)]
     engine: Any = None
 
     async def grouped() -> None:
-        episode_context.enter(EpisodeContext(episodes=episodes, episode=episodes[0]))
-        await run_group(resolve_workflow(workflow, None, config), engine, {}, episodes)
+        episode_context.enter(EpisodeContext(episodes=episodes, episode=episodes[0], reward_key=key))
+        await run_group(workflow, engine, {}, episodes)
 
     asyncio.run(grouped())
     return episodes
@@ -65,7 +62,7 @@ def test_the_key_names_the_part_of_a_reward_function_and_the_others_are_facts(in
         assert episode.trajectory is not None and episode.trajectory.reward == 0.5
         assert episode.counts == {"reward/right": 0.5}
         assert episode.reward_extra == {"score": 2.0, "verdict": "fine"}
-    (unkeyed,) = run(Rewarded(parts, in_process), InferenceEngineConfig())
+    (unkeyed,) = run(Rewarded(parts, in_process), None)
     assert unkeyed.trajectory is not None and unkeyed.trajectory.reward == 2.0 and unkeyed.counts == {}
 
 
@@ -104,10 +101,11 @@ def test_the_key_reaches_the_episodes_of_a_workflows_own_group() -> None:
 def test_a_reward_without_the_part_fails_the_episode(workflow: RolloutWorkflow, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         run(workflow)
-    group = GroupedRolloutWorkflow(resolve_workflow(workflow, None, KEYED), 2)
-    episodes = [Episode(), Episode()]
-    engine: Any = None
     with pytest.raises(ValueError, match=says):
-        asyncio.run(group.run_episodes(engine, {}, episodes))
-    failures = [episode.trajectory.failure for episode in episodes if episode.trajectory]
-    assert [failure.kind for failure in failures if failure] == [FailureKind.REWARD] * 2
+        run(workflow, size=2)
+
+
+def test_a_missing_part_is_a_failure_of_the_reward() -> None:
+    with pytest.raises(ValueError, match="no reward of the episode has that part") as raised:
+        run(Rewarded(torch.tensor([1.0])))
+    assert Failure.of(raised.value).kind is FailureKind.REWARD
