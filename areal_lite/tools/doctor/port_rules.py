@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 
 def number(value: Any) -> float:
-    """Return a number that YAML 1.1 may have read as text, such as ``1e-6``; 0 if it is none."""
+    """Return ``value`` as a number; 0 if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -26,7 +26,7 @@ from areal_lite.tools.doctor.port_verl import VERL
 ORIGINS: dict[str, tuple[Rule, ...]] = {"verl": VERL, "slime": SLIME, "areal": AREAL}
 _NAMES = {"verl": "verl", "slime": "slime", "areal": "AReaL"}
 _REQUIRED = {
-    *("experiment_name", "model_path", "train_dataset.path", "eval_dataset.path"),
+    *("experiment_name", "model_path", "train_dataset.path"),
     *("trainer.learning_rate", "trainer.total_steps", "trainer.total_epochs"),
 }
 """Keys without a default here."""
@@ -70,12 +70,12 @@ class Ported:
                     continue
                 shown.add((each.key, repr(each.value)))
                 word = "warning" if differs and not given else "write" if differs else "ok"
-                source = f"{name}'s {'' if given else 'default of '}{each.origin_key} {_text(each.origin_value)}"
-                ours = "required here" if each.key in _REQUIRED else f"default here {_text(each.default)}"
+                source = f"{name} {'sets' if given else 'defaults to'} {each.origin_key}: {_text(each.origin_value)}"
+                ours = "a required key here" if each.key in _REQUIRED else f"the default here is {_text(each.default)}"
                 why = f" ({each.why})" if each.why else ""
                 yield f"{word:<9}{each.key}: {_text(each.value)}; {source}, {ours}{why}"
         for key in self.not_carried_over:
-            yield f"{'warning':<9}{key}: not carried over"
+            yield f"{'warning':<9}{key} is not carried over: no key here says the same with this value"
 
 
 def ported(origin: str, path: str) -> Ported:
@@ -93,22 +93,27 @@ def ported(origin: str, path: str) -> Ported:
             f"{path}: none of its {len(given)} keys is one of {_NAMES[origin]}'s: is --from right? "
             f"It is for {', '.join(ORIGINS)}"
         )
-    loss = next(str(rule.convert(str(values[rule.origin]), values.get)) for rule in rules if rule.key == "trainer.loss")
+
+    def converted(rule: Rule) -> Any:
+        value = values[rule.origin]
+        if isinstance(value, str) and "$" in value:  # of a shell, or a reference that the file does not resolve
+            return UNUSED
+        try:
+            return rule.convert(value, values.get)
+        except (TypeError, ValueError, ArithmeticError, AttributeError):
+            raise ConfigError(
+                f"{path}: {rule.origin} is {value!r:.200}, no value that {_NAMES[origin]} takes"
+            ) from None
+
+    loss = next(str(converted(rule)) for rule in rules if rule.key == "trainer.loss")
     result = Ported(origin, path)
     carried = set()
     for rule in rules:
         if rule.origin not in given and rule.default is UNUSED:
             continue
-        value = values[rule.origin]
-        unresolved = isinstance(value, str) and "$" in value
-        try:
-            wanted = UNUSED if unresolved else rule.convert(value, values.get)
-        except (TypeError, ValueError, ZeroDivisionError, OverflowError):
-            raise ConfigError(
-                f"{path}: {rule.origin} is {value!r:.200}, no value that {_NAMES[origin]} takes"
-            ) from None
+        value, wanted = values[rule.origin], converted(rule)
         if wanted is UNUSED:
-            carried |= set() if unresolved or value != rule.default else {rule.origin}
+            carried |= {rule.origin} if value == rule.default else set()
             continue
         carried.add(rule.origin)
         default = default_of(rule.key, loss)
@@ -142,17 +147,12 @@ def default_of(key: str, loss: str = "ppo") -> Any:
     value: Any = RunConfig(experiment_name="e", model_path="-", train_dataset=DatasetConfig(path="-"), trainer=trainer)
     for name in () if key in _REQUIRED else key.split("."):
         value = getattr(value, name, None)
-    return None if key in _REQUIRED else value
+    return None if key in _REQUIRED else list(value) if isinstance(value, tuple) else value
 
 
 def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+    if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(_equal, left, right))
-    if isinstance(left, str) and isinstance(right, int | float) and not isinstance(right, bool):
-        try:
-            return float(left) == right  # 1e-6 is text in YAML 1.1
-        except ValueError:
-            return False
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 
@@ -206,7 +206,7 @@ def _flat(values: Mapping[Any, Any], above: tuple[str, ...], known: set[tuple[st
         key = (*above, str(name))
         if isinstance(value, Mapping) and value and key not in known:
             yield from _flat(value, key, known)
-        else:
+        elif value != "???":  # what OmegaConf calls missing
             yield ".".join(key), value
 
 
