@@ -49,7 +49,7 @@ def collate_fn_of(rows: RowsConfig) -> Callable[[list[Any]], Any] | None:
     function = None if rows.collate_fn is None else load_object(rows.collate_fn, where="collate_fn")
     if function is not None and not callable(function):
         raise ConfigError(f"collate_fn is {rows.collate_fn!r}: it must be a function that takes a list of rows")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def rows_of_batch(batch: Any, size: int, needs: Collection[str] = ()) -> list[dict[str, Any]]:
