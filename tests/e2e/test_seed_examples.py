@@ -18,7 +18,7 @@ from areal_lite.utils import stats_tracker
 from torch.utils.data import Dataset
 
 import areal_lite
-from areal_lite.api import ModelRequest
+from areal_lite.api import AsyncRewardWrapper, ModelRequest
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.loader import load_config
@@ -440,12 +440,17 @@ def test_a_key_without_an_effect_is_refused(cosmos_yaml: Path, override: str, sa
         run_training(load_config(cosmos_yaml, [override]))
 
 
+def as_score(reward: float) -> dict[str, Any]:
+    """Return what an agent's own reward function does, whatever part of the agent's dict trains."""
+    return {"score": reward}
+
+
 class Judged(LetterAgent):
     """Rewards with parts, one of them text."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         """Ask once and score."""
-        reward = await super().run(data, **extra_kwargs)
+        reward = await AsyncRewardWrapper(as_score, in_process=True)(await super().run(data, **extra_kwargs))
         return {"letters": reward, "length": 8, "verdict": "fine"}
 
 
