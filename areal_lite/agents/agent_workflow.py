@@ -68,7 +68,7 @@ class AgentWorkflow(RolloutWorkflow):
             engine, renderer, self._config.eval_gconfig if is_eval else self._config.gconfig, agent_samples=is_eval
         )
         access = doors.access(doors.service.open(session))
-        episode_context.enter(context._replace(agent=access))
+        episode_context.enter(context._replace(agent=access, reward_key=None))
         episode_environ.show(access.environment)
         try:
             reward = await self._run_agent(data, access, session, shared)

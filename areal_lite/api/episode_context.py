@@ -69,6 +69,8 @@ class EpisodeContext(NamedTuple):
     """This episode; the engine records its model calls there."""
     shared: SharedResources | None = None
     """Objects that all episodes of the engine share; None outside an engine."""
+    reward_key: str | None = None
+    """Part of a reward that is the reward, in a workflow of a run with ``rollout.rewards.key``."""
     agent: Any = None
     """How an agent reaches its model (``agents.isolation.agent_access.AgentAccess``); None in a workflow."""
 

@@ -31,7 +31,8 @@ class AsyncRewardWrapper:
 
     A function returns a number, a list or array with one for each token of the answer, or a dict with either as
     ``score`` (or ``reward``). Numbers and texts beside it in the dict go into the dump of the running episode, and the
-    means of the numbers into the run's metrics as ``rollout/reward_extra/NAME``.
+    means of the numbers into the run's metrics as ``rollout/reward_extra/NAME``. In a run with ``rollout.rewards.key``
+    it returns a dict with that name in place of ``score``.
 
     Args:
         reward_fn: A function at module level, a picklable callable, or a dotted path to one.
@@ -98,32 +99,34 @@ class AsyncRewardWrapper:
             return await self._checked(args, kwargs)
 
     async def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | list[float]:
-        value, facts = await self._call(args, kwargs)
+        from areal_lite.api import episode_context, scalars  # which load numpy
+
+        key = episode_context.current().reward_key
+        value, facts = await self._call(key, args, kwargs)
         tokens = args[3] if len(args) > 3 else kwargs.get("completion_ids", ())
         if isinstance(value, list) and len(value) != len(tokens):
             raise ValueError(
                 f"reward {self._name} is a list of {len(value)} for {len(tokens)} completion_ids: it must be a finite "
                 "number, or one for each of them"
             )
-        if facts:
-            from areal_lite.api.scalars import record_reward_facts  # which loads numpy
-
-            record_reward_facts(facts)
+        scalars.record_reward_facts(facts)
+        if key is not None:
+            scalars.record_counts({f"reward/{key}": sum(value) if isinstance(value, list) else value})
         return value
 
-    async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reward:
+    async def _call(self, key: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reward:
         if self._is_async:
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
-                    return read_reward(await self._function(*args, **kwargs))
+                    return read_reward(await self._function(*args, **kwargs), key)
             except TimeoutError:
                 if not limit.expired():
                     raise
                 raise TimeoutError(f"reward {self._name} gave no answer in {self._timeout_s:g} s") from None
         if self._sent is None:
-            return read_reward(self._function(*args, **kwargs))
+            return read_reward(self._function(*args, **kwargs), key)
         pool = _pool(self._max_workers)
-        return read_reward(await pool.call(self._sent, args, kwargs, timeout_s=self._timeout_s))
+        return read_reward(await pool.call(self._sent, (key, *args), kwargs, timeout_s=self._timeout_s), key)
 
 
 _pools: dict[tuple[int, int], CallPool] = {}

@@ -32,11 +32,16 @@ class Reward(NamedTuple):
     """Numbers and texts beside the reward, by name."""
 
 
-def read_reward(returned: Any) -> Reward:
-    """Return the reward, and the facts beside it if ``returned`` is a dict with ``score`` or ``reward``."""
+def read_reward(returned: Any, key: str | None = None) -> Reward:
+    """Return the reward, and the facts beside it if ``returned`` is a dict with ``score`` or ``reward``, or ``key``."""
     facts: dict[str, float | str | None] = {}
+    if key is not None and not (isinstance(returned, Mapping) and key in returned):
+        raise ValueError(
+            f"the reward is {repr(returned)[:200]}: rollout.rewards.key is {key!r}, so return a dict with it"
+        )
     if isinstance(returned, Mapping):
-        if (name := next((name for name in ("score", "reward") if name in returned), None)) is None:
+        names = ("score", "reward") if key is None else (key,)
+        if (name := next((name for name in names if name in returned), None)) is None:
             raise ValueError(f"the reward is a dict of {[*returned][:8]}: give the number as 'score'")
         facts = {str(key): _fact(str(key), value) for key, value in returned.items() if key != name}
         returned = returned[name]
@@ -47,10 +52,10 @@ def read_reward(returned: Any) -> Reward:
     return Reward(as_reward(returned), facts)
 
 
-def reward_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> float | dict[str, Any]:
+def reward_of(function: Callable[..., Any], key: str | None, /, *args: Any, **kwargs: Any) -> float | dict[str, Any]:
     """Call a reward function; return its reward as JSON, with the facts beside it as :func:`read_reward` takes them."""
-    value, facts = read_reward(function(*args, **kwargs))
-    return {"score": value, **facts} if facts or not isinstance(value, float) else value
+    value, facts = read_reward(function(*args, **kwargs), key)
+    return {key or "score": value, **facts} if facts or key or not isinstance(value, float) else value
 
 
 def _fact(name: str, value: Any) -> float | str | None:

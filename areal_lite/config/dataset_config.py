@@ -36,6 +36,9 @@ class RowsConfig:
     """Shuffle each epoch, seeded by (seed, epoch); false keeps the order of the rows."""
     cache_dir: str | None = None
     """Cache folder for remote files. Null is ~/.cache/areal_lite."""
+    collate_fn: str | None = None
+    """Dotted path of a function that makes a batch of a list of rows: the consumer_batch_size rows that become workflow
+    input together, as columns (verl's) or a list; or the items of a supervised update, as a list."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
     tools_key: str = "tools"
@@ -54,7 +57,10 @@ class DatasetConfig(RowsConfig):
     label_key: str | None = None
     """Column of the label."""
     metadata_key: str | None = None
-    """Column of a dict that becomes Sample.metadata, for buffer_filter; it is saved with the position in the data."""
+    """Column of a dict that becomes Sample.metadata for buffer_filter, and metadata in the row of the workflow."""
+    need_tools_kwargs: bool = False
+    """Give every row index, tools_kwargs and interaction_kwargs of its extra_info, and warn if tools_kwargs is empty;
+    false gives them to the rows that have any."""
     image_key: str = "images"
     """Column of the images that replace <image> in a message, for training loops of your own: runs train on text."""
     video_key: str = "videos"

@@ -113,12 +113,13 @@ class AgentsConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardsConfig:
-    """The reward of an agent that returns a dict of named parts. Each number is a metric, rollout/reward/NAME."""
+    """The reward of an agent or reward function that returns a dict of named parts. Numbers of an agent's dict, and the
+    part key of any other, are metrics, rollout/reward/NAME."""
 
     weights: dict[str, float] | None = None
-    """Weight of each part by name: the reward is the weighted sum. Null: no weighted sum."""
+    """Weight of each part of an agent's reward by name: the reward is the weighted sum. Null: no weighted sum."""
     key: str | None = None
-    """Name of the part that is the reward. Null: no single part is."""
+    """Name of the part that is the reward. Null: no single part is; of a reward function it is score."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

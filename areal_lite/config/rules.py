@@ -83,15 +83,6 @@ def _check_generator(config: RunConfig) -> None:
 
 def _check_rows(config: RunConfig) -> None:
     """Refuse keys of rows that nothing reads, whatever the workflow is; ``runs`` looks at what the workflow reads."""
-    for name, dataset, fix in (
-        ("train_dataset", config.train_dataset if config.buffer_filter is None else None, "set buffer_filter, or "),
-        ("eval_dataset", config.eval_dataset, ""),
-    ):
-        if dataset is not None and dataset.metadata_key is not None:
-            raise ConfigError(
-                f"{name}.metadata_key is {dataset.metadata_key!r}, and only a buffer_filter of the training rows reads "
-                f"it: {fix}remove it. The workflow gets the column in its row"
-            )
     for name, rows in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
         if rows is None:
             continue

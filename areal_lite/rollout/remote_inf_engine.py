@@ -49,6 +49,7 @@ class RemoteInfEngine(EngineLifecycle):
             sent=pickled_workflow(*what) if self.config.workers > 1 else None,
             should_accept_fn=should_accept_fn,
             is_eval=is_eval,
+            reward_key=self.config.rewards.key,
         )
 
     def _group_size(self, given: int | None) -> int:

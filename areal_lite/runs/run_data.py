@@ -21,6 +21,7 @@ from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
+from areal_lite.data.rows.added_columns import collate_fn_of
 from areal_lite.data.rows.samplers import make_curriculum
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of
@@ -74,9 +75,10 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
         stream = GeneratedRows(generate, settings)
     elif (curriculum := make_curriculum(rows, raw)) is not None:
         if packer.collates:
+            own = f"{type(packer).__name__} has a rollout_collate_fn"
             raise ConfigError(
-                f"{type(packer).__name__} has a rollout_collate_fn, which takes rows in mini-batches, and "
-                "train_dataset.sampler chooses one row at a time: use a packer without it, or no sampler"
+                f"{own if packer.collate_fn is None else 'train_dataset has a collate_fn'}, which takes rows in "
+                "mini-batches, and train_dataset.sampler chooses one row at a time: remove one of the two"
             )
         stream = CurriculumRows(dataset, settings, curriculum)
     return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(stream, settings), workflow)
@@ -189,12 +191,6 @@ class WorkflowChoice:
 def _check_keys(config: RunConfig, cls: Any) -> None:
     """Check that the keys of rows and rewards have an effect with a workflow of this class."""
     is_agent = not issubclass(cls, RolloutWorkflow)
-    key = config.rollout.rewards.key
-    if key is not None and not is_agent:
-        raise ConfigError(
-            f"rollout.rewards.key is {key!r}, and {cls.__name__} is a RolloutWorkflow, which returns rewards as "
-            "numbers: choose the part in the workflow, and remove rewards.key"
-        )
     if not config.rollout_global_dataset:
         generator_of(config.train_dataset)
     for name, rows in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
@@ -209,6 +205,7 @@ def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: Wo
     packer = make_data_packer(model_type(config.model_path), config.data_packer)
     tokenizer = load_tokenizer(tokenizer_path(config))
     packer.setup(tokenizer=tokenizer, processor=load_processor(config.model_path), config=rows)
+    packer.collate_fn = collate_fn_of(rows)
     packer.prepare_prompt = prompt_preparer(config, rows, workflow, tokenizer=tokenizer, first_row=first_row)
     return packer
 

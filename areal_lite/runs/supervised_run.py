@@ -24,6 +24,7 @@ from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
+from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_scorable, resolve_device
@@ -144,6 +145,8 @@ def run_supervised(
 
 def datasets(config: SupervisedConfig) -> tuple[BaseDataset, BaseDataset | None]:
     """Return the training and the held-out items; every row has been checked."""
+    if config.eval_dataset is not None and config.eval_dataset.collate_fn is not None:
+        raise ConfigError("eval_dataset.collate_fn would do nothing: held-out items are not batched; remove it")
     tokenizer = load_tokenizer(config.model_path)
 
     def load(rows: Any) -> BaseDataset:

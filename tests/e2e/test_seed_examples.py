@@ -18,7 +18,7 @@ from areal_lite.utils import stats_tracker
 from torch.utils.data import Dataset
 
 import areal_lite
-from areal_lite.api import ModelRequest
+from areal_lite.api import AsyncRewardWrapper, ModelRequest
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.loader import load_config
@@ -28,6 +28,7 @@ from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPac
 from areal_lite.errors import ConfigError
 from areal_lite.rollout import workflow_context
 from areal_lite.runs.entry_points import run_rollout, run_training
+from areal_lite.runs.run_data import training_data
 from tests.e2e.agents import LetterAgent
 
 QUIET = ["save_model=false", "trainer.total_steps=1", "trial_name=quiet", "eval_dataset=null"]
@@ -305,9 +306,12 @@ def test_cosmos_rls_packer_gets_mini_batches_of_conversations_and_packs_them(cos
 
 
 def test_a_collating_packer_and_a_curriculum_are_refused(cosmos_yaml: Path) -> None:
-    given = [f"data_packer={__name__}.MyPacker", "train_dataset.sampler={path: tests.e2e.agents, name: InOrder}"]
-    with pytest.raises(ConfigError, match="MyPacker has a rollout_collate_fn, .* use a packer without it, or no"):
-        run_training(load_config(cosmos_yaml, given))
+    sampler = "train_dataset.sampler={path: tests.e2e.agents, name: InOrder}"
+    with pytest.raises(ConfigError, match="MyPacker has a rollout_collate_fn, which takes .*: remove one of the two"):
+        run_training(load_config(cosmos_yaml, [f"data_packer={__name__}.MyPacker", sampler]))
+    collate = "train_dataset.collate_fn=areal_lite.data.batch.collate.collate_fn"
+    with pytest.raises(ConfigError, match="train_dataset has a collate_fn, which takes .*: remove one of the two"):
+        run_training(load_config(cosmos_yaml, [collate, sampler]))
 
 
 def test_a_model_that_reads_images_is_refused_by_name(cosmos_yaml: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -375,15 +379,59 @@ def test_epochs_of_a_generator_are_refused(cosmos_yaml: Path) -> None:
 
 def facts() -> list[dict[str, Any]]:
     """Return rows with a column of metadata."""
-    return [{"prompt": "p", "facts": {}}]
+    return [{"prompt": f"say {i}", "facts": {"number": i}} for i in range(8)]
+
+
+class WithMetadata(Prompted):
+    """Reads the metadata of its row."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        assert data["prompt"] == f"say {data['metadata']['number']}" and data["metadata"] == data["facts"]
+        return await super().arun_episode(engine, data)
+
+
+def test_metadata_reach_the_workflow_without_a_filter(cosmos_yaml: Path) -> None:
+    rows = [f"{name}={{path: {__name__}.facts, metadata_key: facts}}" for name in ("train_dataset", "eval_dataset")]
+    config = load_config(cosmos_yaml, [*rows, f"workflow={__name__}.WithMetadata", *QUIET[:3]])
+    (step,) = steps_of(run_training(config).run_dir)[-1:]
+    assert step["eval/reward"] > 0
+
+
+class MakesPrompts(Prompted):
+    """Makes its own prompts, from nothing."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        assert data == {}
+        return await super().arun_episode(engine, {"prompt": f"task {workflow_context.get().task_id}"})
+
+
+def test_a_workflow_makes_its_own_prompts_for_empty_samples(cosmos_yaml: Path) -> None:
+    given = [
+        "rollout_global_dataset=false",
+        "train_dataset={path: areal_lite.data.source.row_streams.empty_rows, shuffle: false}",
+        f"workflow={__name__}.MakesPrompts",
+        "checkpoint={every_steps: 1}",
+        "save_model=false",
+        "eval_dataset=null",
+    ]
+    data = training_data(load_config(cosmos_yaml, given))
+    first, second = data.source.get_samples(2)
+    size = load_config(cosmos_yaml, given).rollout.group_size
+    assert [sample.index for sample in first + second] == list(range(2 * size))
+    assert {(sample.prompt, sample.response, sample.label, str(sample.metadata)) for sample in first} == {
+        ("", "", None, "{}")
+    }
+    assert run_training(load_config(cosmos_yaml, [*given, "trainer.total_steps=1"])).steps == 1
+    seen = set(Prompted.seen)
+    resumed = run_training(load_config(cosmos_yaml, [*given, "trainer.total_steps=2"]))
+    assert (resumed.steps, seen < set(Prompted.seen)) == (1, True)
+    assert all(prompt.startswith("task ") for prompt in Prompted.seen)
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("train_dataset.metadata_key=facts", "train_dataset.metadata_key is 'facts', and only a buffer_filter"),
-        ("eval_dataset={path: x.y, metadata_key: facts}", "eval_dataset.metadata_key is 'facts'.*: remove it"),
-        ("rollout.rewards.key=score", "rollout.rewards.key is 'score', and Prompted is a RolloutWorkflow"),
+        (f"train_dataset={{path: {__name__}.facts, metadata_key: fact}}", "no column 'fact' .metadata_key.*'facts'?"),
         ("rollout_global_dataset=false", "train_dataset.shuffle is True, which needs a dataset"),
     ],
 )
@@ -392,12 +440,17 @@ def test_a_key_without_an_effect_is_refused(cosmos_yaml: Path, override: str, sa
         run_training(load_config(cosmos_yaml, [override]))
 
 
+def as_score(reward: float) -> dict[str, Any]:
+    """Return what an agent's own reward function does, whatever part of the agent's dict trains."""
+    return {"score": reward}
+
+
 class Judged(LetterAgent):
     """Rewards with parts, one of them text."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         """Ask once and score."""
-        reward = await super().run(data, **extra_kwargs)
+        reward = await AsyncRewardWrapper(as_score, in_process=True)(await super().run(data, **extra_kwargs))
         return {"letters": reward, "length": 8, "verdict": "fine"}
 
 
@@ -411,6 +464,27 @@ def test_the_reward_key_chooses_the_part_that_trains(cosmos_yaml: Path) -> None:
         run_training(load_config(cosmos_yaml, [*agent, "rollout.rewards.weights={a: 1}"]))
     with pytest.raises(ConfigError, match="Judged is an agent, whose messages the chat template writes"):
         run_training(load_config(cosmos_yaml, [*agent, "train_dataset.apply_chat_template=false"]))
+
+
+def letters_and_length(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+) -> dict[str, Any]:
+    """Reward with parts, none of which is the score."""
+    return {"letters": sum(c.islower() for c in completions) / 8, "length": len(completion_ids), "verdict": "fine"}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_reward_key_chooses_the_part_of_a_workflows_reward_function(cosmos_yaml: Path, workers: int) -> None:
+    single = [
+        "workflow=workflows.single_turn.SingleTurnWorkflow",
+        f"workflow_kwargs={{reward_fn: {__name__}.letters_and_length}}",
+        "rollout.rewards.key=letters",
+        f"rollout.workers={workers}",
+        *QUIET[:3],
+    ]
+    (step,) = steps_of(run_training(load_config(cosmos_yaml, single)).run_dir)
+    assert step["rollout/reward/letters"] == pytest.approx(step["train/reward_mean"])
+    assert step["rollout/reward_extra/length"] > 1
 
 
 def length(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:

@@ -382,6 +382,8 @@ def test_a_trained_reward_model_is_a_classifier_with_one_label(tmp_path: Path, t
         ("train_dataset.max_length=4", "no trained token within max_length"),
         ("train_dataset.path=no_such.jsonl", "no_such.jsonl"),
         ("model_path=no/such/model", "no/such/model"),
+        ("train_dataset.collate_fn=no_such.function", "collate_fn is 'no_such.function': there is no module"),
+        ("eval_dataset.collate_fn=a.b", "eval_dataset.collate_fn would do nothing"),
         ("trainer.warmup_steps=3", "warmup_steps is 3 and warmup_ratio 0.1"),
         ("trainer.loss=ppo", "unknown key 'loss'"),
     ],

@@ -39,6 +39,18 @@ def by_parts(prompt, completion, prompt_ids, completion_ids, data_source, reward
 
 def by_token(prompt, completion, prompt_ids, completion_ids, **row):
     return [id % 7 / 7 for id in completion_ids]
+
+def by_tools(prompt, completion, prompt_ids, completion_ids, tools_kwargs, interaction_kwargs, index, **row):
+    assert tools_kwargs == row["extra_info"]["tools_kwargs"] and tools_kwargs["calc"]["create_kwargs"]["n"] == index
+    assert interaction_kwargs == {} and row["mini_batch"] == 4
+    return len(completion) % 3
+
+batches = []
+
+def collate(rows):
+    from areal_lite.data.batch.collate import collate_fn
+    batches.append([row["index"] for row in rows])
+    return collate_fn([{**row, "mini_batch": len(rows)} for row in rows])
 """
 
 
@@ -168,6 +180,19 @@ def test_facts_beside_the_reward_are_dumped_and_measured(verl_yaml: Path, parque
     assert 0 < held["tensor_bytes"] < held["resident_bytes"] <= held["peak_resident_bytes"]
     assert check_run(run_dir, reward="verl_rewards.by_parts").findings == []
     assert "eval-rollout/reward_extra/acc" in run_evaluation(load_config(verl_yaml, given)).metrics()
+
+
+def test_arguments_of_tools_and_batches_of_a_collate_fn_reach_the_workflow(verl_yaml: Path, parquet: str) -> None:
+    rows = datasets.Dataset.from_parquet(parquet).to_list()
+    for row in rows:
+        row["extra_info"]["tools_kwargs"] = {"calc": {"create_kwargs": {"n": row["extra_info"]["index"]}}}
+    datasets.Dataset.from_list(rows).to_parquet(parquet)
+    given = [f"train_dataset={{path: {parquet}, collate_fn: verl_rewards.collate}}", "trainer.total_steps=1"]
+    given.append("workflow_kwargs.reward_fn=verl_rewards.by_tools")
+    assert run_training(load_config(verl_yaml, given)).steps == 1
+    import verl_rewards
+
+    assert verl_rewards.batches and all(len(set(batch)) == 4 for batch in verl_rewards.batches)
 
 
 def test_throughput_counts_trainers_and_the_gpus_of_servers_that_the_run_starts(

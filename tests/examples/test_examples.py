@@ -165,3 +165,9 @@ def test_08_runs_two_batches_and_a_row_in_one_event_loop(tiny_model, tmp_path):
         "Why?",
     ]
     assert all(re.search(r": accepted, rewards \[[01]\.0\]", line) for line in lines)
+
+
+def test_09_trains_on_the_rows_that_it_submits(tiny_model, tmp_path):
+    lines = run_example("09_submit_and_wait.py", tiny_model, 2, cwd=tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
+    assert all(re.search(r"reward \d\.\d+, loss [+-]\d", line) for line in lines)

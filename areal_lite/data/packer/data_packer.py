@@ -15,6 +15,7 @@ from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import Group, TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
+from areal_lite.data.rows.added_columns import rows_of_batch, with_added
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError, TrainingError
 
@@ -35,6 +36,8 @@ class DataPacker(ABC):
     """The dataset section of the config; its defaults if rows come from no file."""
     prepare_prompt: Callable[[Row], Row] | None = None
     """Returns the forms of a row's prompt that the run adds to the workflow's input; None adds nothing."""
+    collate_fn: Callable[[list[dict[str, Any]]], Any] | None = None
+    """The ``collate_fn`` of the dataset section, which makes a batch of a mini-batch of rows."""
 
     def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
         """Take what the run has loaded.
@@ -62,8 +65,8 @@ class DataPacker(ABC):
 
     @property
     def collates(self) -> bool:
-        """True if rows become input together, because the class has a ``rollout_collate_fn`` of its own."""
-        return type(self).rollout_collate_fn is not DataPacker.rollout_collate_fn
+        """True if rows become input together: there is a collate_fn, or the class has its own rollout_collate_fn."""
+        return self.collate_fn is not None or type(self).rollout_collate_fn is not DataPacker.rollout_collate_fn
 
     @abstractmethod
     def get_policy_input(self, sample: Any, rollout_output: RolloutOutput) -> Any:
@@ -158,11 +161,14 @@ def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str =
         columns = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
         if not isinstance(item, Mapping) and isinstance(row, Mapping):
             columns = {**row, **columns}
+        made.append(with_added(columns, row, packer.config))
+    if packer.collate_fn is not None:
+        made = rows_of_batch(packer.collate_fn(made), len(rows))
+    for place, (row, item, columns) in enumerate(zip(rows, inputs, made, strict=True)):
         if (prepare := packer.prepare_prompt) is not None:
             # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
             source: Any = row if isinstance(row, list | str) and isinstance(item, str) else columns
-            columns = UnpreparedRow(columns, partial(_prepared, prepare, source, columns))
-        made.append(columns)
+            made[place] = UnpreparedRow(columns, partial(_prepared, prepare, source, columns))
     return made
 
 

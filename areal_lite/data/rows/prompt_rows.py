@@ -76,8 +76,9 @@ class PromptRows(Dataset[Any]):
         reads = tokenizer is not None and (config.datagen is None or config.filter_overlong_prompts)
         if reads or config.prompt_key != DatasetConfig.prompt_key:
             self._check_column(self.rows[0], "prompt_key")
-        if config.label_key is not None:
-            self._check_column(self.rows[0], "label_key")
+        for name in ("label_key", "metadata_key"):
+            if getattr(config, name) is not None:
+                self._check_column(self.rows[0], name)
         num_rows = len(self.rows)
         self.rows = self.without_overlong(self.rows)
         if not self.rows:

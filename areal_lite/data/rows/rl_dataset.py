@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, kept_ends
+from areal_lite.data.rows.added_columns import tool_columns
 from areal_lite.data.rows.prompt_rows import DynamicGenRows, PromptRows, make_dataset
 from areal_lite.data.vision.multimodal import MultimodalEncoder, MultimodalPrompt
 from areal_lite.data.vision.rope_positions import multimodal_position_ids
@@ -57,9 +58,7 @@ class RLHFDataset(PromptRows):
             raise ConfigError(f"dataset {self.config.path}, row {index}: {error}") from error
         replaced = (self.config.prompt_key, self.config.image_key, self.config.video_key)
         item = {key: value for key, value in columns.items() if key not in replaced} | tensors | forms
-        item["index"] = extra.get("index") or 0
-        item["tools_kwargs"] = extra.get("tools_kwargs") or {}
-        item["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        item |= tool_columns(extra, row, self.config)
         if isinstance(prompt, MultimodalPrompt):
             item["multi_modal_data"] = prompt.multi_modal_data
             item["multi_modal_inputs"] = prompt.multi_modal_inputs

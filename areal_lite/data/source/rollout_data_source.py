@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from areal_lite.data.source.data_source_state import (
     state_bytes,
     state_path,
 )
-from areal_lite.data.source.row_streams import DatasetRows, IterableRows, RowStream
+from areal_lite.data.source.row_streams import DatasetRows, IterableRows, RowStream, empty_rows
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.data.source.source_settings import SampleGroup, SourceSettings, dataset_of
 from areal_lite.errors import ConfigError
@@ -55,7 +54,7 @@ class RolloutDataSource:
             dataset, settings = dataset_of(dataset)  # of slime's args
         settings = settings or SourceSettings()
         if not isinstance(dataset, RowStream):
-            dataset = IterableRows(repeat({}), settings) if dataset is None else DatasetRows(dataset, settings)
+            dataset = IterableRows(empty_rows(), settings) if dataset is None else DatasetRows(dataset, settings)
         self.rows: RowStream = dataset
         self.settings: SourceSettings = self.rows.settings
         self.sample_index = 0

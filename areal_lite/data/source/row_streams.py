@@ -80,6 +80,12 @@ class RowStream(ABC):
         self._ahead.clear()
 
 
+def empty_rows() -> Iterator[dict[str, Any]]:
+    """Yield rows without columns: ``train_dataset.path`` of a run whose workflow makes its own prompts."""
+    while True:
+        yield {}
+
+
 class DatasetRows(RowStream):
     """The rows of a dataset, or of its attribute ``rows``; rows added at its end are drawn from the next epoch on."""
 

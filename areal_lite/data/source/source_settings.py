@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
+from areal_lite.data.rows.added_columns import metadata_of
 from areal_lite.data.source.sample import Prompt, Sample, deep_copy, with_own_containers
 from areal_lite.errors import ConfigError
 
@@ -82,17 +83,6 @@ class SourceSettings:
         label = columns.get(self.label_key) if self.label_key else None
         return {"row": row, "prompt": prompt, "label": deep_copy(label)}
 
-    def metadata_of(self, row: Any) -> dict[str, Any]:
-        """Return the sample's metadata; ConfigError if the column ``metadata_key`` is not a dict."""
-        if self.metadata_key is None or not isinstance(row, Mapping):
-            return {}
-        metadata = row.get(self.metadata_key) or {}
-        if not isinstance(metadata, Mapping):
-            raise ConfigError(
-                f"the column {self.metadata_key!r} (metadata_key) of a row is {metadata!r:.80}: it must be a dict"
-            )
-        return dict(deep_copy(metadata))
-
     def in_mini_batches(self, positions: Sequence[int | None], rows: Sequence[Any]) -> list[DrawnRow]:
         """Return the rows, those that become workflow input together with their mini-batch."""
         size = self.rows_at_once
@@ -113,7 +103,7 @@ class SourceSettings:
             ConfigError: If the row is neither a dict nor text nor a list.
         """
         row = deep_copy(checked_row(drawn.row))
-        fields, metadata = self.sample_fields(row), self.metadata_of(row)
+        fields, metadata = self.sample_fields(row), metadata_of(row, self.metadata_key)
         first = Sample(first_index, group_index=number, position=drawn.position, metadata=metadata, **fields)
         first.mini_batch = drawn.mini_batch
         return [first, *(first.sibling(first_index + i) for i in range(1, self.n_samples_per_prompt))]

@@ -30,6 +30,7 @@ from torch.utils.data import Dataset
 from areal_lite.config.supervised_config import ConversationsConfig
 from areal_lite.data.chat.chat_tokens import ChatText, Rendering, Shortfall
 from areal_lite.data.chat.prompt_encoder import without_nulls
+from areal_lite.data.rows.added_columns import collate_fn_of, rows_of_batch
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import text_files
 from areal_lite.data.rows.text_rows import located_rows
@@ -93,6 +94,7 @@ class BaseDataset(Dataset[Item], ABC):
         if isinstance(rows, str) or isinstance(rows[0], str):
             paths = [rows] if isinstance(rows, str) else list(rows)
             rows = load_rows(replace(config, path=rows if isinstance(rows, str) else paths), seed=seed)
+        self._collate_fn = collate_fn_of(config)
         self.tokenizer = tokenizer
         self.max_length = max_length or config.max_length
         self.config = replace(config, max_length=self.max_length)
@@ -129,8 +131,10 @@ class BaseDataset(Dataset[Item], ABC):
         return self.item(texts[sequence]) | {"row": torch.tensor(number)}
 
     def collate_fn(self, batch: Sequence[Item]) -> list[Item]:
-        """Return the items as a list: they differ in length, and the trainer packs them."""
-        return list(batch)
+        """Return the items as a list, which the config's ``collate_fn`` may change: they differ in length, and the
+        trainer packs them."""
+        items = list(batch)
+        return items if self._collate_fn is None else rows_of_batch(self._collate_fn(items), len(items), items[0])
 
     @abstractmethod
     def texts(self, row: Row) -> Sequence[Texts]:

@@ -58,6 +58,7 @@ class EpisodeRecipe:
     sent: PickledObject | None = None  # the workflow as worker processes get it; None without them
     should_accept_fn: ShouldAcceptFn | None = None
     is_eval: bool = False
+    reward_key: str | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -211,6 +212,7 @@ class GroupRunner:
         episode_context.enter(
             EpisodeContext(
                 is_eval=recipe.is_eval,
+                reward_key=recipe.reward_key,
                 task_id=submission.task_id,
                 group_id=str(submission.task_id),
                 version=submission.start_version,

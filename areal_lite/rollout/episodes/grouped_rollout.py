@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from areal_lite.api import episode_context
@@ -57,6 +57,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             episode_context.enter(context._replace(member_idx=episode.member_idx, episode=episode, episodes=[episode]))
             try:
                 returned = await self.workflow.arun_episode(engine, with_own_containers(dict(data)))
+                returned = _with_keyed_rewards(returned, [episode])
                 episode.trajectory = trajectory_of(returned, episode.calls, member_idx=episode.member_idx)
             except BaseException as error:  # the boundary where an episode's error becomes data
                 if isinstance(error, asyncio.CancelledError) and _cancelled_from_outside():
@@ -107,7 +108,7 @@ async def run_group(
     if isinstance(workflow, GroupedRolloutWorkflow):
         await workflow.run_episodes(engine, data, episodes)
         return
-    returned = await workflow.arun_episode(engine, data)
+    returned = _with_keyed_rewards(await workflow.arun_episode(engine, data), episodes)
     if len(episodes) == 1 and episodes[0].trajectory is None:
         episodes[0].trajectory = trajectory_of(returned, episodes[0].calls)
     else:  # a workflow around a group: it may have changed what the group returned
@@ -116,6 +117,22 @@ async def run_group(
         for episode, part, count in zip(episodes, parts, counts, strict=True):
             if part is not None or count:
                 episode.trajectory = trajectory_of(part, episode.calls, member_idx=episode.member_idx)
+
+
+def _with_keyed_rewards(returned: dict[str, Any] | None, episodes: Sequence[Episode]) -> dict[str, Any] | None:
+    """Return what a workflow returned, with the part ``rollout.rewards.key`` of ``rewards`` that are a dict by name; an
+    error if no reward function chose that part either. Agents choose their own."""
+    key = episode_context.current().reward_key
+    if key is None or not returned or is_interactions(returned) or any(f"reward/{key}" in e.counts for e in episodes):
+        return returned
+    with attributed_to(FailureKind.REWARD):
+        if not isinstance(parts := returned.get("rewards"), Mapping) or key not in parts:
+            raise ValueError(
+                f"rollout.rewards.key is {key!r}, and no reward of the episode has that part: return it from the "
+                "reward function or in rewards, a dict of tensors by name; or remove rewards.key"
+            )
+        episodes[0].counts |= {f"reward/{name}": float(part.float().mean()) for name, part in parts.items()}
+    return returned | {"rewards": parts[key]}
 
 
 def _drop(episodes: Sequence[Episode]) -> None:

@@ -156,7 +156,7 @@ class Worker:
             self.send("workflow", workflow)
         group = WorkerGroup(next(self._keys), context)
         self.groups[group.key] = group
-        place = {name: getattr(context, name) for name in ("is_eval", "task_id", "group_id", "version")}
+        place = {name: getattr(context, name) for name in ("is_eval", "task_id", "group_id", "version", "reward_key")}
         assert context.episodes is not None
         self.send("run", group.key, workflow.key, data, place, len(context.episodes), deadline)
         return group

@@ -7,14 +7,17 @@ the first one decides the exit code. Checks write only to a temporary folder: th
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.supervised_config import SupervisedConfig
-from areal_lite.errors import ArealLiteError
+from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.files.safe_text import printable
 from areal_lite.tools.doctor.doctor_machine import Finding, Findings, Level, devices, machine, ok, packages, warning
 from areal_lite.tools.run.config import load_run
 
@@ -22,20 +25,43 @@ from areal_lite.tools.run.config import load_run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Checks packages, devices, memory and disk; with CONFIG also model, tokenizer, servers, one episode and one "
-        "training step. Changes nothing. Exit code 0: nothing to fix."
+        "training step. Changes nothing. Exit code 0: nothing to fix. With --from it compares the config of another "
+        "system instead: what to write here, and which of our defaults differ from the origin's."
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a config of any kind of run")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="override one value")
+    parser.add_argument(
+        "--from", dest="origin", choices=("verl", "slime", "areal"), help="CONFIG is of that system: what to write here"
+    )
+    parser.add_argument("--json", action="store_true", help="with --from: print one JSON object")
     parser.set_defaults(root=RunConfig)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.origin is not None or options.json:
+        return _ported(options)
     code = doctor(options.config, options.overrides, show=lambda finding: print(finding, flush=True))
     if code:
         print("fix the lines that begin with fix, and run doctor again")
     else:
         print("nothing to fix" + (f"; next: areal-lite plan {options.config}" if options.config else ""))
     return code
+
+
+def _ported(options: argparse.Namespace) -> int:
+    """Print what a config of another system means here."""
+    if options.origin is None:
+        raise ConfigError("--json is for --from: name the system whose config it is, --from verl, slime or areal")
+    if options.config is None or options.overrides:
+        raise ConfigError(f"--from {options.origin} compares one file: give CONFIG, and no key=value")
+    from areal_lite.tools.doctor.ported import ported
+
+    result = ported(options.origin, options.config)
+    if options.json:
+        print(json.dumps({**asdict(result), "keys": [each._asdict() for each in result.keys]}, default=str))
+    else:
+        print("\n".join(map(printable, result.lines())))
+    return 0
 
 
 def dry_run(options: argparse.Namespace) -> int:

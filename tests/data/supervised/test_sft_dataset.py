@@ -68,6 +68,25 @@ def test_a_loader_gets_each_batch_as_a_list(chatml):
     assert len({len(item["input_ids"]) for batch in batches for item in batch}) == 4
 
 
+def shortest_first(items):
+    return sorted(items, key=lambda item: len(item["input_ids"]))
+
+
+def stacked(items):
+    return torch.stack([item["row"] for item in items])
+
+
+def test_a_collate_fn_changes_the_batches_of_the_trainer(chatml):
+    rows = [{"messages": conversation("so", "x" * n)} for n in (3, 1, 2)]
+    dataset = SFTDataset(rows, chatml, config=config(collate_fn=f"{__name__}.shortest_first"))
+    assert [int(item["row"]) for item in dataset.collate_fn([dataset[i] for i in range(3)])] == [1, 2, 0]
+    dataset = SFTDataset(rows, chatml, config=config(collate_fn=f"{__name__}.stacked"))
+    with pytest.raises(
+        ConfigError, match="of 1 rows: each is needed by itself, so .* a list of 1 dicts with input_ids"
+    ):
+        dataset.collate_fn([dataset[0]])
+
+
 def test_a_long_sequence_is_truncated_and_counted(chatml):
     # R8
     row = {"messages": conversation("so", "hello world" * 9)}
