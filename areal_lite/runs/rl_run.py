@@ -45,10 +45,10 @@ from areal_lite.runs.training_run import (
 )
 from areal_lite.servers.programs.server_program import gpu_groups
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
+from areal_lite.trainer.learner import OnSkip
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, OnFacts, PolicyTrainer
 from areal_lite.trainer.rl.token_facts import FactsWriter
-from areal_lite.trainer.rl.updates import OnSkip
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from areal_lite.models.policy_model import load_policy, resolve_device, resolve_
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_critic
-from areal_lite.trainer.learner import Learner
-from areal_lite.trainer.machine_metrics import FlopsMeter
+from areal_lite.trainer.learner import Learner, OnSkip
+from areal_lite.trainer.machine_metrics import peak_flops
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch, Step
 from areal_lite.trainer.rl.step_tokens import StepCut, split_groups
 from areal_lite.trainer.rl.token_facts import TokenFacts, token_facts
-from areal_lite.trainer.rl.updates import CriticUpdate, OnSkip, PolicyUpdate
+from areal_lite.trainer.rl.updates import CriticUpdate, PolicyUpdate
 from areal_lite.trainer.seeding import seed_process
 
 logger = logging.getLogger(__name__)
@@ -77,24 +77,21 @@ class PolicyTrainer:
             model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
         )
         self._policy = TokenScorer(self.model, temperature=sampling.temperature, truncation=sampling.truncation)
-        dtype = resolve_dtype(config.dtype, self.device)
-        if config.deterministic and dtype == torch.float32:
+        if config.deterministic and resolve_dtype(config.dtype, self.device) == torch.float32:
             self._policy.read_exactly()
         self._reference: TokenScorer | None = None
         if config.kl is not None:
             # Under adapters the reference is the model without them.
             self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
-        self.learner = Learner(self._policy, config, config, total_steps=config.steps)
-        self._meter = FlopsMeter(self.device, dtype)
-        shared = config, self.algorithm, self._meter, on_skip
-        self._policy_update = PolicyUpdate(self.learner, *shared)
+        self.learner = Learner(self._policy, config, config, total_steps=config.steps, on_skip=on_skip)
+        self._policy_update = PolicyUpdate(self.learner, config, self.algorithm)
         self.critic: Learner | None = None
         self._critic_update: CriticUpdate | None = None
         if config.critic is not None:
             path = config.critic.model_path or model_path
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
-            self.critic = Learner(critic, config, config.critic, total_steps=config.steps)
-            self._critic_update = CriticUpdate(self.critic, *shared)
+            self.critic = Learner(critic, config, config.critic, total_steps=config.steps, on_skip=on_skip)
+            self._critic_update = CriticUpdate(self.critic, config, self.algorithm)
         self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
         self._adapts_kl = config.kl is not None and config.kl.target is not None
@@ -223,7 +220,8 @@ class PolicyTrainer:
         num_tokens = sum(map(len, step.sequences))
         self.total_tokens += num_tokens
         metrics = step.all_metrics(self.algorithm, self.learner.ranks)
-        mfu = self._meter.take_mfu(metrics["seconds_step"])
+        flops = sum(learner.take_flops() for learner in self.learners.values())
+        mfu = flops / metrics["seconds_step"] / peak_flops(self.device, self.learner.dtype)
         return metrics | {"tokens": float(num_tokens), "total_tokens": float(self.total_tokens), "mfu": mfu}
 
     @torch.no_grad()

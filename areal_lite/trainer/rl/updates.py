@@ -5,7 +5,6 @@ Guarantees that results do not depend on how the step is cut into micro-batches 
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -18,18 +17,12 @@ from areal_lite.config.trainer_config import AggregationMode, TrainerConfig
 from areal_lite.models.kernels.score_kernels import TokenScores
 from areal_lite.trainer.forward.packed_model import PackedSequences
 from areal_lite.trainer.learner import Learner, Update
-from areal_lite.trainer.machine_metrics import FlopsMeter
 from areal_lite.trainer.objectives.aggregation import aggregate, token_weights
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Step
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
-
-logger = logging.getLogger(__name__)
-
-OnSkip = Callable[[dict[str, Any]], None]
-"""Called with step, role, loss, gradient norm and task ids of a skipped non-finite update."""
 
 
 class LearnerUpdate(ABC):
@@ -38,15 +31,11 @@ class LearnerUpdate(ABC):
     role: ClassVar[str]  # name in reports of skipped updates
     prefix: ClassVar[str] = ""  # of its metrics
 
-    def __init__(
-        self, learner: Learner, config: TrainerConfig, algorithm: Algorithm, meter: FlopsMeter, on_skip: OnSkip | None
-    ) -> None:
+    def __init__(self, learner: Learner, config: TrainerConfig, algorithm: Algorithm) -> None:
         self.learner = learner
         self.scorer: Any = learner.module
         self._config = config
         self._algorithm = algorithm
-        self._meter = meter
-        self._on_skip = on_skip
 
     @abstractmethod
     def losses(self, step: Step, at: Tensor, outputs: Any) -> Tensor:
@@ -65,8 +54,7 @@ class LearnerUpdate(ABC):
         def run(max_tokens: int) -> dict[str, Tensor]:
             scored: dict[str, Tensor] = {}
             for microbatch in self._cut(step)(chosen, max_tokens):
-                self._meter.count(self.scorer.flops(microbatch.packed))
-                with self.learner.autocast():
+                with self.learner.computing(microbatch.packed):
                     scores = score(microbatch)
                 for name, values in scores.items():
                     column = scored.setdefault(name, torch.zeros_like(step.tokens.proximal))
@@ -93,8 +81,7 @@ class LearnerUpdate(ABC):
         weights[at] = token_weights(mode, step.tokens.episodes[at], scale=self._config.loss_scale).float()
 
         def loss(microbatch: Microbatch) -> Tensor:
-            self._meter.count(self.learner.passes * self.scorer.flops(microbatch.packed))
-            with step.clock("forward"), self.learner.autocast():
+            with step.clock("forward"), self.learner.computing(microbatch.packed):
                 outputs = self.outputs(microbatch.packed)
             if not microbatch.counts:  # a loss of 0 with a gradient, so that this rank joins the backward pass
                 nothing: Tensor = (outputs[0] * 0.0).sum()
@@ -103,13 +90,8 @@ class LearnerUpdate(ABC):
 
         cut = self._cut(step)
         update = self.learner.update(lambda max_tokens: cut(computed, max_tokens), loss, clock=step.clock)
-        if not update.applied:
-            task_ids = list(dict.fromkeys(step.sequences[index].task_id for index in counted))
-            skipped = {"step": self.learner.steps_done, "role": self.role, **update._asdict(), "task_ids": task_ids}
-            logger.warning("skipped a non-finite update: %s", skipped | {"task_ids": len(task_ids)})
-            if self._on_skip is not None:
-                self._on_skip(skipped)
-        self.learner.check(update)
+        task_ids = list(dict.fromkeys(step.sequences[index].task_id for index in counted))
+        self.learner.check(update, role=self.role, task_ids=task_ids)
         return update
 
     def finish(self, step: Step, updates: Sequence[Update]) -> None:
