@@ -214,12 +214,13 @@ class PolicyTrainer:
         self._policy_update.update(step)
 
     def finish(self, step: Step) -> dict[str, float]:
+        step.share(self.learner.ranks)
         if self._on_facts is not None:
             with step.clock("facts"):
-                self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
+                self._on_facts(token_facts(step, self.algorithm))
         num_tokens = sum(map(len, step.sequences))
         self.total_tokens += num_tokens
-        metrics = step.all_metrics(self.algorithm, self.learner.ranks)
+        metrics = step.all_metrics(self.algorithm)
         flops = sum(learner.take_flops() for learner in self.learners.values())
         mfu = flops / metrics["seconds_step"] / peak_flops(self.device, self.learner.dtype)
         return metrics | {"tokens": float(num_tokens), "total_tokens": float(self.total_tokens), "mfu": mfu}

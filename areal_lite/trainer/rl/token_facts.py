@@ -25,7 +25,6 @@ from torch import Tensor
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import StorageError
 from areal_lite.files.whole_files import write_whole
-from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Step
 
@@ -42,26 +41,22 @@ class TokenFacts:
     """``[T]`` by name, in the order of the sequences; NaN where nothing was computed."""
 
 
-def token_facts(step: Step, algorithm: Algorithm, ranks: Ranks) -> TokenFacts:
-    """Return the facts of a finished step, the same on every rank. All ranks call it together."""
+def token_facts(step: Step, algorithm: Algorithm) -> TokenFacts:
+    """Return the facts of a finished step, whose values the ranks have shared."""
     tokens, config = step.tokens, algorithm.config
     nothing = torch.full_like(tokens.policy, math.nan)
     early = torch.full_like(tokens.known, algorithm.needs_proximal_early)
-    known = tokens.known | early
-    local = {  # values of the tokens that this rank computed, and where every rank has them
-        "policy_logprobs": (tokens.policy, None),
-        "proximal_logprobs": (tokens.proximal, known),
-        "importance_weights": (tokens.correction, early),
-        "clipped": (_clipped(step, config.loss), None),
-        "entropy": (step.statistics.get("entropy", nothing), None),
-        "log_kept": (tokens.log_kept, known),
+    computed, known = tokens.computed, tokens.computed | tokens.known | early
+    columns = {
+        "behaviour_logprobs": tokens.behaviour,
+        "advantages": tokens.advantages,
+        "policy_logprobs": torch.where(computed, tokens.policy, nothing),
+        "proximal_logprobs": torch.where(known, tokens.proximal, nothing),
+        "importance_weights": torch.where(computed | early, tokens.correction, nothing),
+        "clipped": torch.where(computed, _clipped(step, config.loss), nothing),
+        "entropy": torch.where(computed, step.statistics.get("entropy", nothing), nothing),
+        "log_kept": torch.where(known, tokens.log_kept, nothing),
     }
-    own = torch.stack([tokens.computed.float(), *(values for values, _ in local.values())])
-    computed, *sums = ranks.sum_(torch.where(tokens.computed, own, 0.0))
-    columns = {"behaviour_logprobs": tokens.behaviour, "advantages": tokens.advantages}
-    for total, (name, (values, everywhere)) in zip(sums, local.items(), strict=True):
-        others = nothing if everywhere is None else torch.where(everywhere, values, nothing)
-        columns[name] = torch.where(computed > 0, total, others)
     if not bool(columns["log_kept"].nan_to_num().any()):
         del columns["log_kept"]
     if config.kl is not None:

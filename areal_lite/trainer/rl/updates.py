@@ -106,9 +106,14 @@ class LearnerUpdate(ABC):
         self.learner.steps_done += 1
 
     def _cut(self, step: Step) -> StepCut:
-        together = step.episodes if self._algorithm.couples_tokens else None
-        ranks, device = self.learner.ranks, step.scores.device
-        return StepCut(step.sequences, self.scorer, ranks=ranks, device=device, together=together)
+        return StepCut(
+            step.sequences,
+            self.scorer,
+            ranks=self.learner.ranks,
+            device=step.scores.device,
+            units=step.episodes,
+            whole=self._algorithm.couples_tokens,
+        )
 
 
 class CriticUpdate(LearnerUpdate):

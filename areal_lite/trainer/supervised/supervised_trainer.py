@@ -178,7 +178,8 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.scorer,
             ranks=self.learner.ranks,
             device=self.device,
-            together=[s.group_id for s in step.sequences] if self.together else None,
+            units=[s.group_id for s in step.sequences] if self.together else None,
+            whole=self.together,
         )
         yield from cut(range(len(step.sequences)), max_tokens)
 

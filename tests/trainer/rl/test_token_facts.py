@@ -16,7 +16,6 @@ from pyarrow import parquet
 
 from areal_lite.config.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import StorageError
-from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.data_metrics import PhaseClock
 from areal_lite.trainer.rl.policy_step import Step
@@ -48,7 +47,7 @@ def facts(statistics: dict[str, list[float]], log_kept: float = 0.0, **settings:
         baselines=torch.tensor([0.5, 0.25, 0.0]) if algorithm.needs else None,
         statistics={name: torch.tensor(values) for name, values in statistics.items()},
     )
-    return token_facts(step, algorithm, Ranks())
+    return token_facts(step, algorithm)
 
 
 def equal(found: Any, expected: Sequence[float]) -> bool:
