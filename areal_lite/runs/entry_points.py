@@ -112,8 +112,7 @@ def _engine_alone(
         finally:
             metrics = {f"{name}/seconds": time.monotonic() - began} | engine_metrics(engine) | metrics
             record = with_scalars(metrics, engine.take_scalars() | engine.take_scalars(is_eval=True))
-            with MetricsWriter(run_dir, name=f"{name}_metrics.jsonl") as writer:
-                writer.write(0, record)
+            MetricsWriter(run_dir, name=f"{name}_metrics.jsonl").write(0, record)
             if on_step is not None:
                 on_step(0, record)
 
