@@ -22,6 +22,7 @@ import yaml
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 from areal_lite.files.atomic_folder import check_folder, remove_folder, sweep, write_folder
 from areal_lite.files.crash_points import crash_point
+from areal_lite.files.whole_files import storing
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.checkpoint.snapshot import Snapshot, write_snapshot
 
@@ -206,11 +207,9 @@ class CheckpointWriter:
             error.add_note(f"the last checkpoint was not written either: {failure}")
 
     def _check_space(self, step: int, num_bytes: int) -> None:
-        try:
+        with storing(f"{self._root} of checkpoints", "free disk space or fix its permissions"):
             self._root.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self._root).free
-        except OSError as error:
-            raise StorageError(f"checkpoints cannot be written to {self._root}: {error}") from error
         if free < SPARE * num_bytes:
             raise StorageError(
                 f"the checkpoint of step {step} takes {num_bytes} bytes and {self._root} has {free} free, but "

@@ -94,7 +94,6 @@ class PolicyTrainer:
             self._critic_update = CriticUpdate(self.critic, config, self.algorithm)
         self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
-        self._adapts_kl = config.kl is not None and config.kl.target is not None
         self._warned = False
 
     @property
@@ -162,7 +161,7 @@ class PolicyTrainer:
                 step,
                 "reference",
                 step.all_indices,
-                lambda packed: {"reference": reference(packed, truncated=False).logprobs},
+                lambda part: {"reference": reference(part.packed, truncated=False).logprobs},
             )
 
     def score_values(self, step: Step) -> None:
@@ -231,13 +230,10 @@ class PolicyTrainer:
         vocabulary at temperature 1."""
         cut = StepCut(sequences, self._policy, ranks=Ranks(), device=self.device)
         logprobs = torch.zeros(sum(sequence.num_trained_tokens for sequence in sequences), device=self.device)
-        temperature, self._policy.temperature = self._policy.temperature, 1.0
-        try:
-            for microbatch in cut(range(len(sequences)), self.config.max_tokens_per_microbatch):
-                with self.learner.autocast():
-                    logprobs[microbatch.tokens] = self._policy(microbatch.packed, truncated=False).logprobs.float()
-        finally:
-            self._policy.temperature = temperature
+        for microbatch in cut(range(len(sequences)), self.config.max_tokens_per_microbatch):
+            with self.learner.autocast():
+                scores = self._policy(microbatch.packed, truncated=False, temperature=1.0)
+            logprobs[microbatch.tokens] = scores.logprobs.float()
         return logprobs
 
     @property
@@ -246,10 +242,8 @@ class PolicyTrainer:
 
     def counters(self) -> dict[str, Any]:
         """Return the other state that a resumed run needs, as JSON values."""
-        coef = {"coef": self.algorithm.kl_coef} if self._adapts_kl else {}
-        return {"kl_controller": coef, "total_tokens": self.total_tokens}
+        return {"kl_controller": {"coef": self.algorithm.kl_coef}, "total_tokens": self.total_tokens}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        if self._adapts_kl:
-            self.algorithm.kl_coef = counters["kl_controller"].get("coef", self.algorithm.kl_coef)
+        self.algorithm.kl_coef = counters["kl_controller"].get("coef", self.algorithm.kl_coef)
         self.total_tokens = counters.get("total_tokens", 0)

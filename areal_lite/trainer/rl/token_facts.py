@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.errors import StorageError
-from areal_lite.files.whole_files import write_whole
+from areal_lite.files.whole_files import storing, write_whole
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Step
 
@@ -138,10 +137,8 @@ def write_facts(path: Path, facts: TokenFacts) -> None:
     keys = [name for name in table if not isinstance(table[name], pa.ListArray)]
     options = {"compression": "zstd", "use_dictionary": keys, "write_statistics": keys}
     parquet.write_table(pa.table(table), buffer, row_group_size=_ROW_GROUP, **options)
-    try:
+    with storing(path, "free disk space or fix its permissions"):
         write_whole(path, buffer.getvalue())
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}: free disk space or fix its permissions") from error
 
 
 def _sample_indices(sequences: Sequence[TokenSequence]) -> Iterator[int | None]:

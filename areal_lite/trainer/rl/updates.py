@@ -46,10 +46,11 @@ class LearnerUpdate(ABC):
         return self.scorer(packed)
 
     @torch.no_grad()
-    def scored(
-        self, step: Step, chosen: Sequence[int], score: Callable[[Microbatch], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
+    def fill(
+        self, step: Step, phase: str, chosen: Sequence[int], score: Callable[[Microbatch], dict[str, Tensor]]
+    ) -> None:
+        """Write the values of ``score`` at the chosen sequences' tokens, on every rank, into the columns of the step
+        that they name."""
 
         def run(max_tokens: int) -> dict[str, Tensor]:
             scored: dict[str, Tensor] = {}
@@ -62,17 +63,10 @@ class LearnerUpdate(ABC):
                         column[microbatch.tokens] = values.float()
             return scored
 
-        return {name: self.learner.ranks.sum_(values) for name, values in self.learner.within_memory(run).items()}
-
-    def fill(
-        self, step: Step, phase: str, chosen: Sequence[int], score: Callable[[PackedSequences], dict[str, Tensor]]
-    ) -> None:
-        """Write the values of ``score`` into the columns of the step that they name."""
-        with step.clock(phase):
-            scored = self.scored(step, chosen, lambda microbatch: score(microbatch.packed))
         at = step.tokens.chosen(chosen)
-        for name, values in scored.items():
-            getattr(step.tokens, name)[at] = values[at]
+        with step.clock(phase):
+            for name, values in self.learner.within_memory(run).items():
+                getattr(step.tokens, name)[at] = self.learner.ranks.sum_(values)[at]
 
     def update_once(self, step: Step, counted: Sequence[int], computed: Sequence[int], mode: AggregationMode) -> Update:
         """Make one update: ``computed`` sequences go through the model, ``counted`` ones are averaged over."""
@@ -120,7 +114,7 @@ class CriticUpdate(LearnerUpdate):
     role, prefix = "critic", "critic_"
 
     def score(self, step: Step) -> None:
-        self.fill(step, "values", step.all_indices, lambda packed: {"values": self.scorer(packed)})
+        self.fill(step, "values", step.all_indices, lambda part: {"values": self.scorer(part.packed)})
 
     def update(self, step: Step) -> None:
         self.finish(step, [self.update_once(step, chosen, chosen, "token-mean") for chosen in step.minibatches])
@@ -169,8 +163,8 @@ class PolicyUpdate(LearnerUpdate):
     def score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
         """Fill in the current weights' log-probs of the chosen sequences, as those of the start of the step."""
 
-        def score(packed: PackedSequences) -> dict[str, Tensor]:
-            scores = self.scorer(packed)
+        def score(microbatch: Microbatch) -> dict[str, Tensor]:
+            scores = self.scorer(microbatch.packed)
             return self._at_start(scores) | {"sum_squared_probs": scores.sum_squared_probs}
 
         self.fill(step, "proximal", chosen, score)
@@ -191,16 +185,15 @@ class PolicyUpdate(LearnerUpdate):
                 self._token_losses(step, microbatch.tokens, scores)
             return {}
 
-        with step.clock("proximal"):
-            self.scored(step, chosen, record)
+        self.fill(step, "proximal", chosen, record)
 
     @torch.no_grad()
     def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
         """Let the loss choose among all tokens of a minibatch, so that the cut does not change its choice."""
         at, policy = step.tokens.chosen(chosen), step.tokens.proximal
         if not first or self._config.proximal == "behaviour":
-            with step.clock("choice"):
-                policy = self.scored(step, chosen, lambda microbatch: {"": self.scorer(microbatch.packed).logprobs})[""]
+            self.fill(step, "choice", chosen, lambda part: {"policy": self.scorer(part.packed).logprobs})
+            policy = step.tokens.policy
         step.choice = None
         choice = self._algorithm.policy_loss(self._inputs(step, policy[at], at)).chosen
         assert choice is not None

@@ -22,7 +22,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
 from areal_lite.models.policy_model import load_policy, resolve_device
 from areal_lite.trainer.forward.logprobs import TokenScorer
-from areal_lite.trainer.forward.microbatches import num_inputs, shared_prefix
+from areal_lite.trainer.forward.microbatches import common_prefix, num_inputs, read_ids
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.learner import Learner, OnSkip
 from areal_lite.trainer.machine_metrics import peak_flops
@@ -210,6 +210,12 @@ def masked_sequence(ids: Tensor, mask: Tensor, group: int) -> TokenSequence:
     return TokenSequence(
         input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
     )
+
+
+def shared_prefix(sequences: Sequence[TokenSequence]) -> int:
+    """Return how many leading tokens all sequences have in common, of those that the model must read."""
+    first, *others = map(read_ids, sequences)
+    return min((common_prefix(first, other) for other in others), default=len(first))
 
 
 class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):

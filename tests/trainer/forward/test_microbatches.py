@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.trainer.forward.microbatches import plan_blocks, plan_microbatches, read_ids, shared_prefix
+from areal_lite.trainer.forward.microbatches import plan_blocks, plan_microbatches, read_ids
 from areal_lite.trainer.rl.step_tokens import StepCut
 from tests.trainer.training_data import VOCABULARY, drawn_batch, sequence
 
@@ -150,10 +150,3 @@ def test_models_that_cannot_share_get_a_block_per_sequence() -> None:
     group = [sequence([1, 2, 3], [2]) for _ in range(3)]
     bundles = plan_blocks(group, range(3), max_tokens=100, balance_length=1000, share=False)
     assert [block.sequences for (block,) in bundles] == [(0,), (1,), (2,)]
-
-
-def test_the_shared_prefix_ends_where_members_differ_or_one_has_its_last_trained_token() -> None:
-    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 9, 4], [3])]) == 2
-    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2, 3])]) == 3
-    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2])]) == 2
-    assert shared_prefix([sequence([1, 2, 3], [2]), sequence([9, 2, 3], [2])]) == 0

@@ -154,13 +154,13 @@ def test_a_loss_chooses_among_a_later_minibatch_with_the_weights_of_then(tiny: P
     trainer = make_trainer(tiny, minibatches_per_step=2, **changes)
     updates: list[int] = []
     trainer.learner.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    score, scored = trainer._policy_update.scored, []
+    fill, scored = trainer._policy_update.fill, []
 
-    def spy(step: Any, chosen: Any, *rest: Any) -> dict[str, torch.Tensor]:
+    def spy(step: Any, phase: Any, chosen: Any, score: Any) -> None:
         scored.append((list(chosen), len(updates)))
-        return score(step, chosen, *rest)
+        fill(step, phase, chosen, score)
 
-    trainer._policy_update.scored = spy  # type: ignore[method-assign]
+    trainer._policy_update.fill = spy  # type: ignore[method-assign]
     step = trainer.begin(training_batch(drawn_batch(0)), version=5)
     trainer.score_proximal(step)
     trainer.estimate_advantages(step)
@@ -208,8 +208,12 @@ def first_gradients(model_path: Path, kl_coef: float) -> dict[str, torch.Tensor]
     """Return those of the first of two updates, where the pass that scores tokens ahead errs a little."""
     options = {"token_share": 1.0, "kl_coef": kl_coef}
     trainer = make_trainer(model_path, loss="kl_cov", loss_kwargs=options, minibatches_per_step=2)
-    score, seen = trainer._policy_update.scored, []
-    trainer._policy_update.scored = lambda *given: {name: v * 1.001 for name, v in score(*given).items()}  # type: ignore[method-assign]
+    fill, seen = trainer._policy_update.fill, []
+
+    def erring(step: Any, phase: Any, chosen: Any, score: Any) -> None:
+        fill(step, phase, chosen, lambda part: {name: values * 1.001 for name, values in score(part).items()})
+
+    trainer._policy_update.fill = erring  # type: ignore[method-assign]
     trainer.learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(trainer)))
     trainer.train_step(training_batch(drawn_batch(0)), version=5)
     return seen[0]

@@ -20,8 +20,9 @@ from areal_lite.errors import TrainingError
 from areal_lite.trainer.forward.microbatches import plan_microbatches
 from areal_lite.trainer.machine_metrics import peak_flops
 from areal_lite.trainer.supervised import supervised_trainer
-from areal_lite.trainer.supervised.supervised_trainer import with_warmup
+from areal_lite.trainer.supervised.supervised_trainer import shared_prefix, with_warmup
 from tests.trainer.supervised_data import COMMON, gradients, run_out_of_memory, sequences, sft_trainer
+from tests.trainer.training_data import sequence
 
 
 def plain_loss(model: Path, items: list[dict[str, torch.Tensor]], averaging: str) -> tuple[torch.Tensor, object]:
@@ -250,3 +251,10 @@ def test_other_torch_errors_are_not_treated_as_out_of_memory(tiny: Path) -> None
 def test_sequences_of_a_block_stay_in_one_micro_batch() -> None:
     # Two sequences of 6 tokens take 12 of the 20; two of 5 do not fit beside them.
     assert plan_microbatches([5, 6, 4], max_tokens=20, num_blocks=[2, 2, 1]) == [[1], [0, 2]]
+
+
+def test_the_shared_prefix_ends_where_members_differ_or_one_has_its_last_trained_token() -> None:
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 9, 4], [3])]) == 2
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2, 3])]) == 3
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2])]) == 2
+    assert shared_prefix([sequence([1, 2, 3], [2]), sequence([9, 2, 3], [2])]) == 0
