@@ -5,10 +5,10 @@ A step's KL penalty uses the coefficient from before the step; the caller update
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.objectives.aggregation import token_weights
 
 MAX_RELATIVE_ERROR = 0.2  # bound on the relative error of the KL in one update
 
@@ -22,9 +22,7 @@ def adapted_coef(coef: float, current_kl: float, num_episodes: int, *, target: f
 
 def mean_kl(kl: Tensor, episodes: Tensor) -> float:
     """Return the mean over episodes of their mean ``kl [T]`` (nats per token); episodes without tokens do not count."""
-    counts = torch.bincount(episodes)
-    means = torch.bincount(episodes, weights=kl.double()) / counts
-    return means[counts > 0].mean().item() if len(episodes) else 0.0
+    return (kl * token_weights("seq-mean-token-mean", episodes)).sum().item()
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
