@@ -40,11 +40,6 @@ def importance_weights(
     return weights
 
 
-def episode_weights(weights: Tensor, episodes: Tensor) -> Tensor:
-    """Return ``[T]``, the geometric mean of an episode's weights, for losses with one ratio per episode."""
-    return episode_mean(weights.log(), episodes).exp()
-
-
 @torch.no_grad()
 def icepop_weights(proximal: Tensor, behaviour: Tensor, *, lower: float, upper: float) -> Tensor:
     """Return ``[T]``, ``proximal / behaviour`` where it lies in ``[lower, upper]`` and 0 elsewhere."""

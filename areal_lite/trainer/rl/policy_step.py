@@ -159,6 +159,7 @@ class Step:
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
         has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
         earned = torch.where(has_tokens, earned, self.scores)
+        recorded = {name: values[~values.isnan()] for name, values in self.statistics.items()}
         columns = {"advantage": tokens.advantages}
         if config.critic is not None:
             columns |= {"return": tokens.returns, "value": tokens.values}
@@ -172,20 +173,12 @@ class Step:
                 max_new_tokens=algorithm.max_new_tokens,
             ),
             **self.metrics,
-            **self._token_metrics(),
+            **{name: (values.sum() / max(1, len(values))).item() for name, values in recorded.items()},
+            "trained_tokens": float(len(tokens.computed)),
+            "computed_tokens": float(tokens.computed.sum()),
+            "rejected_tokens": float((tokens.computed & (tokens.correction == 0)).sum()),
             **(self._engine_metrics() if config.proximal == "trainer" else {}),
             **self.clock.metrics(num_tokens=sum(map(len, self.sequences))),
-        }
-
-    def _token_metrics(self) -> dict[str, float]:
-        """Return means over the tokens with a recorded value."""
-        computed = self.tokens.computed
-        recorded = {name: values[~values.isnan()] for name, values in self.statistics.items()}
-        return {
-            **{name: (values.sum() / max(1, len(values))).item() for name, values in recorded.items()},
-            "trained_tokens": float(len(computed)),
-            "computed_tokens": float(computed.sum()),
-            "rejected_tokens": float((computed & (self.tokens.correction == 0)).sum()),
         }
 
     def _engine_metrics(self) -> dict[str, float]:

@@ -37,7 +37,7 @@ from areal_lite.trainer.seeding import seed_process
 
 logger = logging.getLogger(__name__)
 
-OnFacts = Callable[[TokenFacts], None]  # called on every rank with what each step computed for its tokens
+OnFacts = Callable[[TokenFacts], None]  # called with what each step computed for its tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +135,7 @@ class PolicyTrainer:
                 f"step {self.steps_done}: none of the {len(step.sequences)} sequences has a trained token: "
                 "loss_mask must be True where the policy sampled"
             )
+        self._warn_of_turn_rewards(step)  # before a penalty lowers the scores
         step.metrics |= self.algorithm.shape_rewards(step.scores, step.tokens)
         return step
 
@@ -188,22 +189,19 @@ class PolicyTrainer:
             step.check_finite("rewards", "values", "proximal", "sum_squared_probs", "correction")
             turns = step.turns() if "turns" in self.algorithm.needs else None
             self.algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
-        self._warn_of_turn_rewards(step)
 
     def _warn_of_turn_rewards(self, step: Step) -> None:
         if self._warned or "turns" in self.algorithm.needs:
             return
-        scores = step.scores.tolist()
-        for sequence, episode in zip(step.sequences, step.episodes, strict=True):
-            if np.float32(sequence.reward) != np.float32(scores[episode]):
-                self._warned = True
-                logger.warning(
-                    "task %s rewards its turns one by one, but trainer.advantage %s compares whole episodes, by their "
-                    "mean reward; turn_grpo and turn_returns compare turns",
-                    sequence.task_id,
-                    self.config.advantage,
-                )
-                return
+        own = torch.tensor([sequence.reward for sequence in step.sequences], device=self.device)
+        for index in (own != step.scores[torch.tensor(step.episodes)]).nonzero()[:1, 0].tolist():
+            self._warned = True
+            logger.warning(
+                "task %s rewards its turns one by one, but trainer.advantage %s compares whole episodes, by their mean "
+                "reward; turn_grpo and turn_returns compare turns",
+                step.sequences[index].task_id,
+                self.config.advantage,
+            )
 
     def update_critic(self, step: Step) -> None:
         if self._critic_update is not None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,32 +83,23 @@ def _clipped(step: Step, loss: str) -> Tensor:
     return torch.where(side < 0, -1.0, 1.0) * decided
 
 
-class FactsWriter:
-    """Writes ``folder/STEP.parquet`` in a thread, one step behind at most; a context manager. ``folder`` is None on
-    ranks that write nothing. A full disk is a StorageError of the next call, or at the end."""
+@contextmanager
+def facts_writer(folder: Path) -> Iterator[Callable[[TokenFacts], None]]:
+    """Yield a function that writes ``folder/STEP.parquet`` in a thread, one step behind at most. A full disk is a
+    StorageError of its next call, or at the end."""
+    pending: list[Future[None]] = []
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-lite-facts")
-        self._pending: Future[None] | None = None
+    def wait() -> None:
+        while pending:
+            pending.pop().result()
 
-    def __call__(self, facts: TokenFacts) -> None:
-        if self._folder is not None:
-            self._wait()
-            self._pending = self._thread.submit(write_facts, self._folder / f"{facts.step}.parquet", facts)
+    def write(facts: TokenFacts) -> None:
+        wait()
+        pending.append(thread.submit(write_facts, folder / f"{facts.step}.parquet", facts))
 
-    def _wait(self) -> None:
-        if (pending := self._pending) is not None:
-            self._pending = None
-            pending.result()
-
-    def __enter__(self) -> FactsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown()
-        if kind is None:
-            self._wait()
+    with ThreadPoolExecutor(1, thread_name_prefix="areal-lite-facts") as thread:
+        yield write
+    wait()
 
 
 def write_facts(path: Path, facts: TokenFacts) -> None:
