@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ class PolicyTrainer:
             # Under adapters the reference is the model without them.
             self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
         self.learner = Learner(self._policy, config, config, total_steps=config.steps, on_skip=on_skip)
+        self.learners = {"policy": self.learner}
         self._policy_update = PolicyUpdate(self.learner, config, self.algorithm)
         self.critic: Learner | None = None
         self._critic_update: CriticUpdate | None = None
@@ -91,6 +92,7 @@ class PolicyTrainer:
             path = config.critic.model_path or model_path
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.steps, on_skip=on_skip)
+            self.learners["critic"] = self.critic
             self._critic_update = CriticUpdate(self.critic, config, self.algorithm)
         self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
@@ -156,8 +158,7 @@ class PolicyTrainer:
     def score_reference(self, step: Step) -> None:
         if (reference := self._reference) is None:
             return
-        off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
-        with off:
+        with adapters_off(self.model) if self.config.lora else nullcontext():
             self._policy_update.fill(
                 step,
                 "reference",
@@ -233,10 +234,6 @@ class PolicyTrainer:
                 scores = self._policy(microbatch.packed, truncated=False, temperature=1.0)
             logprobs[microbatch.tokens] = scores.logprobs.float()
         return logprobs
-
-    @property
-    def learners(self) -> dict[str, Learner]:
-        return {"policy": self.learner} | ({"critic": self.critic} if self.critic is not None else {})
 
     def counters(self) -> dict[str, Any]:
         """Return the other state that a resumed run needs, as JSON values."""

@@ -135,7 +135,7 @@ class PolicyUpdate(LearnerUpdate):
         updates: list[Update] = []
         if config.critic is None or self.learner.steps_done >= config.critic.updates_before_policy:
             trains = self._with_gradient(step)
-            computed = [[i for i in chosen if trains[step.episodes[i]]] for chosen in step.minibatches]
+            computed = [[i for i in chosen if step.episodes[i] in trains] for chosen in step.minibatches]
             later = [index for chosen in computed[1:] for index in chosen]
             ahead = step.all_indices if self._algorithm.chooses else later
             if ahead and not bool(tokens.known.any()):
@@ -210,13 +210,11 @@ class PolicyUpdate(LearnerUpdate):
             chosen=None if step.choice is None else step.choice[at],
         )
 
-    def _with_gradient(self, step: Step) -> list[bool]:
-        """Return whether each episode must be computed; all loss terms of the others are 0."""
+    def _with_gradient(self, step: Step) -> set[int]:
+        """Return the episodes that must be computed; all loss terms of the others are 0."""
         if self._algorithm.needs_every_episode:
-            return [True] * len(step.scores)
-        trains = torch.zeros(len(step.scores), dtype=torch.bool, device=step.scores.device)
-        trains[step.tokens.episodes[step.tokens.advantages != 0]] = True
-        return [bool(value) for value in trains.tolist()]
+            return set(step.episodes)
+        return set(step.tokens.episodes[step.tokens.advantages != 0].tolist())
 
     def _token_losses(self, step: Step, at: Tensor, scores: TokenScores) -> Tensor:
         tokens, config = step.tokens, self._config

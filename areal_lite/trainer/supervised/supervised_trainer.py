@@ -78,10 +78,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             max_inference_tokens=config.max_inference_length_per_device,
             on_skip=on_skip,
         )
-
-    @property
-    def learners(self) -> dict[str, Learner]:
-        return {"policy": self.learner}
+        self.learners = {"policy": self.learner}
 
     def counters(self) -> dict[str, Any]:
         return {"total_tokens": self.total_tokens}
