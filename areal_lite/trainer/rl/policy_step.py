@@ -144,7 +144,7 @@ class Step:
             total = ranks.sum_(torch.where(own, values, 0.0))
             return torch.where(ranks.sum_(own.float()) > 0, total, values)
 
-        # By this rank; a step that trains nothing measures tokens without computing an update of theirs.
+        # What this rank scored; a step that trains nothing measures its tokens without an update.
         scored = tokens.computed | ~self.statistics.get("entropy", nothing).isnan()
         for name in ("policy", "proximal", "correction", "log_kept"):
             setattr(tokens, name, shared(getattr(tokens, name), scored))
