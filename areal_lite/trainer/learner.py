@@ -111,7 +111,8 @@ class Learner:
     def computing(self, packed: Any) -> Iterator[None]:
         """Autocast the module's forward pass of ``packed``, and count its operations; with gradients, those of its
         backward pass too."""
-        self._flops += self.module.flops(packed) * (self.passes if torch.is_grad_enabled() else 1)
+        scorer: Any = self.module
+        self._flops += scorer.flops(packed) * (self.passes if torch.is_grad_enabled() else 1)
         with self.autocast():
             yield
 
