@@ -113,8 +113,7 @@ def _engine_alone(
         finally:
             metrics = {f"{name}/seconds": time.monotonic() - began} | engine_metrics(engine) | metrics
             record = with_scalars(metrics, engine.take_scalars() | engine.take_scalars(is_eval=True))
-            with MetricsWriter(run_dir, name=f"{name}_metrics.jsonl", on_step=on_step) as writer:
-                writer.write(0, record)
+            MetricsWriter(run_dir, name=f"{name}_metrics.jsonl", on_step=on_step).write(0, record)
 
 
 def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:

@@ -43,11 +43,11 @@ from areal_lite.runs.training_run import (
 )
 from areal_lite.servers.programs.server_program import gpu_groups
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
+from areal_lite.trainer.learner import OnSkip
 from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, OnFacts, PolicyTrainer
-from areal_lite.trainer.rl.token_facts import FactsWriter
-from areal_lite.trainer.rl.updates import OnSkip
+from areal_lite.trainer.rl.token_facts import facts_writer
 
 logger = logging.getLogger(__name__)
 
@@ -231,8 +231,8 @@ def num_devices(config: RunConfig) -> int:
 def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> PolicyTrainer:
     """Return the policy trainer of a run; with ``dump_training`` it writes training facts until ``stack`` closes."""
     logger.info("loading %s into the trainer", config.model_path)
-    folder = files.run_dir / "training" if Ranks.current().rank == 0 else None
-    on_facts = stack.enter_context(FactsWriter(folder)) if config.dump_training else None
+    writes = config.dump_training and Ranks.current().rank == 0
+    on_facts = stack.enter_context(facts_writer(files.run_dir / "training")) if writes else None
     return make_trainer(config, files.record_skipped_update, on_facts)
 
 

@@ -114,9 +114,7 @@ def open_run_files(config: RunConfig | SupervisedConfig, start: Start, on_step: 
         if Ranks.current().rank == 0:
             stack.enter_context(run_directory(config, fresh=start.checkpoint is None))
             tracking = stack.enter_context(start_tracking(config, run_dir, last_step=start.step))
-            metrics = stack.enter_context(
-                MetricsWriter(run_dir, last_step=start.step, tracking=tracking, on_step=on_step)
-            )
+            metrics = MetricsWriter(run_dir, last_step=start.step, tracking=tracking, on_step=on_step)
         writer = stack.enter_context(CheckpointWriter(run_dir / CHECKPOINTS, keep=config.checkpoint.keep))
         yield RunFiles(run_dir=run_dir, checkpoints=writer, metrics=metrics)
 

@@ -11,8 +11,8 @@ import ctypes
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_SKIPPED_UPDATES = 3  # consecutive non-finite updates after which the run stops
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 T = TypeVar("T")
+OnSkip = Callable[[dict[str, Any]], None]
+"""Called with step, loss, gradient norm and origin (such as role and task ids) of a skipped non-finite update."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -76,6 +78,7 @@ class Learner:
         *,
         total_steps: int,
         max_inference_tokens: int | None = None,
+        on_skip: OnSkip | None = None,
     ) -> None:
         self.module = shard(module)
         self.optimizer = make_optimizer(self.module, optimizer)
@@ -84,23 +87,39 @@ class Learner:
         self.max_tokens = config.max_tokens_per_microbatch  # most tokens of one forward pass with its backward pass
         self.max_inference_tokens = max_inference_tokens or self.max_tokens  # most tokens of one forward pass alone
         self.ranks = Ranks.current()
+        self._on_skip = on_skip
         self._config = config
         self._rates = optimizer
         self._total_steps = total_steps
         self._device = next(module.parameters()).device
-        self._dtype = resolve_dtype(config.dtype, self._device)
+        self.dtype = resolve_dtype(config.dtype, self._device)
         if self._device.type == "cpu":
             _keep_freed_memory()
         total, trained = (sum(p.numel() for p in ps) for ps in (module.parameters(), self._trained()))
         self.passes = 2 + trained / total
         """Operations of a forward and backward pass, in those of a forward pass; frozen weights get no gradient."""
+        self._flops = 0.0
 
     @property
     def learning_rate(self) -> float:
         return learning_rate(self._rates, self.steps_done, self._total_steps)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16)
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    @contextmanager
+    def computing(self, packed: Any) -> Iterator[None]:
+        """Autocast the module's forward pass of ``packed``, and count its operations; with gradients, those of its
+        backward pass too."""
+        scorer: Any = self.module
+        self._flops += scorer.flops(packed) * (self.passes if torch.is_grad_enabled() else 1)
+        with self.autocast():
+            yield
+
+    def take_flops(self) -> float:
+        """Return the operations counted since the last call."""
+        flops, self._flops = self._flops, 0.0
+        return flops
 
     def within_memory(self, compute: Callable[[int], T], *, inference: bool = False) -> T:
         """Return ``compute(max_tokens)``; retry with half the tokens, once per run, if memory runs out. Several ranks
@@ -175,8 +194,13 @@ class Learner:
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def check(self, update: Update) -> None:
-        """Stop the run after too many consecutive non-finite updates."""
+    def check(self, update: Update, **origin: Any) -> None:
+        """Report a skipped update with its ``origin``, and stop the run after too many in a row."""
+        if update.applied:
+            return
+        logger.warning("step %d: skipped a non-finite update: %s", self.steps_done, update)
+        if self._on_skip is not None:
+            self._on_skip({"step": self.steps_done, **update._asdict(), **origin})
         if self.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
             raise TrainingError(
                 f"step {self.steps_done}: loss {update.loss} and gradient norm {update.grad_norm}, the "

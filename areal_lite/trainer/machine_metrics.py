@@ -1,4 +1,4 @@
-"""How training uses the machine: memory of process and device, and operations against the measured peak."""
+"""How training uses the machine: memory of process and device, and the measured peak of its operations."""
 
 from __future__ import annotations
 
@@ -27,24 +27,6 @@ def memory_metrics() -> dict[str, float]:
         }
         torch.cuda.reset_peak_memory_stats()
     return metrics
-
-
-class FlopsMeter:
-    """Counts floating-point operations against the peak: the best of several large matrix products in the dtype of the
-    forward passes."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._counted = 0.0
-
-    def count(self, flops: float) -> None:
-        self._counted += flops
-
-    def take_mfu(self, seconds: float) -> float:
-        """Return the share of the peak that the operations since the last call reached in ``seconds``."""
-        counted, self._counted = self._counted, 0.0
-        return counted / seconds / peak_flops(self._device, self._dtype)
 
 
 @functools.cache

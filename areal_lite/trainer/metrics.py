@@ -12,8 +12,8 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,17 +23,19 @@ from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.crash_points import crash_point
+from areal_lite.files.whole_files import storing
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[[int, dict[str, float]], None]
 """Called with the step (0 before training) and its metrics."""
+_FIX = "free disk space or fix its permissions, then resume from the last checkpoint"
 UPLOAD_TIMEOUT_S = 60  # how long the end of a run waits for an upload, in seconds; the rest stays on disk
 
 
-class MetricsWriter(AbstractContextManager["MetricsWriter"]):
+class MetricsWriter:
     """Appends records to ``run_dir/NAME``; each line is one write, so readers see complete lines. Records after
-    ``last_step`` are removed, because they will be written again. ``tracking`` also receives each record; its owner
-    closes it. ``on_step`` gets the metrics of each record once it is written."""
+    ``last_step`` are removed, because they will be written again. ``tracking`` also receives each record, and
+    ``on_step`` the metrics once they are written."""
 
     def __init__(
         self,
@@ -46,42 +48,27 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     ) -> None:
         self._path = Path(run_dir) / name
         self._tracking, self._on_step = tracking, on_step
-        with self._disk_errors():
+        with storing(self._path, _FIX):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if last_step is not None and self._path.exists():
                 _cut_off(self._path, last_step)
-            self._file = self._path.open("ab", buffering=0)
+        self._append(b"")  # a file that cannot be written ends the run before its first step
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null."""
         record: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         record |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        rest = memoryview(json.dumps(record).encode() + b"\n")
         crash_point("metrics:before_write")
-        with self._disk_errors():
-            while rest:  # a full disk may take only a part of the line
-                rest = rest[self._file.write(rest) :]
+        self._append(json.dumps(record).encode() + b"\n")
         crash_point("metrics:after_write")
         if self._tracking is not None:
             self._tracking.log(step, metrics)
         if self._on_step is not None:
             self._on_step(step, metrics)
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(
-                f"{self._path} cannot be written: {error}: free disk space or fix its permissions, then resume from "
-                "the last checkpoint"
-            ) from error
+    def _append(self, line: bytes) -> None:
+        with storing(self._path, _FIX), self._path.open("ab", buffering=0) as file:
+            file.write(line)
 
 
 def _cut_off(path: Path, last_step: int) -> None:
@@ -185,9 +172,7 @@ def _wandb(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
     if not run_id.exists():
         run_id.write_text(secrets.token_hex(4))
     run = wandb.init(
-        project=config.experiment_name,
-        name=config.trial_name,
-        config=_values(config),
+        **_names(config),
         dir=run_dir,
         id=run_id.read_text(),
         resume="allow",
@@ -201,20 +186,14 @@ def _wandb(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
 def _trackio(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
     import trackio
 
-    run = trackio.init(
-        project=config.experiment_name,
-        name=config.trial_name,
-        config=_values(config),
-        resume="allow" if last_step else "never",
-        embed=False,
-    )
+    run = trackio.init(**_names(config), resume="allow" if last_step else "never", embed=False)
     return Tracker(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
-def _values(config: ExperimentConfig) -> dict[str, Any]:
-    """Return the config as plain values, with keys and tokens masked."""
-    values: dict[str, Any] = yaml.safe_load(dump_config(config))
-    return values
+def _names(config: ExperimentConfig) -> dict[str, Any]:
+    """Return project, name and config of a tracked run; keys and tokens are masked."""
+    values = yaml.safe_load(dump_config(config))
+    return {"project": config.experiment_name, "name": config.trial_name, "config": values}
 
 
 _TRACKERS: dict[str, Callable[[ExperimentConfig, Path, int], Tracker]] = {

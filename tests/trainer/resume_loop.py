@@ -117,10 +117,8 @@ def train(run_dir: Path, model: Path) -> None:
         restore(trainer, checkpoint)
         source.load(done, checkpoint)
     waiting: deque[Any] = deque()
-    with (
-        MetricsWriter(run_dir, last_step=done) as metrics,
-        CheckpointWriter(run_dir / "checkpoints", keep=2) as writer,
-    ):
+    metrics = MetricsWriter(run_dir, last_step=done)
+    with CheckpointWriter(run_dir / "checkpoints", keep=2) as writer:
         for step in range(done + 1, STEPS + 1):
             waiting.extend(source.get_samples(IN_FLIGHT - len(waiting)))
             groups = [waiting.popleft() for _ in range(BATCH)]

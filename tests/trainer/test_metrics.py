@@ -22,27 +22,27 @@ def records(run_dir: Path) -> list[dict[str, float | None]]:
 def test_each_record_is_one_json_line_after_those_already_there(tmp_path: Path) -> None:
     run_dir = tmp_path / "experiment" / "run"
     for step in (1, 2):
-        with MetricsWriter(run_dir) as writer:
-            writer.write(step, {"loss": 0.5, "entropy": math.nan})
+        writer = MetricsWriter(run_dir)
+        writer.write(step, {"loss": 0.5, "entropy": math.nan})
     first, second = records(run_dir)
     assert (first["step"], first["loss"], first["entropy"], second["step"]) == (1, 0.5, None, 2)
     assert first["time"] is not None and first["time"] > 1e9
 
 
 def test_a_resumed_run_replaces_later_steps_and_a_torn_line(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            writer.write(step, {"loss": 1.0})
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(step, {"loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    with MetricsWriter(tmp_path, last_step=2) as writer:
-        writer.write(3, {"loss": 2.0})
+    writer = MetricsWriter(tmp_path, last_step=2)
+    writer.write(3, {"loss": 2.0})
     assert [(one["step"], one["loss"]) for one in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 def test_a_torn_line_right_after_the_last_step_is_removed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
-    MetricsWriter(tmp_path, last_step=1).close()
+    MetricsWriter(tmp_path, last_step=1)
     assert records(tmp_path) == [{"step": 1}]
 
 
@@ -65,14 +65,14 @@ def files_end_at(size: int) -> Iterator[None]:
 
 
 def test_a_disk_that_fills_up_mid_line_ends_the_run(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"loss": 0.5})
-        room = (tmp_path / "metrics.jsonl").stat().st_size + 10
-        with (
-            files_end_at(room),
-            pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written") as caught,
-        ):
-            writer.write(2, {"loss": 0.5})
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"loss": 0.5})
+    room = (tmp_path / "metrics.jsonl").stat().st_size + 10
+    with (
+        files_end_at(room),
+        pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written") as caught,
+    ):
+        writer.write(2, {"loss": 0.5})
     assert caught.value.exit_code == 74
 
 

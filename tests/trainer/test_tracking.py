@@ -34,10 +34,8 @@ def config(*tracking: Any) -> RunConfig:
 
 def run(run_dir: Path, tracker: str, *steps: int) -> None:
     """Log a loss at ``steps``, resuming from the step before the first."""
-    with (
-        start_tracking(config(tracker), run_dir, last_step=steps[0] - 1) as tracking,
-        MetricsWriter(run_dir, last_step=steps[0] - 1, tracking=tracking) as writer,
-    ):
+    with start_tracking(config(tracker), run_dir, last_step=steps[0] - 1) as tracking:
+        writer = MetricsWriter(run_dir, last_step=steps[0] - 1, tracking=tracking)
         for step in steps:
             writer.write(step, {"train/loss": step / 2})
             writer.write(step, {"eval/reward": 1.0})
@@ -205,8 +203,8 @@ def test_a_failing_tracker_is_logged_once_and_stops_nothing_else(
     with (
         caplog.at_level(logging.WARNING),
         Tracking({"far": Tracker(unreachable, unreachable), "near": kept}) as tracking,
-        MetricsWriter(tmp_path, tracking=tracking) as writer,
     ):
+        writer = MetricsWriter(tmp_path, tracking=tracking)
         for step in (1, 2, 3):
             writer.write(step, {"train/loss": 0.5})
             assert len(caplog.messages) == 1

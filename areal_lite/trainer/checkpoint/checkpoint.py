@@ -22,23 +22,25 @@ import yaml
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 from areal_lite.files.atomic_folder import check_folder, remove_folder, sweep, write_folder
 from areal_lite.files.crash_points import crash_point
+from areal_lite.files.whole_files import storing
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.checkpoint.snapshot import Snapshot, write_snapshot
 
 CONFIG_FILE = "config.yaml"  # name of the run's resolved config inside a checkpoint
 
 _FOLDER = re.compile(r"step_(\d{8,})")
-_MAY_CHANGE = {
-    "total_steps", "total_epochs", "epochs", "max_tokens_per_microbatch", "max_inference_length_per_device", "device",
-    "num_threads", "gradient_checkpointing", "deterministic",
-}  # fmt: skip
-"""Keys of the trainer section that may change on resume."""
-_DATASET_MAY_CHANGE = {"path", "cache_dir", "num_workers", "filter_overlong_prompts_workers"}
-"""Keys of the dataset that may change; the data source compares the content of the rows itself."""
-_ROLLOUT_FIXED = ("group_size", "consumer_batch_size", "gconfig")
-_TOP_LEVEL_FIXED = (
-    "model_path", "seed", "workflow", "workflow_kwargs", "should_accept_fn", "data_packer", "reward_model",
+_FIXED = (
+    "model_path.", "seed.", "workflow.", "workflow_kwargs.", "should_accept_fn.", "data_packer.", "reward_model.",
+    "trainer.", "train_dataset.", "rollout.group_size.", "rollout.consumer_batch_size.", "rollout.gconfig.",
 )  # fmt: skip
+"""Keys and sections of the config that must not change on resume, each with a dot after it."""
+_MAY_CHANGE = {
+    "trainer.total_steps", "trainer.total_epochs", "trainer.epochs", "trainer.max_tokens_per_microbatch",
+    "trainer.max_inference_length_per_device", "trainer.device", "trainer.num_threads",
+    "trainer.gradient_checkpointing", "trainer.deterministic", "train_dataset.path", "train_dataset.cache_dir",
+    "train_dataset.num_workers", "train_dataset.filter_overlong_prompts_workers",
+}  # fmt: skip
+"""Keys within them that may; the data source compares the content of the rows itself."""
 SPARE = 1.2
 """Free space required for a checkpoint, as a multiple of its size; the surplus is for other files of the run."""
 
@@ -78,8 +80,7 @@ def check_config(folder: Path, config: str) -> None:
     path = folder / CONFIG_FILE
     if not path.is_file():
         return
-    then, now = (_fixed_values(yaml.safe_load(text)) for text in (path.read_text(), config))
-    if differences := list(_differences(then, now)):
+    if differences := list(_differences(yaml.safe_load(path.read_text()), yaml.safe_load(config))):
         raise ConfigError(
             f"{folder} was made with another config: {'; '.join(differences)}. Restore these values to resume, or "
             "start another trial_name"
@@ -121,25 +122,17 @@ def _check(folder: Path, name: str, hint: str) -> None:
         raise CheckpointError(f"{name} cannot be used: {error}. {hint}") from error
 
 
-def _fixed_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    trainer, rollout = config.get("trainer", {}), config.get("rollout", {})
-    dataset = config.get("train_dataset", {})
-    return {
-        **{name: config[name] for name in _TOP_LEVEL_FIXED if name in config},
-        # dtype auto is one that was not resolved: by an older version, or by doctor, which looks before a run does.
-        **{f"trainer.{name}": value for name, value in trainer.items() if name not in _MAY_CHANGE and value != "auto"},
-        **{f"rollout.{name}": rollout[name] for name in _ROLLOUT_FIXED if name in rollout},
-        **{f"train_dataset.{name}": value for name, value in dataset.items() if name not in _DATASET_MAY_CHANGE},
-    }
-
-
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    """Yield the differences of the fields that both have; the default of an added one is the behaviour without it."""
+    """Yield the differences of the fixed keys that both have; the default of an added one is the behaviour without
+    it."""
     for name in sorted(then.keys() & now.keys()):
         before, after, path = then[name], now[name], section + name
         if isinstance(before, dict) and isinstance(after, dict) and not name.endswith("kwargs"):
             yield from _differences(before, after, f"{path}.")
-        elif before != after:
+            continue
+        # dtype auto is one that was not resolved: by an older version, or by doctor, which looks before a run does.
+        may_change = path in _MAY_CHANGE or (section == "trainer." and "auto" in (before, after))
+        if before != after and not may_change and f"{path}.".startswith(_FIXED):
             yield f"{path} was {before!r} and is {after!r}"
 
 
@@ -206,11 +199,9 @@ class CheckpointWriter:
             error.add_note(f"the last checkpoint was not written either: {failure}")
 
     def _check_space(self, step: int, num_bytes: int) -> None:
-        try:
+        with storing(f"{self._root} of checkpoints", "free disk space or fix its permissions"):
             self._root.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self._root).free
-        except OSError as error:
-            raise StorageError(f"checkpoints cannot be written to {self._root}: {error}") from error
         if free < SPARE * num_bytes:
             raise StorageError(
                 f"the checkpoint of step {step} takes {num_bytes} bytes and {self._root} has {free} free, but "

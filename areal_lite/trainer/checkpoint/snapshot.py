@@ -21,13 +21,12 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from areal_lite.errors import CheckpointError
 from areal_lite.files.crash_points import crash_point
 from areal_lite.models.lora import has_adapters, load_adapters
 from areal_lite.models.parallel.ranks import Ranks, gather_json
-from areal_lite.models.parallel.sharding import shard_like
+from areal_lite.models.parallel.sharding import full_tensors, shard_like
 from areal_lite.models.policy_model import load_pretrained, quiet_transformers
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.seeding import restore_rng_state, rng_state
@@ -123,34 +122,28 @@ def restore(trainer: Trainer, folder: Path) -> None:
 def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
     model: Any = learner.module.model
     adapters = has_adapters(model)
-    copies: dict[int, Tensor | None] = {}
-    weights = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if adapters and not tensor.requires_grad:
-            continue
-        if id(tensor) not in copies:
-            copies[id(tensor)] = _copy(tensor)
-        weights[name] = copies[id(tensor)]
+    weights = model.state_dict(keep_vars=True).items()
     optimizer = {
-        f"{name}.{kind}": _copy(value)
+        f"{name}.{kind}": value
         for name, parameter in _trained(learner).items()
         for kind, value in learner.optimizer.state.get(parameter, {}).items()
     }
     return LearnerSnapshot(
         model=model,
-        weights={name: copy for name, copy in weights.items() if copy is not None},
-        optimizer={name: copy for name, copy in optimizer.items() if copy is not None},
+        weights=_copies({name: tensor for name, tensor in weights if tensor.requires_grad or not adapters}),
+        optimizer=_copies(optimizer),
         steps_done=learner.steps_done,
         skipped_in_a_row=learner.skipped_in_a_row,
     )
 
 
-def _copy(tensor: Tensor) -> Tensor | None:
-    """Return a full copy on the CPU; None on all ranks but rank 0."""
-    full = tensor.detach()
-    if isinstance(full, DTensor):
-        full = full.full_tensor()
-    return None if Ranks.current().rank else full.to("cpu", copy=True).contiguous()
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return full copies on the CPU, tied tensors as one; nothing on all ranks but rank 0."""
+    distinct = {str(id(tensor)): tensor.detach() for tensor in tensors.values()}
+    full = {
+        key: one.to("cpu", copy=True).contiguous() for key, one in full_tensors(distinct.items()) if one is not None
+    }
+    return {name: full[key] for name, tensor in tensors.items() if (key := str(id(tensor))) in full}
 
 
 def _trained(learner: Learner) -> dict[str, torch.nn.Parameter]:
@@ -173,24 +166,17 @@ def _load_weights(model: Any, folder: Path) -> None:
 
 
 def _load_optimizer(learner: Learner, file: Path) -> None:
-    parameters = _trained(learner)
-    state: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in load_file(file).items():
+    parameters, saved = _trained(learner), load_file(file)
+    if names := [key.rpartition(".")[0] for key in saved]:  # none before the first update
+        _check_same(file, dict.fromkeys(names, "trained"), dict.fromkeys(parameters, "trained"))
+    learner.optimizer.state.clear()
+    for key, value in saved.items():
         name, _, kind = key.rpartition(".")
-        state.setdefault(name, {})[kind] = tensor
-    if state:  # empty before the first update
-        _check_same(file, dict.fromkeys(state, "trained"), dict.fromkeys(parameters, "trained"))
-    by_number = {
-        number: {
-            kind: shard_like(parameter, value) if value.shape == parameter.shape else value
-            for kind, value in state.get(name, {}).items()
-        }
-        for number, (name, parameter) in enumerate(parameters.items())
-    }
-    groups = learner.optimizer.state_dict()["param_groups"]
-    learner.optimizer.load_state_dict(
-        {"state": {number: kinds for number, kinds in by_number.items() if kinds}, "param_groups": groups}
-    )
+        parameter = parameters[name]
+        sharded = value.shape == parameter.shape  # the number of steps is not
+        learner.optimizer.state[parameter][kind] = (
+            shard_like(parameter, value) if sharded else value.to(parameter.device)
+        )
 
 
 def _check_same(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.estimators.grouping import Grouping
 
 _HINTS = {
     "values": "the value of each token: configure trainer.critic, or choose an advantage without one, such as grpo",
@@ -89,6 +90,9 @@ class EstimatorInputs:
         if (value := getattr(self, name)) is None:
             raise MissingInput(name)
         return value
+
+    def groups(self) -> Grouping:
+        return Grouping.by_id(self.group_ids, self.episodes.device)
 
     def lengths(self) -> Tensor:
         """Return ``[E]`` int64, the trained tokens of each episode."""

@@ -37,11 +37,18 @@ class TokenScorer(PackedModel):
         with torch.no_grad():
             self._head = (self._plain_head(),)
 
-    def forward(self, packed: PackedSequences, *, entropy_grad: bool = False, truncated: bool = True) -> TokenScores:
+    def forward(
+        self,
+        packed: PackedSequences,
+        *,
+        entropy_grad: bool = False,
+        truncated: bool = True,
+        temperature: float | None = None,
+    ) -> TokenScores:
         """Return the scores of the trained tokens; log-probs carry gradient, entropies only with ``entropy_grad``.
-        Without ``truncated`` they are those of the whole vocabulary."""
+        Without ``truncated`` they are those of the whole vocabulary; ``temperature`` replaces the model's own."""
         (head,) = self._head
-        scoring = Scoring(self.temperature, self.truncation if truncated else None, entropy_grad)
+        scoring = Scoring(temperature or self.temperature, self.truncation if truncated else None, entropy_grad)
         if head is None:
             return _score_logits(self.read(self.model, packed), packed.targets, scoring)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]

@@ -41,12 +41,6 @@ def read_ids(sequence: TokenSequence) -> NDArray[Any]:
     return sequence.input_ids[: num_inputs(sequence)]
 
 
-def shared_prefix(sequences: Sequence[TokenSequence]) -> int:
-    """Return how many leading tokens all sequences have in common, of those that the model must read."""
-    first, *others = map(read_ids, sequences)
-    return min((_common(first, other) for other in others), default=len(first))
-
-
 def plan_blocks(
     sequences: Sequence[TokenSequence],
     chosen: Sequence[int],
@@ -98,7 +92,7 @@ class _PrefixTree:
         self.order = sorted(members, key=lambda index: (inputs[index].astype(">u4").tobytes(), index))
         self._lengths = np.array([len(inputs[index]) for index in self.order])
         pairs = itertools.pairwise(self.order)
-        self._common = np.array([_common(inputs[a], inputs[b]) for a, b in pairs], np.int64)
+        self._common = np.array([common_prefix(inputs[a], inputs[b]) for a, b in pairs], np.int64)
 
     def join(self, items: Sequence[list[int]], max_tokens: int, balance_length: int) -> list[list[int]]:
         """Join neighbouring items (lists of places in ``order``) while that is cheaper."""
@@ -135,7 +129,7 @@ class _PrefixTree:
         return np.minimum.reduceat(self._common[: places[-1]], np.array(places[:-1], np.int64))
 
 
-def _common(first: NDArray[Any], second: NDArray[Any]) -> int:
+def common_prefix(first: NDArray[Any], second: NDArray[Any]) -> int:
     limit = min(len(first), len(second))
     differs = first[:limit] != second[:limit]
     return int(differs.argmax()) if differs.any() else limit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.objectives.aggregation import episode_max, episode_mean, episode_sum, index_episodes
+from areal_lite.trainer.objectives.aggregation import episode_max, episode_mean, episode_sum, token_weights
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio, kl_penalty
 
 
@@ -32,17 +32,9 @@ def importance_weights(
         log_ratio = episode_sum(log_ratio, episodes)
     weights = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=max_weight)
     if normalize and len(episodes):
-        share = torch.ones_like(weights)
-        if level == "sequence":
-            index, counts = index_episodes(episodes)
-            share /= counts[index]
-        weights = weights * share.sum() / (weights * share).sum()
+        shares = token_weights("seq-mean-token-mean" if level == "sequence" else "token-mean", episodes)
+        weights = weights / (weights * shares).sum().to(weights.dtype)
     return weights
-
-
-def episode_weights(weights: Tensor, episodes: Tensor) -> Tensor:
-    """Return ``[T]``, the geometric mean of an episode's weights, for losses with one ratio per episode."""
-    return episode_mean(weights.log(), episodes).exp()
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Log-ratios of two policies, and estimates of KL(policy || reference) from sampled tokens, one value per token.
 
 Only k1 and k3 are unbiased as values (k3 is never negative), and only k2 has the gradient of the KL when
-differentiated per token; hence the straight-through forms. Source: Schulman, "Approximating KL
-divergence" (2020).
+differentiated per token; hence the straight-through forms. A step's penalty uses the coefficient from before the step;
+the caller adapts it afterwards. Source: Schulman, "Approximating KL divergence" (2020).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from areal_lite.trainer.objectives.aggregation import token_weights
+
 MAX_LOG_RATIO = 20.0  # Nats. Log-ratios are clamped to this before exp, so that no ratio overflows: exp(20) is 5e8.
 
 MAX_K3 = 10.0  # Nats. k3 grows with the exponential of the difference; a single token must not dominate the sum.
@@ -22,6 +24,8 @@ def clamped_log_ratio(over: Tensor, under: Tensor) -> Tensor:
     """Return ``[T]``, ``over - under`` in nats clamped to ``+-MAX_LOG_RATIO``; no gradient flows beyond it."""
     return (over - under).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
+
+MAX_RELATIVE_ERROR = 0.2  # Bound on the relative error of the KL in one update of an adapted coefficient.
 
 ROUNDING = 2e-5  # Nats. Smaller differences of float32 log-probs have the sign of their rounding errors.
 
@@ -59,3 +63,15 @@ def kl_penalty(policy: Tensor, reference: Tensor, estimator: str, *, behaviour: 
         k2 = _k2(policy, reference)
         kl = kl.detach() + (k2 - k2.detach())
     return kl if behaviour is None else kl * clamped_log_ratio(policy, behaviour).exp()
+
+
+def adapted_coef(coef: float, current_kl: float, num_episodes: int, *, target: float, horizon: float) -> float:
+    """Return the coefficient of the KL penalty after a step: higher if the step's :func:`mean_kl` was above the target
+    (nats per token), else lower, over ``horizon`` episodes. Source: Ziegler et al. (arXiv:1909.08593)."""
+    error = min(max(current_kl / target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+    return coef * (1 + error * num_episodes / horizon)
+
+
+def mean_kl(kl: Tensor, episodes: Tensor) -> float:
+    """Return the mean over episodes of their mean ``kl [T]`` (nats per token); episodes without tokens do not count."""
+    return (kl * token_weights("seq-mean-token-mean", episodes)).sum().item()

@@ -48,6 +48,11 @@ class PolicyInputs:
     chosen: Tensor | None = None
     """bool, the loss's choice among the tokens of the minibatch; None when the inputs are the whole minibatch."""
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """Log of policy / proximal in nats, clamped so that no ratio overflows."""
+        return clamped_log_ratio(self.policy, self.proximal)
+
 
 def aggregation_of(loss: str, configured: AggregationMode | None = None, *, where: str) -> AggregationMode:
     """Return the aggregation mode of ``loss``: the one configured by the key ``where``, else that of its paper."""
@@ -68,65 +73,62 @@ def ppo(
     proximal policy: arXiv:2110.00641 and AReaL (arXiv:2505.24298)."""
     if dual_clip is not None and dual_clip <= 1:
         raise ConfigError(f"dual_clip is {dual_clip}: it caps ratios above 1 and must exceed 1; 3 is usual")
-    advantages, log_ratio = inputs.advantages, clamped_log_ratio(inputs.policy, inputs.proximal)
-    losses, clipped = _clipped_losses(log_ratio.exp(), advantages, clip_eps, clip_eps_high)
+    advantages = inputs.advantages
+    losses, clipped = _clipped_losses(inputs.log_ratio.exp(), advantages, clip_eps, clip_eps_high)
     shares = _sides(clipped, above=advantages > 0)
     capped = torch.zeros_like(clipped)
     if dual_clip is not None:
         cap = -advantages * dual_clip
         capped = (advantages < 0) & (losses > cap)
         losses = torch.where(capped, cap, losses)
-    return LossTerms(losses, _statistics(log_ratio, **shares, clip_fraction_lower=capped))
+    return LossTerms(losses, _statistics(inputs, **shares, clip_fraction_lower=capped))
 
 
 def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float | None = 4e-4) -> LossTerms:
     """Return the clipped loss with one ratio per episode, the geometric mean of its tokens' ratios. Each token carries
     its own gradient of that ratio, so advantages may differ along an episode (GSPO-token). Source: GSPO
     (arXiv:2507.18071)."""
-    log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
-    log_mean = episode_mean(log_ratio.detach(), inputs.episodes) + (inputs.policy - inputs.policy.detach())
+    log_mean = episode_mean(inputs.log_ratio.detach(), inputs.episodes) + (inputs.policy - inputs.policy.detach())
     ratio = log_mean.clamp(max=10.0).exp()
     losses, clipped = _clipped_losses(ratio, inputs.advantages, clip_eps, clip_eps_high)
-    return LossTerms(losses, _statistics(log_ratio, **_sides(clipped, above=inputs.advantages > 0)))
+    return LossTerms(losses, _statistics(inputs, **_sides(clipped, above=inputs.advantages > 0)))
 
 
 def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | None = None) -> LossTerms:
     """Return the episode's ``-A * ratio`` at each of its tokens; the ratio is a geometric mean of clipped ratios.
     Clipping is per token, to log-ratios of ``-clip_eps`` to ``clip_eps_high`` nats, on the side that the advantage
     pushes towards. ``A`` is the episode's mean advantage. Source: GMPO (arXiv:2507.20673)."""
-    log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
+    log_ratio = inputs.log_ratio
     bounded = log_ratio.clamp(-clip_eps, clip_eps if clip_eps_high is None else clip_eps_high)
     sign = inputs.advantages.sign()
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
     advantages = episode_mean(inputs.advantages, inputs.episodes)
     losses = -advantages * episode_mean(pessimistic, inputs.episodes).exp()
     clipped = sign * log_ratio > sign * bounded
-    return LossTerms(losses, _statistics(log_ratio, **_sides(clipped, above=sign > 0)))
+    return LossTerms(losses, _statistics(inputs, **_sides(clipped, above=sign > 0)))
 
 
 def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float | None = 0.28) -> LossTerms:
     """Return ``-clip(ratio) * A * log p`` without gradient through the ratio: clipped tokens still train. A
     ``clip_eps`` of 1 leaves ratios below 1 unclipped. Source: CISPO, MiniMax-M1 (arXiv:2506.13585)."""
-    log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
-    ratio = log_ratio.detach().exp()
+    ratio = inputs.log_ratio.detach().exp()
     clipped = _clip(ratio, clip_eps, clip_eps_high)
     losses = -clipped * inputs.advantages * inputs.policy
-    return LossTerms(losses, _statistics(log_ratio, **_sides(clipped != ratio, above=ratio > 1)))
+    return LossTerms(losses, _statistics(inputs, **_sides(clipped != ratio, above=ratio > 1)))
 
 
 def sapo(inputs: PolicyInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossTerms:
     """Return ``-A * (4 / tau) * sigmoid(tau * (ratio - 1))``: a smooth gate instead of a clip; its steepness ``tau``
     depends on the sign of the advantage. Source: SAPO (arXiv:2511.20347)."""
-    advantages, log_ratio = inputs.advantages, clamped_log_ratio(inputs.policy, inputs.proximal)
+    advantages = inputs.advantages
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
-    losses = -advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
-    return LossTerms(losses, _statistics(log_ratio))
+    losses = -advantages * 4 / tau * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1))
+    return LossTerms(losses, _statistics(inputs))
 
 
 def reinforce(inputs: PolicyInputs) -> LossTerms:
     """Return ``-A * log p``. Source: REINFORCE (Williams, 1992); GPG (arXiv:2504.02546) has the same loss."""
-    log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
-    return LossTerms(-inputs.advantages * inputs.policy, _statistics(log_ratio))
+    return LossTerms(-inputs.advantages * inputs.policy, _statistics(inputs))
 
 
 def clip_cov(
@@ -142,8 +144,7 @@ def clip_cov(
     the minibatch's tokens, at least one, is drawn from the unclipped ones whose covariance of log-prob and advantage
     lies between the bounds; the draw depends on their behaviour log-probs alone. Source: Clip-Cov (arXiv:2505.22617).
     """
-    log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
-    losses, clipped = _clipped_losses(log_ratio.exp(), inputs.advantages, clip_eps, clip_eps_high)
+    losses, clipped = _clipped_losses(inputs.log_ratio.exp(), inputs.advantages, clip_eps, clip_eps_high)
     dropped = inputs.chosen
     if dropped is None:
         covariance = _covariance(inputs)
@@ -151,34 +152,33 @@ def clip_cov(
         order = _draw(inputs).masked_fill(~candidates, torch.iinfo(torch.int64).max).argsort(stable=True)
         dropped = _mask_at(order[: max(1, int(token_share * len(order)))], candidates) & candidates
     losses = torch.where(dropped, 0.0, losses)
-    return LossTerms(losses, _statistics(log_ratio, clip_fraction=dropped), dropped)
+    return LossTerms(losses, _statistics(inputs, clip_fraction=dropped), dropped)
 
 
 def kl_cov(inputs: PolicyInputs, *, token_share: float = 2e-4, kl_coef: float = 1.0) -> LossTerms:
     """Return ``-A * ratio``, plus ``kl_coef * |log ratio|`` for the ``token_share`` (at least one token) of the
     minibatch with the highest covariance. Source: KL-Cov (arXiv:2505.22617)."""
-    log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
+    log_ratio = inputs.log_ratio
     penalised = inputs.chosen
     if penalised is None:
         order = _covariance(inputs).argsort(descending=True, stable=True)
         penalised = _mask_at(order[: max(1, int(token_share * len(order)))], inputs.episodes)
     losses = -inputs.advantages * log_ratio.exp() + torch.where(penalised, kl_coef * log_ratio.abs(), 0.0)
-    return LossTerms(losses, _statistics(log_ratio), penalised)
+    return LossTerms(losses, _statistics(inputs), penalised)
 
 
 def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
     """Return ``-A * ratio`` without the tokens whose log-prob changed most since they were sampled: those of the
     largest ``|policy - behaviour|`` are dropped until the mean square of the rest (nats squared) is at most
     ``max_second_moment``. Source: M2PO (arXiv:2510.01161)."""
-    log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     keep = inputs.chosen
     if keep is None:
         change = clamped_log_ratio(inputs.policy.detach(), inputs.behaviour).nan_to_num(MAX_LOG_RATIO)
         squares, order = change.double().square().sort(stable=True)
         means = squares.cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
         keep = _mask_at(order[means <= max_second_moment], order)
-    losses = torch.where(keep, -inputs.advantages * log_ratio.exp(), 0.0)
-    return LossTerms(losses, _statistics(log_ratio, clip_fraction=~keep), keep)
+    losses = torch.where(keep, -inputs.advantages * inputs.log_ratio.exp(), 0.0)
+    return LossTerms(losses, _statistics(inputs, clip_fraction=~keep), keep)
 
 
 POLICY_LOSSES: dict[str, Callable[..., LossTerms]] = {
@@ -222,11 +222,11 @@ def _sides(clipped: Tensor, *, above: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _statistics(log_ratio: Tensor, **shares: Tensor) -> dict[str, Tensor]:
+def _statistics(inputs: PolicyInputs, **shares: Tensor) -> dict[str, Tensor]:
     """Return ``ratio`` and ``approx_kl`` (k3 of policy against proximal, nats), and the given shares of tokens."""
-    ratio = log_ratio.exp()
+    ratio = inputs.log_ratio.exp()
     shares = {name: chosen.to(ratio.dtype) for name, chosen in shares.items()}
-    return {"ratio": ratio, "approx_kl": ratio - 1 - log_ratio.detach(), **shares}
+    return {"ratio": ratio, "approx_kl": ratio - 1 - inputs.log_ratio, **shares}
 
 
 def value_loss(values: Tensor, proximal_values: Tensor, returns: Tensor, *, clip: float | None = None) -> LossTerms:

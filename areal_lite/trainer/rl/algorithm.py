@@ -19,10 +19,9 @@ from areal_lite.trainer.chosen_function import chosen_function
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
-from areal_lite.trainer.estimators.reward_penalties import adapted_coef, mean_kl, overlong_penalty
 from areal_lite.trainer.objectives import corrections
-from areal_lite.trainer.objectives.aggregation import LossTerms
-from areal_lite.trainer.objectives.kl import kl_penalty
+from areal_lite.trainer.objectives.aggregation import LossTerms, episode_mean
+from areal_lite.trainer.objectives.kl import adapted_coef, kl_penalty, mean_kl
 from areal_lite.trainer.objectives.policy_loss import (
     ONE_TOKEN_AT_A_TIME,
     POLICY_LOSSES,
@@ -169,7 +168,7 @@ class Algorithm:
                 normalize=config.normalize,
             )
             if self.config.loss == "gmpo":
-                weights = corrections.episode_weights(weights, episodes)
+                weights = episode_mean(weights.log(), episodes).exp()  # one for each episode, like the ratio
         if config.reject is not None:
             bounds = config.reject_bounds or ""
             weights *= corrections.rejection_mask(proximal, behaviour, episodes, option=config.reject, bounds=bounds)
@@ -188,14 +187,15 @@ class Algorithm:
             if values is None:
                 continue
             wanted = "bools" if name == "chosen" else "numbers" if name in statistics else "floats"
-            if not isinstance(values, Tensor):
-                raise ConfigError(f"{where} {name} as {type(values).__name__}: give a tensor of {wanted}; {hint}")
-            fits = {"bools": values.dtype == torch.bool, "numbers": True, "floats": values.is_floating_point()}
-            if values.shape != episodes.shape or not fits[wanted]:
-                raise ConfigError(
-                    f"{where} {name} of shape {list(values.shape)} and {values.dtype}: give {wanted} of shape "
-                    f"{list(episodes.shape)}, one for each token; {hint}"
-                )
+            given, asked = f"as {type(values).__name__}", f"a tensor of {wanted}"
+            if isinstance(values, Tensor):
+                fits = {"bools": values.dtype == torch.bool, "numbers": True, "floats": values.is_floating_point()}
+                if values.shape == episodes.shape and fits[wanted]:
+                    continue
+                given, asked = f"of shape {list(values.shape)} and {values.dtype}", wanted
+            raise ConfigError(
+                f"{where} {name} {given}: give {asked} of shape {list(episodes.shape)}, one for each token; {hint}"
+            )
 
     def _dry_run(self) -> LossTerms:
         """Return the losses of two toy answers, so that bad options fail before the model loads."""
@@ -289,6 +289,15 @@ class Algorithm:
             raise ConfigError(
                 f"trainer.{key} {name!r} does not work with its options {options}: {type(error).__name__}: {error}"
             ) from error
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """Return ``[E]`` float32, the penalty on answers of ``lengths [E]`` tokens: 0 up to the buffer, then linear to -1
+    at the limit. With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``. Source: DAPO
+    (arXiv:2503.14476)."""
+    if not 1 <= buffer <= max_length:
+        raise ConfigError(f"overlong buffer is {buffer}: choose 1 to {max_length} tokens, the max_length")
+    return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)
 
 
 _RETURNS: dict[str, tuple[type[Estimate | LossTerms], str]] = {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.trainer.objectives.aggregation import episode_mean, episode_sum, index_episodes
+from areal_lite.trainer.objectives.aggregation import episode_mean, episode_sum, token_weights
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, kl_penalty
 
 Floats = NDArray[np.float32] | NDArray[np.float64]
@@ -151,8 +151,7 @@ def mismatch_statistics(
 
 def _disagreement(proximal: Tensor, behaviour: Tensor, episodes: Tensor) -> dict[str, Tensor]:
     difference = (proximal - behaviour).abs()
-    index, counts = index_episodes(episodes)
-    share = torch.ones_like(proximal) / counts[index] / len(counts)  # of a token in the mean over episodes
+    share = token_weights("seq-mean-token-mean", episodes)
     probabilities = torch.stack((proximal.exp(), behaviour.exp()))
     apart = (probabilities[0] - probabilities[1]).abs()
     metrics = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,10 +14,11 @@ from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks, gather_json
+from areal_lite.trainer.estimators.grouping import Grouping
 from areal_lite.trainer.estimators.inputs import Turns
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
-from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode, number_episodes
+from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode
 
 Batch = Sequence[Group] | DataProto  # training data of one step
 ROUNDING = 1e-3  # a log-prob may be above 0 by this much, because engines round
@@ -49,25 +49,19 @@ class Step:
         clock = PhaseClock(device)
         if isinstance(batch, DataProto):
             _check_proto(batch, version)
-        sequences = by_episode(training_sequences(batch))
+        sequences, episodes = by_episode(training_sequences(batch))
         if not sequences:
             raise TrainingError(
                 f"step {version}: no group of the batch was accepted, so nothing can train: the dump has the reasons"
             )
-        episodes = number_episodes(sequences)
         rewards = torch.tensor([sequence.reward for sequence in sequences])
-        numbers = torch.tensor(episodes)
-        sizes = torch.bincount(numbers)
-        scores = torch.zeros(len(sizes)).index_add_(0, numbers, rewards) / sizes
-        extreme = partial(torch.zeros_like(scores).scatter_reduce, 0, numbers, rewards, include_self=False)
-        low, high = extreme(reduce="amin"), extreme(reduce="amax")
-        scores = torch.where(low == high, low, scores)  # a mean of equal rewards may differ in the last bit
+        scores = Grouping.numbered(torch.tensor(episodes)).means(rewards).float()
         _refuse("rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FINITE_EPISODES)
         step = cls(
             sequences=sequences,
             episodes=episodes,
             version=version,
-            tokens=StepTokens.of(sequences, device=device),
+            tokens=StepTokens.of(sequences, episodes, device=device),
             scores=scores.to(device),
             clock=clock,
         )
@@ -104,21 +98,13 @@ class Step:
 
     def _parents(self) -> list[int]:
         """Return, per sequence, the longest sequence of its episode that it extends; -1 for none."""
-        indices = {
-            (episode, sequence.path): index
-            for index, (episode, sequence) in enumerate(zip(self.episodes, self.sequences, strict=True))
-        }
-        return [
-            next(
-                (
-                    indices[episode, sequence.path[:length]]
-                    for length in range(len(sequence.path) - 1, 0, -1)
-                    if (episode, sequence.path[:length]) in indices
-                ),
-                -1,
-            )
-            for episode, sequence in zip(self.episodes, self.sequences, strict=True)
-        ]
+        paths = [(episode, s.path) for episode, s in zip(self.episodes, self.sequences, strict=True)]
+        indices = {path: index for index, path in enumerate(paths)}
+        parents = []
+        for episode, path in paths:
+            shorter = (indices.get((episode, path[:length])) for length in range(len(path) - 1, 0, -1))
+            parents.append(next((index for index in shorter if index is not None), -1))
+        return parents
 
     def check_sampled(self) -> None:
         """Check the log-probs and versions that the engine recorded for the trained tokens."""
@@ -149,11 +135,31 @@ class Step:
             column = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
             column[at] = values.detach().float()
 
-    def all_metrics(self, algorithm: Algorithm, ranks: Ranks) -> dict[str, float]:
+    def share(self, ranks: Ranks) -> None:
+        """Give every rank the per-token values that another one computed; metrics and facts are then the same on each.
+        All ranks call it together, once, after the updates: a second call would add shared values up."""
+        tokens, nothing = self.tokens, torch.full_like(self.tokens.proximal, math.nan)
+
+        def shared(values: Tensor, own: Tensor) -> Tensor:
+            total = ranks.sum_(torch.where(own, values, 0.0))
+            return torch.where(ranks.sum_(own.float()) > 0, total, values)
+
+        # What this rank scored; a step that trains nothing measures its tokens without an update.
+        scored = tokens.computed | ~self.statistics.get("entropy", nothing).isnan()
+        for name in ("policy", "proximal", "correction", "log_kept"):
+            setattr(tokens, name, shared(getattr(tokens, name), scored))
+        tokens.computed = ranks.sum_(tokens.computed.float()) > 0
+        # A rank that computed nothing has no statistics of its own.
+        for name in dict.fromkeys(name for names in gather_json(list(self.statistics)) for name in names):
+            values = self.statistics.get(name, nothing)
+            self.statistics[name] = shared(values, ~values.isnan())
+
+    def all_metrics(self, algorithm: Algorithm) -> dict[str, float]:
         tokens, config = self.tokens, algorithm.config
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
         has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
         earned = torch.where(has_tokens, earned, self.scores)
+        recorded = {name: values[~values.isnan()] for name, values in self.statistics.items()}
         columns = {"advantage": tokens.advantages}
         if config.critic is not None:
             columns |= {"return": tokens.returns, "value": tokens.values}
@@ -167,39 +173,20 @@ class Step:
                 max_new_tokens=algorithm.max_new_tokens,
             ),
             **self.metrics,
-            **self._token_metrics(ranks),
-            **(self._engine_metrics(ranks) if config.proximal == "trainer" else {}),
+            **{name: (values.sum() / max(1, len(values))).item() for name, values in recorded.items()},
+            "trained_tokens": float(len(tokens.computed)),
+            "computed_tokens": float(tokens.computed.sum()),
+            "rejected_tokens": float((tokens.computed & (tokens.correction == 0)).sum()),
+            **(self._engine_metrics() if config.proximal == "trainer" else {}),
             **self.clock.metrics(num_tokens=sum(map(len, self.sequences))),
         }
 
-    def _token_metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return means over the tokens of all ranks with a recorded value."""
-        tokens, own = self.tokens, self.tokens.computed
-        # A rank that computed nothing has no statistics of its own.
-        names = dict.fromkeys(name for names in gather_json(list(self.statistics)) for name in names)
-        nothing = torch.full_like(tokens.proximal, math.nan)
-        metrics = {}
-        for name in names:
-            values = self.statistics.get(name, nothing)
-            recorded = ~values.isnan()
-            sums = ranks.sum_(torch.stack([values[recorded].sum(), recorded.sum().to(values.dtype)]))
-            metrics[name] = (sums[0] / sums[1].clamp(min=1)).item()
-        rejected = ranks.sum_((own & (tokens.correction == 0)).float().sum())
-        return {
-            **metrics,
-            "trained_tokens": float(len(own)),
-            "computed_tokens": ranks.sum_(own.float().sum()).item(),
-            "rejected_tokens": rejected.item(),
-        }
-
-    def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
+    def _engine_metrics(self) -> dict[str, float]:
         tokens = self.tokens
-        nothing = torch.full_like(tokens.proximal, math.nan)
-        own = ~self.statistics.get("entropy", nothing).isnan()  # what this rank computed, or measured without training
-        proximal = ranks.sum_(torch.where(own, tokens.proximal + tokens.log_kept, 0.0))
-        recorded = ~tokens.behaviour.isnan() & (ranks.sum_(own.float()) > 0)
+        scored = ~self.statistics.get("entropy", torch.full_like(tokens.proximal, math.nan)).isnan()
+        recorded = ~tokens.behaviour.isnan() & scored
         return mismatch_statistics(
-            proximal[recorded],
+            (tokens.proximal + tokens.log_kept)[recorded],
             tokens.behaviour[recorded],
             tokens.versions[recorded],
             tokens.episodes[recorded],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,18 @@ from areal_lite.models.policy_model import load_policy, resolve_device, resolve_
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_critic
-from areal_lite.trainer.learner import Learner
-from areal_lite.trainer.machine_metrics import FlopsMeter
+from areal_lite.trainer.learner import Learner, OnSkip
+from areal_lite.trainer.machine_metrics import peak_flops
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch, Step
 from areal_lite.trainer.rl.step_tokens import StepCut, split_groups
 from areal_lite.trainer.rl.token_facts import TokenFacts, token_facts
-from areal_lite.trainer.rl.updates import CriticUpdate, OnSkip, PolicyUpdate
+from areal_lite.trainer.rl.updates import CriticUpdate, PolicyUpdate
 from areal_lite.trainer.seeding import seed_process
 
 logger = logging.getLogger(__name__)
 
-OnFacts = Callable[[TokenFacts], None]  # called on every rank with what each step computed for its tokens
+OnFacts = Callable[[TokenFacts], None]  # called with what each step computed for its tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,27 +77,25 @@ class PolicyTrainer:
             model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
         )
         self._policy = TokenScorer(self.model, temperature=sampling.temperature, truncation=sampling.truncation)
-        dtype = resolve_dtype(config.dtype, self.device)
-        if config.deterministic and dtype == torch.float32:
+        if config.deterministic and resolve_dtype(config.dtype, self.device) == torch.float32:
             self._policy.read_exactly()
         self._reference: TokenScorer | None = None
         if config.kl is not None:
             # Under adapters the reference is the model without them.
             self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
-        self.learner = Learner(self._policy, config, config, total_steps=config.steps)
-        self._meter = FlopsMeter(self.device, dtype)
-        shared = config, self.algorithm, self._meter, on_skip
-        self._policy_update = PolicyUpdate(self.learner, *shared)
+        self.learner = Learner(self._policy, config, config, total_steps=config.steps, on_skip=on_skip)
+        self.learners = {"policy": self.learner}
+        self._policy_update = PolicyUpdate(self.learner, config, self.algorithm)
         self.critic: Learner | None = None
         self._critic_update: CriticUpdate | None = None
         if config.critic is not None:
             path = config.critic.model_path or model_path
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
-            self.critic = Learner(critic, config, config.critic, total_steps=config.steps)
-            self._critic_update = CriticUpdate(self.critic, *shared)
+            self.critic = Learner(critic, config, config.critic, total_steps=config.steps, on_skip=on_skip)
+            self.learners["critic"] = self.critic
+            self._critic_update = CriticUpdate(self.critic, config, self.algorithm)
         self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
-        self._adapts_kl = config.kl is not None and config.kl.target is not None
         self._warned = False
 
     @property
@@ -139,6 +137,7 @@ class PolicyTrainer:
                 f"step {self.steps_done}: none of the {len(step.sequences)} sequences has a trained token: "
                 "loss_mask must be True where the policy sampled"
             )
+        self._warn_of_turn_rewards(step)  # before a penalty lowers the scores
         step.metrics |= self.algorithm.shape_rewards(step.scores, step.tokens)
         return step
 
@@ -159,13 +158,12 @@ class PolicyTrainer:
     def score_reference(self, step: Step) -> None:
         if (reference := self._reference) is None:
             return
-        off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
-        with off:
+        with adapters_off(self.model) if self.config.lora else nullcontext():
             self._policy_update.fill(
                 step,
                 "reference",
                 step.all_indices,
-                lambda packed: {"reference": reference(packed, truncated=False).logprobs},
+                lambda part: {"reference": reference(part.packed, truncated=False).logprobs},
             )
 
     def score_values(self, step: Step) -> None:
@@ -192,22 +190,19 @@ class PolicyTrainer:
             step.check_finite("rewards", "values", "proximal", "sum_squared_probs", "correction")
             turns = step.turns() if "turns" in self.algorithm.needs else None
             self.algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
-        self._warn_of_turn_rewards(step)
 
     def _warn_of_turn_rewards(self, step: Step) -> None:
         if self._warned or "turns" in self.algorithm.needs:
             return
-        scores = step.scores.tolist()
-        for sequence, episode in zip(step.sequences, step.episodes, strict=True):
-            if np.float32(sequence.reward) != np.float32(scores[episode]):
-                self._warned = True
-                logger.warning(
-                    "task %s rewards its turns one by one, but trainer.advantage %s compares whole episodes, by their "
-                    "mean reward; turn_grpo and turn_returns compare turns",
-                    sequence.task_id,
-                    self.config.advantage,
-                )
-                return
+        own = torch.tensor([sequence.reward for sequence in step.sequences], device=self.device)
+        for index in (own != step.scores[torch.tensor(step.episodes)]).nonzero()[:1, 0].tolist():
+            self._warned = True
+            logger.warning(
+                "task %s rewards its turns one by one, but trainer.advantage %s compares whole episodes, by their mean "
+                "reward; turn_grpo and turn_returns compare turns",
+                step.sequences[index].task_id,
+                self.config.advantage,
+            )
 
     def update_critic(self, step: Step) -> None:
         if self._critic_update is not None:
@@ -217,13 +212,15 @@ class PolicyTrainer:
         self._policy_update.update(step)
 
     def finish(self, step: Step) -> dict[str, float]:
+        step.share(self.learner.ranks)
         if self._on_facts is not None:
             with step.clock("facts"):
-                self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
+                self._on_facts(token_facts(step, self.algorithm))
         num_tokens = sum(map(len, step.sequences))
         self.total_tokens += num_tokens
-        metrics = step.all_metrics(self.algorithm, self.learner.ranks)
-        mfu = self._meter.take_mfu(metrics["seconds_step"])
+        metrics = step.all_metrics(self.algorithm)
+        flops = sum(learner.take_flops() for learner in self.learners.values())
+        mfu = flops / metrics["seconds_step"] / peak_flops(self.device, self.learner.dtype)
         return metrics | {"tokens": float(num_tokens), "total_tokens": float(self.total_tokens), "mfu": mfu}
 
     @torch.no_grad()
@@ -232,25 +229,16 @@ class PolicyTrainer:
         vocabulary at temperature 1."""
         cut = StepCut(sequences, self._policy, ranks=Ranks(), device=self.device)
         logprobs = torch.zeros(sum(sequence.num_trained_tokens for sequence in sequences), device=self.device)
-        temperature, self._policy.temperature = self._policy.temperature, 1.0
-        try:
-            for microbatch in cut(range(len(sequences)), self.config.max_tokens_per_microbatch):
-                with self.learner.autocast():
-                    logprobs[microbatch.tokens] = self._policy(microbatch.packed, truncated=False).logprobs.float()
-        finally:
-            self._policy.temperature = temperature
+        for microbatch in cut(range(len(sequences)), self.config.max_tokens_per_microbatch):
+            with self.learner.autocast():
+                scores = self._policy(microbatch.packed, truncated=False, temperature=1.0)
+            logprobs[microbatch.tokens] = scores.logprobs.float()
         return logprobs
-
-    @property
-    def learners(self) -> dict[str, Learner]:
-        return {"policy": self.learner} | ({"critic": self.critic} if self.critic is not None else {})
 
     def counters(self) -> dict[str, Any]:
         """Return the other state that a resumed run needs, as JSON values."""
-        coef = {"coef": self.algorithm.kl_coef} if self._adapts_kl else {}
-        return {"kl_controller": coef, "total_tokens": self.total_tokens}
+        return {"kl_controller": {"coef": self.algorithm.kl_coef}, "total_tokens": self.total_tokens}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        if self._adapts_kl:
-            self.algorithm.kl_coef = counters["kl_controller"].get("coef", self.algorithm.kl_coef)
+        self.algorithm.kl_coef = counters["kl_controller"].get("coef", self.algorithm.kl_coef)
         self.total_tokens = counters.get("total_tokens", 0)

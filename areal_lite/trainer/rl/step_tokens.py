@@ -49,12 +49,11 @@ class StepTokens:
     computed: Tensor  # ``[T]`` bool, True once the policy's log-prob is there
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence], *, device: torch.device) -> StepTokens:
-        """Return the trained tokens of ``sequences``, which :func:`by_episode` has sorted."""
+    def of(cls, sequences: Sequence[TokenSequence], episodes: Sequence[int], *, device: torch.device) -> StepTokens:
+        """Return the trained tokens of ``sequences``, which :func:`by_episode` has sorted and numbered."""
         counts = torch.tensor([sequence.num_trained_tokens for sequence in sequences])
-        episodes = torch.tensor(number_episodes(sequences))
         tokens = cls.zeros(
-            torch.repeat_interleave(episodes, counts).to(device),
+            torch.repeat_interleave(torch.tensor(episodes), counts).to(device),
             torch.repeat_interleave(torch.arange(len(sequences)), counts).to(device),
         )
         tokens.versions = _trained(sequences, "versions", -1, np.int64).to(device)
@@ -90,22 +89,15 @@ class StepTokens:
         return wanted[self.sequences]
 
 
-def episode_of(sequence: TokenSequence, index: int) -> Hashable:
-    return index if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
-
-
-def by_episode(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-    """Return the sequences grouped by episode, episodes in order of first appearance."""
+def by_episode(sequences: Sequence[TokenSequence]) -> tuple[list[TokenSequence], list[int]]:
+    """Return the sequences sorted by episode, and the episode of each, numbered in order of first appearance. A
+    sequence without a member index is an episode of its own."""
     episodes: dict[Hashable, list[TokenSequence]] = {}
     for index, sequence in enumerate(sequences):
-        episodes.setdefault(episode_of(sequence, index), []).append(sequence)
-    return [sequence for episode in episodes.values() for sequence in episode]
-
-
-def number_episodes(sequences: Sequence[TokenSequence]) -> list[int]:
-    """Return the episode of each sequence, numbered in order of first appearance."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(episode_of(s, index), len(numbers)) for index, s in enumerate(sequences)]
+        key = index if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
+        episodes.setdefault(key, []).append(sequence)
+    numbered = [(number, sequence) for number, own in enumerate(episodes.values()) for sequence in own]
+    return [sequence for _, sequence in numbered], [number for number, _ in numbered]
 
 
 def _trained(sequences: Sequence[TokenSequence], name: str, missing: float, dtype: type) -> Tensor:
@@ -155,9 +147,9 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 class StepCut:
-    """Cuts sequences of one step into this rank's micro-batches for one model. Episodes are divided among the ranks,
-    with nearly equal numbers of tokens. A unit of ``together``, one for each sequence, stays on one rank and in one
-    micro-batch, which losses over pairs or whole episodes need; None: micro-batches may divide an episode."""
+    """Cuts sequences of one step into this rank's micro-batches for one model. Units are divided among the ranks, with
+    nearly equal numbers of tokens: whole episodes share prefixes. ``units`` has the unit of each sequence; None: each
+    is one. ``whole`` also keeps a unit in one micro-batch, which losses over pairs or whole episodes need."""
 
     def __init__(
         self,
@@ -166,14 +158,16 @@ class StepCut:
         *,
         ranks: Ranks,
         device: torch.device,
-        together: Sequence[Hashable] | None = None,
+        units: Sequence[Hashable] | None = None,
+        whole: bool = False,
     ) -> None:
         _check_ids(sequences, model)
         self._sequences = sequences
         self._model = model
         self._ranks = ranks
         self._device = device
-        self._together = together
+        self._units: Sequence[Hashable] = range(len(sequences)) if units is None else units
+        self._whole = whole
         self._offsets = np.cumsum([0, *(sequence.num_trained_tokens for sequence in sequences)])
 
     def __call__(self, chosen: Sequence[int], max_tokens: int) -> Iterator[Microbatch]:
@@ -185,7 +179,7 @@ class StepCut:
             max_tokens=max_tokens,
             balance_length=self._model.balance_length,
             share=self._model.shares_prefixes,
-            units=self._together,
+            units=self._units if self._whole else None,
         )
         ragged = self._model.ragged  # side by side, a bundle is as wide as its tokens and needs no padding
         sums, widths = ([f(block.length for block in bundle) for bundle in bundles] for f in (sum, max))
@@ -208,10 +202,9 @@ class StepCut:
     def _share(self, chosen: list[int]) -> list[int]:
         if self._ranks.size == 1:
             return chosen
-        units: dict[Hashable, list[int]] = {}  # whole episodes, because their sequences share prefixes
-        for i in chosen:
-            unit = episode_of(self._sequences[i], i) if self._together is None else self._together[i]
-            units.setdefault(unit, []).append(i)
+        units: dict[Hashable, list[int]] = {}
+        for index in chosen:
+            units.setdefault(self._units[index], []).append(index)
         members = list(units.values())
         lengths = [tree_length(self._sequences, unit) for unit in members]
         lengths += [0] * (self._ranks.size - len(members))  # some ranks have nothing

@@ -11,8 +11,9 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.files.whole_files import storing, write_whole
-from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Step
 
@@ -41,26 +41,22 @@ class TokenFacts:
     """``[T]`` by name, in the order of the sequences; NaN where nothing was computed."""
 
 
-def token_facts(step: Step, algorithm: Algorithm, ranks: Ranks) -> TokenFacts:
-    """Return the facts of a finished step, the same on every rank. All ranks call it together."""
+def token_facts(step: Step, algorithm: Algorithm) -> TokenFacts:
+    """Return the facts of a finished step, whose values the ranks have shared."""
     tokens, config = step.tokens, algorithm.config
     nothing = torch.full_like(tokens.policy, math.nan)
     early = torch.full_like(tokens.known, algorithm.needs_proximal_early)
-    known = tokens.known | early
-    local = {  # values of the tokens that this rank computed, and where every rank has them
-        "policy_logprobs": (tokens.policy, None),
-        "proximal_logprobs": (tokens.proximal, known),
-        "importance_weights": (tokens.correction, early),
-        "clipped": (_clipped(step, config.loss), None),
-        "entropy": (step.statistics.get("entropy", nothing), None),
-        "log_kept": (tokens.log_kept, known),
+    computed, known = tokens.computed, tokens.computed | tokens.known | early
+    columns = {
+        "behaviour_logprobs": tokens.behaviour,
+        "advantages": tokens.advantages,
+        "policy_logprobs": torch.where(computed, tokens.policy, nothing),
+        "proximal_logprobs": torch.where(known, tokens.proximal, nothing),
+        "importance_weights": torch.where(computed | early, tokens.correction, nothing),
+        "clipped": torch.where(computed, _clipped(step, config.loss), nothing),
+        "entropy": torch.where(computed, step.statistics.get("entropy", nothing), nothing),
+        "log_kept": torch.where(known, tokens.log_kept, nothing),
     }
-    own = torch.stack([tokens.computed.float(), *(values for values, _ in local.values())])
-    computed, *sums = ranks.sum_(torch.where(tokens.computed, own, 0.0))
-    columns = {"behaviour_logprobs": tokens.behaviour, "advantages": tokens.advantages}
-    for total, (name, (values, everywhere)) in zip(sums, local.items(), strict=True):
-        others = nothing if everywhere is None else torch.where(everywhere, values, nothing)
-        columns[name] = torch.where(computed > 0, total, others)
     if not bool(columns["log_kept"].nan_to_num().any()):
         del columns["log_kept"]
     if config.kl is not None:
@@ -87,32 +83,23 @@ def _clipped(step: Step, loss: str) -> Tensor:
     return torch.where(side < 0, -1.0, 1.0) * decided
 
 
-class FactsWriter:
-    """Writes ``folder/STEP.parquet`` in a thread, one step behind at most; a context manager. ``folder`` is None on
-    ranks that write nothing. A full disk is a StorageError of the next call, or at the end."""
+@contextmanager
+def facts_writer(folder: Path) -> Iterator[Callable[[TokenFacts], None]]:
+    """Yield a function that writes ``folder/STEP.parquet`` in a thread, one step behind at most. A full disk is a
+    StorageError of its next call, or at the end."""
+    pending: list[Future[None]] = []
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-lite-facts")
-        self._pending: Future[None] | None = None
+    def wait() -> None:
+        while pending:
+            pending.pop().result()
 
-    def __call__(self, facts: TokenFacts) -> None:
-        if self._folder is not None:
-            self._wait()
-            self._pending = self._thread.submit(write_facts, self._folder / f"{facts.step}.parquet", facts)
+    def write(facts: TokenFacts) -> None:
+        wait()
+        pending.append(thread.submit(write_facts, folder / f"{facts.step}.parquet", facts))
 
-    def _wait(self) -> None:
-        if (pending := self._pending) is not None:
-            self._pending = None
-            pending.result()
-
-    def __enter__(self) -> FactsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown()
-        if kind is None:
-            self._wait()
+    with ThreadPoolExecutor(1, thread_name_prefix="areal-lite-facts") as thread:
+        yield write
+    wait()
 
 
 def write_facts(path: Path, facts: TokenFacts) -> None:

@@ -5,7 +5,6 @@ Guarantees that results do not depend on how the step is cut into micro-batches 
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -18,18 +17,12 @@ from areal_lite.config.trainer_config import AggregationMode, TrainerConfig
 from areal_lite.models.kernels.score_kernels import TokenScores
 from areal_lite.trainer.forward.packed_model import PackedSequences
 from areal_lite.trainer.learner import Learner, Update
-from areal_lite.trainer.machine_metrics import FlopsMeter
 from areal_lite.trainer.objectives.aggregation import aggregate, token_weights
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Step
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
-
-logger = logging.getLogger(__name__)
-
-OnSkip = Callable[[dict[str, Any]], None]
-"""Called with step, role, loss, gradient norm and task ids of a skipped non-finite update."""
 
 
 class LearnerUpdate(ABC):
@@ -38,15 +31,11 @@ class LearnerUpdate(ABC):
     role: ClassVar[str]  # name in reports of skipped updates
     prefix: ClassVar[str] = ""  # of its metrics
 
-    def __init__(
-        self, learner: Learner, config: TrainerConfig, algorithm: Algorithm, meter: FlopsMeter, on_skip: OnSkip | None
-    ) -> None:
+    def __init__(self, learner: Learner, config: TrainerConfig, algorithm: Algorithm) -> None:
         self.learner = learner
         self.scorer: Any = learner.module
         self._config = config
         self._algorithm = algorithm
-        self._meter = meter
-        self._on_skip = on_skip
 
     @abstractmethod
     def losses(self, step: Step, at: Tensor, outputs: Any) -> Tensor:
@@ -57,16 +46,16 @@ class LearnerUpdate(ABC):
         return self.scorer(packed)
 
     @torch.no_grad()
-    def scored(
-        self, step: Step, chosen: Sequence[int], score: Callable[[Microbatch], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
+    def fill(
+        self, step: Step, phase: str, chosen: Sequence[int], score: Callable[[Microbatch], dict[str, Tensor]]
+    ) -> None:
+        """Write the values of ``score`` at the chosen sequences' tokens, on every rank, into the columns of the step
+        that they name."""
 
         def run(max_tokens: int) -> dict[str, Tensor]:
             scored: dict[str, Tensor] = {}
             for microbatch in self._cut(step)(chosen, max_tokens):
-                self._meter.count(self.scorer.flops(microbatch.packed))
-                with self.learner.autocast():
+                with self.learner.computing(microbatch.packed):
                     scores = score(microbatch)
                 for name, values in scores.items():
                     column = scored.setdefault(name, torch.zeros_like(step.tokens.proximal))
@@ -74,17 +63,10 @@ class LearnerUpdate(ABC):
                         column[microbatch.tokens] = values.float()
             return scored
 
-        return {name: self.learner.ranks.sum_(values) for name, values in self.learner.within_memory(run).items()}
-
-    def fill(
-        self, step: Step, phase: str, chosen: Sequence[int], score: Callable[[PackedSequences], dict[str, Tensor]]
-    ) -> None:
-        """Write the values of ``score`` into the columns of the step that they name."""
-        with step.clock(phase):
-            scored = self.scored(step, chosen, lambda microbatch: score(microbatch.packed))
         at = step.tokens.chosen(chosen)
-        for name, values in scored.items():
-            getattr(step.tokens, name)[at] = values[at]
+        with step.clock(phase):
+            for name, values in self.learner.within_memory(run).items():
+                getattr(step.tokens, name)[at] = self.learner.ranks.sum_(values)[at]
 
     def update_once(self, step: Step, counted: Sequence[int], computed: Sequence[int], mode: AggregationMode) -> Update:
         """Make one update: ``computed`` sequences go through the model, ``counted`` ones are averaged over."""
@@ -93,8 +75,7 @@ class LearnerUpdate(ABC):
         weights[at] = token_weights(mode, step.tokens.episodes[at], scale=self._config.loss_scale).float()
 
         def loss(microbatch: Microbatch) -> Tensor:
-            self._meter.count(self.learner.passes * self.scorer.flops(microbatch.packed))
-            with step.clock("forward"), self.learner.autocast():
+            with step.clock("forward"), self.learner.computing(microbatch.packed):
                 outputs = self.outputs(microbatch.packed)
             if not microbatch.counts:  # a loss of 0 with a gradient, so that this rank joins the backward pass
                 nothing: Tensor = (outputs[0] * 0.0).sum()
@@ -103,13 +84,8 @@ class LearnerUpdate(ABC):
 
         cut = self._cut(step)
         update = self.learner.update(lambda max_tokens: cut(computed, max_tokens), loss, clock=step.clock)
-        if not update.applied:
-            task_ids = list(dict.fromkeys(step.sequences[index].task_id for index in counted))
-            skipped = {"step": self.learner.steps_done, "role": self.role, **update._asdict(), "task_ids": task_ids}
-            logger.warning("skipped a non-finite update: %s", skipped | {"task_ids": len(task_ids)})
-            if self._on_skip is not None:
-                self._on_skip(skipped)
-        self.learner.check(update)
+        task_ids = list(dict.fromkeys(step.sequences[index].task_id for index in counted))
+        self.learner.check(update, role=self.role, task_ids=task_ids)
         return update
 
     def finish(self, step: Step, updates: Sequence[Update]) -> None:
@@ -124,16 +100,21 @@ class LearnerUpdate(ABC):
         self.learner.steps_done += 1
 
     def _cut(self, step: Step) -> StepCut:
-        together = step.episodes if self._algorithm.couples_tokens else None
-        ranks, device = self.learner.ranks, step.scores.device
-        return StepCut(step.sequences, self.scorer, ranks=ranks, device=device, together=together)
+        return StepCut(
+            step.sequences,
+            self.scorer,
+            ranks=self.learner.ranks,
+            device=step.scores.device,
+            units=step.episodes,
+            whole=self._algorithm.couples_tokens,
+        )
 
 
 class CriticUpdate(LearnerUpdate):
     role, prefix = "critic", "critic_"
 
     def score(self, step: Step) -> None:
-        self.fill(step, "values", step.all_indices, lambda packed: {"values": self.scorer(packed)})
+        self.fill(step, "values", step.all_indices, lambda part: {"values": self.scorer(part.packed)})
 
     def update(self, step: Step) -> None:
         self.finish(step, [self.update_once(step, chosen, chosen, "token-mean") for chosen in step.minibatches])
@@ -154,7 +135,7 @@ class PolicyUpdate(LearnerUpdate):
         updates: list[Update] = []
         if config.critic is None or self.learner.steps_done >= config.critic.updates_before_policy:
             trains = self._with_gradient(step)
-            computed = [[i for i in chosen if trains[step.episodes[i]]] for chosen in step.minibatches]
+            computed = [[i for i in chosen if step.episodes[i] in trains] for chosen in step.minibatches]
             later = [index for chosen in computed[1:] for index in chosen]
             ahead = step.all_indices if self._algorithm.chooses else later
             if ahead and not bool(tokens.known.any()):
@@ -182,8 +163,8 @@ class PolicyUpdate(LearnerUpdate):
     def score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
         """Fill in the current weights' log-probs of the chosen sequences, as those of the start of the step."""
 
-        def score(packed: PackedSequences) -> dict[str, Tensor]:
-            scores = self.scorer(packed)
+        def score(microbatch: Microbatch) -> dict[str, Tensor]:
+            scores = self.scorer(microbatch.packed)
             return self._at_start(scores) | {"sum_squared_probs": scores.sum_squared_probs}
 
         self.fill(step, "proximal", chosen, score)
@@ -204,16 +185,15 @@ class PolicyUpdate(LearnerUpdate):
                 self._token_losses(step, microbatch.tokens, scores)
             return {}
 
-        with step.clock("proximal"):
-            self.scored(step, chosen, record)
+        self.fill(step, "proximal", chosen, record)
 
     @torch.no_grad()
     def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
         """Let the loss choose among all tokens of a minibatch, so that the cut does not change its choice."""
         at, policy = step.tokens.chosen(chosen), step.tokens.proximal
         if not first or self._config.proximal == "behaviour":
-            with step.clock("choice"):
-                policy = self.scored(step, chosen, lambda microbatch: {"": self.scorer(microbatch.packed).logprobs})[""]
+            self.fill(step, "choice", chosen, lambda part: {"policy": self.scorer(part.packed).logprobs})
+            policy = step.tokens.policy
         step.choice = None
         choice = self._algorithm.policy_loss(self._inputs(step, policy[at], at)).chosen
         assert choice is not None
@@ -230,13 +210,11 @@ class PolicyUpdate(LearnerUpdate):
             chosen=None if step.choice is None else step.choice[at],
         )
 
-    def _with_gradient(self, step: Step) -> list[bool]:
-        """Return whether each episode must be computed; all loss terms of the others are 0."""
+    def _with_gradient(self, step: Step) -> set[int]:
+        """Return the episodes that must be computed; all loss terms of the others are 0."""
         if self._algorithm.needs_every_episode:
-            return [True] * len(step.scores)
-        trains = torch.zeros(len(step.scores), dtype=torch.bool, device=step.scores.device)
-        trains[step.tokens.episodes[step.tokens.advantages != 0]] = True
-        return [bool(value) for value in trains.tolist()]
+            return set(step.episodes)
+        return set(step.tokens.episodes[step.tokens.advantages != 0].tolist())
 
     def _token_losses(self, step: Step, at: Tensor, scores: TokenScores) -> Tensor:
         tokens, config = step.tokens, self._config

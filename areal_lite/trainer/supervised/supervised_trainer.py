@@ -11,7 +11,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
-from areal_lite.models.policy_model import load_policy, resolve_device, resolve_dtype
+from areal_lite.models.policy_model import load_policy, resolve_device
 from areal_lite.trainer.forward.logprobs import TokenScorer
-from areal_lite.trainer.forward.microbatches import num_inputs, shared_prefix
+from areal_lite.trainer.forward.microbatches import common_prefix, num_inputs, read_ids
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
-from areal_lite.trainer.learner import Learner
-from areal_lite.trainer.machine_metrics import FlopsMeter
+from areal_lite.trainer.learner import Learner, OnSkip
+from areal_lite.trainer.machine_metrics import peak_flops
 from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate, token_weights
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
 from areal_lite.trainer.seeding import seed_process
@@ -62,27 +62,23 @@ class SupervisedTrainer(ABC, Generic[C]):
         model_path: str,
         seed: int,
         total_steps: int,
-        on_skip: Callable[[dict[str, Any]], None] | None = None,
+        on_skip: OnSkip | None = None,
     ) -> None:
         self.config = config
-        self._on_skip = on_skip
         seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
         self.scorer = self._load(model_path)
         self.model: Any = self.scorer.model
         self.device: torch.device = self.model.device
         self.total_tokens = 0  # tokens of all updates so far, prompts included
-        self._meter = FlopsMeter(self.device, resolve_dtype(config.dtype, self.device))
         self.learner = Learner(
             self.scorer,
             config,
             with_warmup(config, total_steps),
             total_steps=total_steps,
             max_inference_tokens=config.max_inference_length_per_device,
+            on_skip=on_skip,
         )
-
-    @property
-    def learners(self) -> dict[str, Learner]:
-        return {"policy": self.learner}
+        self.learners = {"policy": self.learner}
 
     def counters(self) -> dict[str, Any]:
         return {"total_tokens": self.total_tokens}
@@ -95,10 +91,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         rate = self.learner.learning_rate
         step = self._lay_out(items)
         update = self.learner.update(lambda most: self._cut(step, most), lambda part: self._loss(step, part))
-        if not update.applied and self._on_skip is not None:
-            rows = sorted({int(item["row"]) for item in items})
-            self._on_skip({"step": self.learner.steps_done, **update._asdict(), "rows": rows})
-        self.learner.check(update)
+        self.learner.check(update, rows=sorted({int(item["row"]) for item in items}))
         self.learner.steps_done += 1
         tokens = sum(map(len, step.sequences))
         self.total_tokens += tokens
@@ -114,7 +107,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             "trained_tokens": float(len(step.of_token)),
             "truncated_sequences": float(sum(int(item.get("truncated", 0)) for item in items)),
             "tokens_per_second": tokens / seconds,
-            "mfu": self._meter.take_mfu(seconds),
+            "mfu": self.learner.take_flops() / seconds / peak_flops(self.device, self.learner.dtype),
         }
 
     @torch.no_grad()
@@ -182,14 +175,14 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.scorer,
             ranks=self.learner.ranks,
             device=self.device,
-            together=[s.group_id for s in step.sequences] if self.together else None,
+            units=[s.group_id for s in step.sequences] if self.together else None,
+            whole=self.together,
         )
         yield from cut(range(len(step.sequences)), max_tokens)
 
     def _loss(self, step: SupervisedStep, microbatch: Microbatch) -> Tensor:
-        if torch.is_grad_enabled():  # not an evaluation
-            self._meter.count(self.learner.passes * self.scorer.flops(microbatch.packed))
-        with self.learner.autocast():
+        # An evaluation is not part of a step, so its operations are not counted.
+        with self.learner.computing(microbatch.packed) if torch.is_grad_enabled() else self.learner.autocast():
             scores = self._scores(microbatch.packed)
         if not microbatch.counts:
             return scores.sum() * 0.0
@@ -214,6 +207,12 @@ def masked_sequence(ids: Tensor, mask: Tensor, group: int) -> TokenSequence:
     return TokenSequence(
         input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
     )
+
+
+def shared_prefix(sequences: Sequence[TokenSequence]) -> int:
+    """Return how many leading tokens all sequences have in common, of those that the model must read."""
+    first, *others = map(read_ids, sequences)
+    return min((common_prefix(first, other) for other in others), default=len(first))
 
 
 class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):

@@ -36,9 +36,9 @@ RL_STEP = {
 
 def write_run(folder, *records):
     """Write ``(step, metrics)`` as a run does."""
-    with MetricsWriter(folder) as writer:
-        for step, metrics in records:
-            writer.write(step, metrics)
+    writer = MetricsWriter(folder)
+    for step, metrics in records:
+        writer.write(step, metrics)
     return folder
 
 

@@ -24,7 +24,7 @@ from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.verify.verify import check_run
 from areal_lite.tools.verify.verify_tokens import TOKEN_CHECKS
 from areal_lite.tools.view.page_data import Answers
-from areal_lite.trainer.rl.token_facts import FactsWriter, TokenFacts, write_facts
+from areal_lite.trainer.rl.token_facts import TokenFacts, facts_writer, write_facts
 from tests.trainer.episode_data import Call, Episode, group_of, line
 from tests.trainer.training_data import sequence
 
@@ -82,7 +82,7 @@ def trained(folder: Path, model: Path, groups_of: Callable[[int], list[Group]] =
     root = folder / "e" / "t"
     root.mkdir(parents=True)
     (root / "config.yaml").write_text(yaml.safe_dump(values))
-    with FactsWriter(root / "training") as writer:
+    with facts_writer(root / "training") as writer:
         trainer = make_trainer(load_config(root / "config.yaml"), lambda update: None, writer)
         for version in (5, 6):
             groups = groups_of(version)
@@ -186,9 +186,9 @@ def test_what_was_not_computed_is_null_and_a_batch_without_episodes_has_no_lines
 def test_a_disk_that_takes_nothing_ends_the_run_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "training").write_text("no folder")
     says = r"training/1\.parquet cannot be written: .*free disk space"
-    with pytest.raises(StorageError, match=says), FactsWriter(tmp_path / "training") as writer:
+    with pytest.raises(StorageError, match=says), facts_writer(tmp_path / "training") as writer:
         writer(facts_of_step(1))
-    with pytest.raises(ValueError, match="of the run"), FactsWriter(tmp_path / "training") as writer:
+    with pytest.raises(ValueError, match="of the run"), facts_writer(tmp_path / "training") as writer:
         writer(facts_of_step(1))
         raise ValueError("of the run")
 

@@ -229,5 +229,5 @@ def test_further_files_may_share_folders_and_the_root_is_made(taken: Snapshot, t
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(taken: Snapshot, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="checkpoints cannot be written"):
+    with pytest.raises(StorageError, match="file of checkpoints cannot be written: .*: free disk space or fix"):
         CheckpointWriter(tmp_path / "file", keep=1).save(1, taken, {})

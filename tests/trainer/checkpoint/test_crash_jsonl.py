@@ -29,9 +29,9 @@ ALL = 10**9
 @pytest.fixture
 def metrics(tmp_path: Path) -> bytes:
     """Files that a run of some steps has written."""
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, STEPS + 1):
-            writer.write(step, {"train/loss": 1 / step, "train/entropy": float("nan"), "timing/step_s": 0.25})
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, STEPS + 1):
+        writer.write(step, {"train/loss": 1 / step, "train/entropy": float("nan"), "timing/step_s": 0.25})
     return (tmp_path / "metrics.jsonl").read_bytes()
 
 
@@ -43,8 +43,8 @@ def test_t5_metrics_cut_at_any_byte_keep_whole_lines_and_can_be_appended(metrics
     path = tmp_path / "metrics.jsonl"
     for end in range(len(metrics) + 1):
         path.write_bytes(metrics[:end])
-        with MetricsWriter(tmp_path, last_step=ALL) as writer:
-            writer.write(99, {"train/loss": 0.5})
+        writer = MetricsWriter(tmp_path, last_step=ALL)
+        writer.write(99, {"train/loss": 0.5})
         *kept, new = path.read_bytes().splitlines(keepends=True)
         assert kept == whole_lines(metrics[:end])
         assert json.loads(new)["step"] == 99
@@ -62,8 +62,8 @@ def test_t5_a_flipped_byte_in_metrics_is_reported_with_its_line(metrics: bytes, 
 def test_damage_after_the_resumed_step_does_not_matter(metrics: bytes, tmp_path: Path) -> None:
     lines = metrics.splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines[:5]) + b"damaged\n" + lines[6])
-    with MetricsWriter(tmp_path, last_step=4):
-        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines[:4])
+    MetricsWriter(tmp_path, last_step=4)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines[:4])
 
 
 DUMP = [{"sample_idx": number, "completion": 'é"\n' * number, "turns": [{"ids": [1, 2]}]} for number in range(12)]
@@ -96,20 +96,20 @@ def test_t5_a_flipped_byte_in_a_dump_is_reported_with_its_line(tmp_path: Path) -
 
 def test_t6_metrics_on_a_full_disk_keep_their_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"train/loss": 0.5})
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"train/loss": 0.5})
     first = path.read_bytes()
     for size in range(len(first), 2 * len(first)):
         path.write_bytes(first)
+        writer = MetricsWriter(tmp_path)
         with (
-            MetricsWriter(tmp_path) as writer,
             files_end_at(size),
             pytest.raises(StorageError, match="File too large.*free disk space.*resume from"),
         ):
             for step in (2, 3):
                 writer.write(step, {"train/loss": 0.5})
-        with MetricsWriter(tmp_path, last_step=ALL) as writer:
-            writer.write(4, {"train/loss": 0.5})
+        writer = MetricsWriter(tmp_path, last_step=ALL)
+        writer.write(4, {"train/loss": 0.5})
         assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] in ([1, 4], [1, 2, 4])
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from areal_lite.config.trainer_config import KLConfig, TrainerConfig
-from areal_lite.trainer.estimators.reward_penalties import adapted_coef, mean_kl
+from areal_lite.trainer.objectives.kl import adapted_coef, mean_kl
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.step_tokens import StepTokens
 from tests.trainer.oracle_cases import assert_matches, case, inputs

@@ -14,7 +14,7 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.chosen_function import chosen_function
 from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs
-from areal_lite.trainer.estimators.return_estimators import discounted_sums
+from areal_lite.trainer.estimators.advantage_estimators import discounted_sums
 from tests.trainer.turn_data import with_whole_turns
 
 GROUP_NAMES = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]

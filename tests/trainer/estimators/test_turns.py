@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators import COMPARES_GROUP, ESTIMATORS, EstimatorInputs
-from areal_lite.trainer.estimators.group_estimators import STD_FLOOR
+from areal_lite.trainer.estimators.advantage_estimators import STD_FLOOR
 from tests.trainer.turn_data import (
     Episode,
     RewardedTurn,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.trainer.forward.microbatches import plan_blocks, plan_microbatches, read_ids, shared_prefix
+from areal_lite.trainer.forward.microbatches import plan_blocks, plan_microbatches, read_ids
 from areal_lite.trainer.rl.step_tokens import StepCut
 from tests.trainer.training_data import VOCABULARY, drawn_batch, sequence
 
@@ -43,8 +43,8 @@ def test_a_block_holds_as_many_tokens_as_allowed_and_not_one_more() -> None:
 def test_no_forward_pass_of_a_step_exceeds_the_cap(seed: int, cap: int, ragged: bool, whole: bool) -> None:
     batch = drawn_batch(seed)
     model: Any = SimpleNamespace(balance_length=500, ragged=ragged, shares_prefixes=True, vocab_size=VOCABULARY)
-    together = [index // 2 for index in range(len(batch))] if whole else None
-    cut = StepCut(batch, model, ranks=Ranks(), device=torch.device("cpu"), together=together)
+    pairs = [index // 2 for index in range(len(batch))]
+    cut = StepCut(batch, model, ranks=Ranks(), device=torch.device("cpu"), units=pairs, whole=whole)
     bounds = np.cumsum([0, *(one.num_trained_tokens for one in batch)])
     seen = []
     for microbatch in cut(range(len(batch)), cap):
@@ -150,10 +150,3 @@ def test_models_that_cannot_share_get_a_block_per_sequence() -> None:
     group = [sequence([1, 2, 3], [2]) for _ in range(3)]
     bundles = plan_blocks(group, range(3), max_tokens=100, balance_length=1000, share=False)
     assert [block.sequences for (block,) in bundles] == [(0,), (1,), (2,)]
-
-
-def test_the_shared_prefix_ends_where_members_differ_or_one_has_its_last_trained_token() -> None:
-    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 9, 4], [3])]) == 2
-    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2, 3])]) == 3
-    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2])]) == 2
-    assert shared_prefix([sequence([1, 2, 3], [2]), sequence([9, 2, 3], [2])]) == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators.reward_penalties import overlong_penalty
+from areal_lite.trainer.rl.algorithm import overlong_penalty
 
 
 def test_the_penalty_is_linear_within_the_buffer() -> None:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate, token_weights
+from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate, episode_mean, token_weights
 from areal_lite.trainer.objectives.corrections import (
     drifted_episodes,
-    episode_weights,
     icepop_weights,
     importance_weights,
     rejection_mask,
@@ -116,7 +115,7 @@ def test_losses_and_gradients_equal_the_oracles(
     weights = token_weights(mode, data.episodes)
     if weighted:
         correction = flat("is_weights", mask, dtype)
-        weights = weights * (episode_weights(correction, data.episodes) if name == "gmpo" else correction)
+        weights = weights * (episode_mean(correction.log(), data.episodes).exp() if name == "gmpo" else correction)
     terms = loss_called(name)(data, **options)
     key = f"{key}.{mask_name}.is{int(weighted)}"
 

@@ -12,7 +12,6 @@ import torch
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence
 from areal_lite.config.trainer_config import CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import TrainingError
-from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import ROUNDING, Step
 from tests.trainer.episode_data import Episode, group_of, line
@@ -88,7 +87,7 @@ def test_greedy_rewards_are_there_if_all_accepted_groups_have_one(
 
 def metrics_of(step: Step, **settings: Any) -> dict[str, float]:
     config = TrainerConfig(total_steps=1, learning_rate=1e-3, **settings)
-    return step.all_metrics(Algorithm(config, max_new_tokens=None), Ranks())
+    return step.all_metrics(Algorithm(config, max_new_tokens=None))
 
 
 def test_a_statistic_is_the_mean_of_the_tokens_that_have_it() -> None:

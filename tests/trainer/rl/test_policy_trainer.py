@@ -24,6 +24,7 @@ from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.estimators import Estimate, EstimatorInputs
+from areal_lite.trainer.machine_metrics import peak_flops
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, PolicyTrainer
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
@@ -153,13 +154,13 @@ def test_a_loss_chooses_among_a_later_minibatch_with_the_weights_of_then(tiny: P
     trainer = make_trainer(tiny, minibatches_per_step=2, **changes)
     updates: list[int] = []
     trainer.learner.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    score, scored = trainer._policy_update.scored, []
+    fill, scored = trainer._policy_update.fill, []
 
-    def spy(step: Any, chosen: Any, *rest: Any) -> dict[str, torch.Tensor]:
+    def spy(step: Any, phase: Any, chosen: Any, score: Any) -> None:
         scored.append((list(chosen), len(updates)))
-        return score(step, chosen, *rest)
+        fill(step, phase, chosen, score)
 
-    trainer._policy_update.scored = spy  # type: ignore[method-assign]
+    trainer._policy_update.fill = spy  # type: ignore[method-assign]
     step = trainer.begin(training_batch(drawn_batch(0)), version=5)
     trainer.score_proximal(step)
     trainer.estimate_advantages(step)
@@ -207,8 +208,12 @@ def first_gradients(model_path: Path, kl_coef: float) -> dict[str, torch.Tensor]
     """Return those of the first of two updates, where the pass that scores tokens ahead errs a little."""
     options = {"token_share": 1.0, "kl_coef": kl_coef}
     trainer = make_trainer(model_path, loss="kl_cov", loss_kwargs=options, minibatches_per_step=2)
-    score, seen = trainer._policy_update.scored, []
-    trainer._policy_update.scored = lambda *given: {name: v * 1.001 for name, v in score(*given).items()}  # type: ignore[method-assign]
+    fill, seen = trainer._policy_update.fill, []
+
+    def erring(step: Any, phase: Any, chosen: Any, score: Any) -> None:
+        fill(step, phase, chosen, lambda part: {name: values * 1.001 for name, values in score(part).items()})
+
+    trainer._policy_update.fill = erring  # type: ignore[method-assign]
     trainer.learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(trainer)))
     trainer.train_step(training_batch(drawn_batch(0)), version=5)
     return seen[0]
@@ -650,7 +655,7 @@ def test_operations_of_all_passes_are_counted(tiny: Path) -> None:
         max_tokens_per_microbatch=64,
     )
     assert trainer.critic is not None
-    done, counted = [], []
+    done: list[float] = []
 
     def passed(model: Any, arguments: tuple[Any, ...], _: Any) -> None:
         done.append((3 if torch.is_grad_enabled() else 1) * model.flops(*arguments))
@@ -658,10 +663,10 @@ def test_operations_of_all_passes_are_counted(tiny: Path) -> None:
     for model in (trainer._policy, trainer._reference, trainer.critic.module):
         assert model is not None
         model.register_forward_hook(passed)
-    trainer._meter.count = counted.append  # type: ignore[method-assign]
-    trainer.train_step(training_batch(drawn_batch(0)), version=5)
+    metrics = trainer.train_step(training_batch(drawn_batch(0)), version=5)
     assert len(done) > 10
-    assert sorted(counted) == pytest.approx(sorted(done))
+    peak = peak_flops(trainer.device, torch.float32)
+    assert metrics["mfu"] * metrics["seconds_step"] * peak == pytest.approx(sum(done))
 
 
 def test_log_probs_of_any_sequences_are_of_the_whole_vocabulary_at_temperature_1(tiny: Path) -> None:

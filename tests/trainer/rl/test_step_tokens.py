@@ -35,14 +35,14 @@ def test_nothing_is_filled_in_at_first() -> None:
     assert tokens.sequences is tokens.episodes
     assert tokens.versions.tolist() == [-1] * 6
     assert not any(bool(column.any()) for column in (tokens.known, tokens.computed, tokens.policy, tokens.rewards))
-    assert StepTokens.of([sequence([5, 6, 7], [1, 2])], device=CPU).versions.tolist() == [-1, -1]
+    assert StepTokens.of([sequence([5, 6, 7], [1, 2])], [0], device=CPU).versions.tolist() == [-1, -1]
 
 
 def test_sequences_without_a_trained_token_have_no_place_and_no_reward() -> None:
     batch = [sequence([5, 6, 7], [1, 2], group=name) for name in "ab"] + [sequence([5, 6], [], group="c")]
     for place, rewards in enumerate(([0.0, 1.0, 2.0], [0.0, 3.0, 4.0], [5.0, 6.0])):
         batch[place] = dataclasses.replace(batch[place], token_rewards=np.array(rewards, np.float32))
-    tokens = StepTokens.of(batch, device=CPU)
+    tokens = StepTokens.of(batch, range(len(batch)), device=CPU)
     assert tokens.rewards.tolist() == [1, 2, 3, 4]
     assert tokens.chosen([1, 2]).tolist() == [False, False, True, True]
     assert not bool(tokens.chosen([]).any())
@@ -51,11 +51,11 @@ def test_sequences_without_a_trained_token_have_no_place_and_no_reward() -> None
 @pytest.mark.parametrize(("size", "whole"), [(2, False), (2, True), (3, False), (16, False)])
 def test_every_rank_has_as_many_forward_passes_and_each_sequence_is_computed_once(size: int, whole: bool) -> None:
     batch = [dataclasses.replace(one, member_idx=place // 2 % 2) for place, one in enumerate(drawn_batch(1))]
-    together = [one.group_id for one in batch] if whole else None
+    own = [one.group_id if whole else (one.group_id, one.member_idx) for one in batch]
     of_token = np.repeat(np.arange(len(batch)), [one.num_trained_tokens for one in batch])
     seen, loads, units = [], [], []
     for rank in range(size):
-        cut = StepCut(batch, model(), ranks=RanksOfOneProcess(rank, size), device=CPU, together=together)
+        cut = StepCut(batch, model(), ranks=RanksOfOneProcess(rank, size), device=CPU, units=own, whole=whole)
         passes: list[Microbatch] = [*cut(range(len(batch)), 100)]
         assert len(passes) == 20
         assert all(len(one.tokens) == len(one.packed.targets) for one in passes)

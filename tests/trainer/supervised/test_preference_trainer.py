@@ -99,7 +99,8 @@ def test_pairs_stay_together_on_one_rank_and_in_one_micro_batch(
             untied_dpo.scorer,
             ranks=OneOf(rank, size),
             device=torch.device("cpu"),
-            together=[one.group_id for one in step.sequences],
+            units=[one.group_id for one in step.sequences],
+            whole=True,
         )
         for microbatch in cut(range(len(step.sequences)), 50):
             if microbatch.counts:

@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM
 from areal_lite.config.supervised_config import SFTTrainerConfig
 from areal_lite.errors import TrainingError
 from areal_lite.trainer.forward.microbatches import plan_microbatches
+from areal_lite.trainer.machine_metrics import peak_flops
 from areal_lite.trainer.supervised import supervised_trainer
-from areal_lite.trainer.supervised.supervised_trainer import with_warmup
+from areal_lite.trainer.supervised.supervised_trainer import shared_prefix, with_warmup
 from tests.trainer.supervised_data import COMMON, gradients, run_out_of_memory, sequences, sft_trainer
+from tests.trainer.training_data import sequence
 
 
 def plain_loss(model: Path, items: list[dict[str, torch.Tensor]], averaging: str) -> tuple[torch.Tensor, object]:
@@ -97,16 +99,15 @@ def test_a_prefix_of_a_quarter_of_the_mean_length_is_computed_once(tiny: Path, c
 
 
 def test_the_process_is_seeded_and_operations_of_training_are_counted(tiny: Path) -> None:
-    trainer, counted, done = sft_trainer(tiny), [], []
+    trainer, done = sft_trainer(tiny), []
     assert torch.initial_seed() == 0
-    trainer._meter.count = counted.append  # type: ignore[method-assign]
     trainer.scorer.register_forward_hook(lambda model, given, _: done.append(3 * model.flops(*given)))
-    trainer.train_step(sequences(2, 5))
+    metrics = trainer.train_step(sequences(2, 5))
     assert done
-    assert counted == done
+    seconds = metrics["tokens"] / metrics["tokens_per_second"]
+    assert metrics["mfu"] * seconds * peak_flops(trainer.device, torch.float32) == pytest.approx(sum(done))
     trainer.evaluate(sequences(2, 5))
-    assert counted == done[: len(counted)]
-    assert len(done) > len(counted)
+    assert trainer.learner.take_flops() == 0
     trainer.load_counters({})  # of a checkpoint that does not have them
     assert trainer.total_tokens == 0
 
@@ -250,3 +251,10 @@ def test_other_torch_errors_are_not_treated_as_out_of_memory(tiny: Path) -> None
 def test_sequences_of_a_block_stay_in_one_micro_batch() -> None:
     # Two sequences of 6 tokens take 12 of the 20; two of 5 do not fit beside them.
     assert plan_microbatches([5, 6, 4], max_tokens=20, num_blocks=[2, 2, 1]) == [[1], [0, 2]]
+
+
+def test_the_shared_prefix_ends_where_members_differ_or_one_has_its_last_trained_token() -> None:
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 9, 4], [3])]) == 2
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2, 3])]) == 3
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2])]) == 2
+    assert shared_prefix([sequence([1, 2, 3], [2]), sequence([9, 2, 3], [2])]) == 0

@@ -27,7 +27,7 @@ from areal_lite.servers.weights.weight_folder import write_model
 from areal_lite.trainer.checkpoint.snapshot import restore, snapshot, write_snapshot
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
-from areal_lite.trainer.rl.token_facts import token_facts
+from areal_lite.trainer.rl.token_facts import TokenFacts
 from areal_lite.trainer.supervised.supervised_trainer import SupervisedTrainer
 from tests.trainer.episode_data import Call, Episode, group_of, line
 from tests.trainer.supervised_data import dpo_trainer, pairs, reward_trainer, sequences, sft_trainer
@@ -140,9 +140,11 @@ def policy_step(trainer: PolicyTrainer, batch: Batch) -> tuple[dict[str, float],
     scored = {f"scored/{key}": getattr(step.tokens, key).clone() for key in ("reference", "values", "advantages")}
     trainer.update_critic(step)
     trainer.update_policy(step)
-    facts = token_facts(step, trainer.algorithm, trainer.learner.ranks)
-    scored |= {f"fact/{name}": torch.from_numpy(values) for name, values in facts.columns.items()}
-    return trainer.finish(step), scored
+    found: list[TokenFacts] = []
+    trainer._on_facts = found.append
+    metrics = trainer.finish(step)
+    scored |= {f"fact/{name}": torch.from_numpy(values) for name, values in found[0].columns.items()}
+    return metrics, scored
 
 
 def weights(trainer: PolicyTrainer | SupervisedTrainer) -> dict[str, Tensor]:
