@@ -67,7 +67,7 @@ def test_a_folder_has_at_most_fifteen_files_beside_its_init(package: Path) -> No
 
 
 def test_the_lines_that_training_reaches_are_limited(package: Path) -> None:
-    (package / "runs/rl_run.py").write_text(
+    (package / "runs/entry_points.py").write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from areal_lite.room import types_only\n"
         "def f():\n    from areal_lite.room import f0\n"

@@ -67,7 +67,7 @@ class MetricsWriter:
             self._on_step(step, metrics)
 
     def _append(self, line: bytes) -> None:
-        with storing(self._path, _FIX), self._path.open("ab", buffering=0) as file:
+        with storing(self._path, _FIX), self._path.open("ab") as file:
             file.write(line)
 
 
