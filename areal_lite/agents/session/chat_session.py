@@ -26,7 +26,6 @@ from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer, Piec
 from areal_lite.agents.session.chat_history import ChatHistory
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import ChatRequest
-from areal_lite.agents.session.chat_sampling import request_gconfig
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
@@ -149,8 +148,12 @@ class ChatSession:
             ModelRequest(
                 input_ids=prompt,
                 prefix=prefix,
-                gconfig=request_gconfig(
-                    self._gconfig, request, choice=index, prompt_tokens=len(prompt), agent_samples=self._agent_samples
+                gconfig=request.options.gconfig(
+                    self._gconfig,
+                    request.grammar,
+                    choice=index,
+                    prompt_tokens=len(prompt),
+                    agent_samples=self._agent_samples,
                 ),
                 tokenizer=self._renderer.tokenizer,
                 top_logprobs=request.options.top_logprobs,
