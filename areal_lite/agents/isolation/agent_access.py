@@ -20,8 +20,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from areal_lite.api import episode_context
@@ -31,6 +33,32 @@ from areal_lite.processes.child_process import ChildProcess
 
 KEPT_BYTES = 64 * 1024
 """Bytes kept of each output, the last ones."""
+
+
+_variables: ContextVar[Mapping[str, str]] = ContextVar("areal_lite_environ", default=MappingProxyType({}))
+
+
+class EpisodeEnviron(os._Environ[str]):
+    """``os.environ`` with the variables of the running episode on top; writes go to the process.
+
+    SDKs read their address and key from the environment when a client is made without arguments. Many episodes share
+    the process, so each sees its own values through a contextvar. A subprocess gets them only with ``env=`` given.
+    """
+
+    def __getitem__(self, key: str) -> str:
+        variables = _variables.get()
+        return variables[key] if key in variables else super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in _variables.get() or super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        own = _variables.get()
+        yield from own
+        yield from (key for key in super().__iter__() if key not in own)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +97,20 @@ class AgentAccess:
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": self.api_key,
         }
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Show it to the code that runs in this context and in tasks that it starts."""
+        if type(os.environ) is not EpisodeEnviron:
+            os.environ.__class__ = EpisodeEnviron  # keeps the object: others hold references to it
+        outside = episode_context.current()
+        episode_context.enter(outside._replace(agent=self))
+        _variables.set(self.environment)
+        try:
+            yield
+        finally:
+            episode_context.enter(outside)
+            _variables.set({})
 
     async def run_process(
         self,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -137,13 +138,8 @@ class ChatSession:
         agent = self._names.name(request)  # before other calls may run: the first one is the main agent's
         prefix, parent, is_fork = await self._find_prompt(request)
         prompt = prefix.tolist()
-        reader = AnswerReader(self._renderer, request, prompt, self._gconfig)
-
-        def on_tokens(ids: Sequence[int], _: Sequence[float]) -> None:
-            assert on_text is not None
-            for piece in reader.feed(ids):
-                on_text(index, piece)
-
+        text_of_choice = None if on_text is None else functools.partial(on_text, index)
+        reader = AnswerReader(self._renderer, request, prompt, self._gconfig, text_of_choice)
         response = await self._generate(
             ModelRequest(
                 input_ids=prompt,
@@ -158,13 +154,10 @@ class ChatSession:
                 tokenizer=self._renderer.tokenizer,
                 top_logprobs=request.options.top_logprobs,
                 metadata={"agent": agent},
-                on_tokens=None if on_text is None else on_tokens,
+                on_tokens=None if on_text is None else reader.on_tokens,
             )
         )
         answer = reader.read(SharedPromptResponse.of(response, prefix), answer_id)
-        if on_text is not None:
-            for piece in reader.finish(answer):
-                on_text(index, piece)
         self.tool_calls += len(answer.message.get("tool_calls") or ())
         self.tool_parse_errors += answer.unparsable
         if not self._closed:
