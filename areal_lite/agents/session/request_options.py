@@ -149,8 +149,9 @@ class RequestOptions(BaseModel):
         return run.new(**changes) if changes else run
 
     def _distribution(self, run: GenerationHyperparameters, agent_samples: bool) -> dict[str, Any]:
+        given = self.model_fields_set
+        asked = {name: value for name in _SAMPLING if name in given and (value := getattr(self, name)) != {}}
         used = {"temperature": run.effective_temperature, "top_k": run.top_k or -1}
-        asked = {name: value for name in _SAMPLING if (value := getattr(self, name)) not in (None, {})}
         changes = {name: value for name, value in asked.items() if value != used.get(name, getattr(run, name))}
         if changes and not agent_samples:
             warn_once(", ".join(f"{name}={value}"[:80] for name, value in changes.items()))
