@@ -87,8 +87,6 @@ def test_an_exception_covers_its_violation_and_one_that_nothing_needs_is_an_erro
     (package / "room/long.py").write_text("x = 1\n" * 401)
     key = "areal_lite/room/long.py"
     assert list(check(package.parent, {key: "a reason"})) == []
-    assert list(check(package.parent, {}, {key})) == []
     (package / "room/long.py").write_text("x = 1\n")
-    assert list(check(package.parent, {}, {key})) == []
     (unneeded,) = check(package.parent, {key: "a reason"})
     assert unneeded.startswith(f"{key}: nothing needs this exception")

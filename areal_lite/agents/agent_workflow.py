@@ -1,16 +1,16 @@
-"""The workflow around an agent: opens a session, runs the agent, and takes its reward."""
+"""The workflow around an agent: opens a session, runs the agent, and turns what it returns into rewards."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import socket_client
 from areal_lite.agents.doors.listener import Listener
-from areal_lite.agents.episode_reward import rewarded
-from areal_lite.agents.isolation import episode_environ
 from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.isolation.agent_processes import AgentProcesses, pickled_agent
 from areal_lite.agents.isolation.agent_thread import run_in_thread
@@ -21,6 +21,7 @@ from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.api.reward_value import as_reward
 from areal_lite.api.scalars import record_counts
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
@@ -40,8 +41,7 @@ class AgentWorkflow(RolloutWorkflow):
     ``config.agents.isolation`` says where ``run`` is called: on the event loop, in a thread or in a process. Only in
     the last two may it block; it may then also be a plain function, whose ``http_client`` is a sync one.
 
-    ``run`` returns the reward (:func:`areal_lite.agents.episode_reward.rewarded`); None rejects the
-    episode.
+    ``run`` returns the reward (:func:`rewarded`); None rejects the episode.
 
     Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
     temperature and top_p apply; ``config.eval_gconfig`` sets what it leaves out.
@@ -68,10 +68,9 @@ class AgentWorkflow(RolloutWorkflow):
             engine, renderer, self._config.eval_gconfig if is_eval else self._config.gconfig, agent_samples=is_eval
         )
         access = doors.access(doors.service.open(session))
-        episode_context.enter(context._replace(agent=access, reward_key=None))
-        episode_environ.show(access.environment)
         try:
-            reward = await self._run_agent(data, access, session, shared)
+            with access.given():
+                reward = await self._run_agent(data, access, session, shared)
         except Exception as error:
             if session.error is not None:
                 raise session.error from error
@@ -81,8 +80,6 @@ class AgentWorkflow(RolloutWorkflow):
                 explain_misrouted_call(error, access.base_url)
             raise
         finally:
-            episode_context.enter(context)
-            episode_environ.show({})
             record_counts(session.counts())
             doors.service.close(access.api_key)
             if context.shared is None:
@@ -149,3 +146,58 @@ class AgentWorkflow(RolloutWorkflow):
                     tools_in_system_prompt=self._config.agents.tools_in_system_prompt,
                 )
         return self.renderer
+
+
+def rewarded(
+    session: ChatSession, reward: Any, weights: Mapping[str, float] | None = None, key: str | None = None
+) -> tuple[Interactions, dict[str, float]]:
+    """Return the sequences of an ended session with their rewards, and the parts of the reward by name.
+
+    | ``run()`` returns | rewards |
+    |---|---|
+    | a number | the episode; all answers are trained as conversations |
+    | a dict by completion id | these answers, each a sequence of its own; others are not trained |
+    | a list with a number or None per answer, in order | the same, by index |
+    | a dict by name of ``rollout.rewards.weights`` | the episode with the weighted sum |
+    | a dict with ``rollout.rewards.key`` | the episode with that part; other parts may also be text |
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(reward, Mapping):
+        if not reward:
+            raise ValueError("run() returned an empty dict: return None to reject the episode")
+        if key is not None and key in reward:
+            total = as_reward(reward[key])
+            numbers = {str(name): value for name, value in reward.items() if not isinstance(value, str | None)}
+            return _of_episode(session, total), {name: as_reward(value) for name, value in numbers.items()}
+        if weights and reward.keys() <= weights.keys():
+            parts = {str(name): as_reward(value) for name, value in reward.items()}
+            total = sum(weights[name] * value for name, value in parts.items())
+            return _of_episode(session, as_reward(total)), parts
+        return _of_answers(session, reward, weights), {}
+    if isinstance(reward, Sequence) and not isinstance(reward, str | bytes):
+        ids = list(session.interactions)
+        if len(reward) != len(ids):
+            raise ValueError(
+                f"run() returned {len(reward)} rewards for {len(ids)} answers: return one number or None for each"
+            )
+        by_id = {key: value for key, value in zip(ids, reward, strict=True) if value is not None}
+        if not by_id:
+            raise ValueError("run() rewards no answer: return None to reject the episode")
+        return _of_answers(session, by_id, weights), {}
+    return _of_episode(session, as_reward(reward)), {}
+
+
+def _of_episode(session: ChatSession, reward: float) -> Interactions:
+    return {key: replace(answer, reward=reward) for key, answer in session.history.export("concat").items()}
+
+
+def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None) -> Interactions:
+    answers = session.history.export("individual")
+    if unknown := [key for key in rewards if key not in answers]:
+        raise ValueError(
+            f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}; "
+            f"rollout.rewards.weights names {list(weights) if weights else 'no parts of a reward'}"
+        )
+    return {key: replace(answer, reward=as_reward(rewards[key])) for key, answer in answers.items() if key in rewards}

@@ -89,7 +89,7 @@ class ArealOpenAI(AsyncOpenAI):
             KeyError: If the id is not one of this client's.
         """
         interaction = self._interaction(completion_id)
-        if isinstance(interaction.completion, dict) and "choices" in interaction.completion:
+        if isinstance(interaction.completion, dict) and interaction.completion.get("object") == "chat.completion":
             interaction.completion = ChatCompletion.model_validate(interaction.completion)
         return interaction
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_lite.agents.episode_reward import rewarded
+from areal_lite.agents.agent_workflow import rewarded
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.config.generation import GenerationHyperparameters

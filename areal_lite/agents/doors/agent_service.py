@@ -49,17 +49,54 @@ class Reply(NamedTuple):
 
 
 class EventBody:
-    """Server-sent events of a running answer; closing it ends the generation."""
+    """Server-sent events of an answer that is generated from now on; closing it ends the generation."""
 
-    def __init__(self, events: AsyncIterator[bytes], task: asyncio.Task[Any]) -> None:
-        self._events = events
-        self._task = task
+    def __init__(self, call: Api) -> None:
+        self._call = call
+        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        self._first: tuple[int, Piece] | None = None
+        self._task: asyncio.Task[list[ChatAnswer]] = asyncio.create_task(
+            call.session.answer(call.request, call.id, on_text=lambda *piece: self._pieces.put_nowait(piece))
+        )
+        call.session.own(self._task)
+        self._task.add_done_callback(lambda _: self._pieces.put_nowait(None))
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._events
+    async def begin(self) -> EventBody:
+        """Wait for the first text; an error before it is raised, so that it becomes a plain reply."""
+        try:
+            self._first = await self._pieces.get()
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+        if self._first is None:
+            self._answers()
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            ready = [self._call.start()]  # one write for all that came meanwhile
+            arrived = self._first
+            while arrived is not None:
+                ready.append(self._call.text(*arrived))
+                if self._pieces.empty():
+                    yield b"".join(ready)
+                    ready.clear()
+                arrived = await self._pieces.get()
+            try:
+                ready.append(self._call.end(self._answers()))
+            except RequestError as error:
+                ready.append(self._call.error_event(error))
+            yield b"".join(ready)
+        finally:
+            self._task.cancel()
 
     async def aclose(self) -> None:
         self._task.cancel()
+
+    def _answers(self) -> list[ChatAnswer]:
+        if self._task.cancelled():
+            raise RequestError("the episode has ended", status=410, code="session_ended")
+        return self._task.result()
 
 
 class AgentService:
@@ -114,7 +151,7 @@ class AgentService:
             if path == _COUNT_TOKENS:
                 return _json({"input_tokens": await session.count_tokens(call.request)})
             if call.request.options.stream:
-                return await _stream(call)
+                return Reply(200, STREAM_HEADERS, await EventBody(call).begin())
             return _json(call.reply(await session.answer(call.request, call.id)))
         except RequestError as error:
             return error_reply(path, error)
@@ -142,49 +179,6 @@ def error_reply(path: str, error: RequestError) -> Reply:
         path = f"/{path[3:].partition('/')[2]}"
     api = _APIS["/v1/messages" if path.startswith("/v1/messages") else "/v1/chat/completions"]
     return Reply(error.status, JSON_HEADERS, orjson.dumps(api.error(error)))
-
-
-async def _stream(call: Api) -> Reply:
-    """Return a streamed reply; an error before the first text is a plain one."""
-    pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
-    task: asyncio.Task[list[ChatAnswer]] = asyncio.create_task(
-        call.session.answer(call.request, call.id, on_text=lambda index, piece: pieces.put_nowait((index, piece)))
-    )
-    call.session.own(task)
-    task.add_done_callback(lambda _: pieces.put_nowait(None))
-    try:
-        first = await pieces.get()
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    if first is None:
-        _result(task)
-
-    async def events() -> AsyncIterator[bytes]:
-        try:
-            ready = [call.start()]  # one write for all that came meanwhile
-            arrived = first
-            while arrived is not None:
-                ready.append(call.text(*arrived))
-                if pieces.empty():
-                    yield b"".join(ready)
-                    ready.clear()
-                arrived = await pieces.get()
-            try:
-                ready.append(call.end(_result(task)))
-            except RequestError as error:
-                ready.append(call.error_event(error))
-            yield b"".join(ready)
-        finally:
-            task.cancel()
-
-    return Reply(200, STREAM_HEADERS, EventBody(events(), task))
-
-
-def _result(task: asyncio.Task[list[ChatAnswer]]) -> list[ChatAnswer]:
-    if task.cancelled():
-        raise RequestError("the episode has ended", status=410, code="session_ended")
-    return task.result()
 
 
 def _require(method: str, expected: str, path: str) -> None:

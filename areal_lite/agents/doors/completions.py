@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,51 +16,22 @@ from areal_lite.agents.session.request_fields import json_object, wrong
 from areal_lite.agents.session.request_options import MAX_TOP_LOGPROBS, request_options
 
 
-class _Choices(Api):
-    """An answer is a choice; a stream ends with the choices' ends, usage if asked for, and an end mark."""
+class ChatCompletions(Api):
+    """A chat completion; an answer is a choice.
 
-    kind: str
-    chunk_kind: str
-    nothing: dict[str, Any]
+    Its stream has chunks of role, pieces of text, tool calls and finish reason, then usage if asked for, and an end
+    mark.
+    """
+
+    id_prefix = "chatcmpl-"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    nothing: dict[str, Any] = {"delta": {}}
     """A piece without text."""
 
     def __init__(self, body: bytes, session: ChatSession) -> None:
         super().__init__(body, session)
         created = int(time.time())
         self._head = {"id": self.id, "object": self.chunk_kind, "created": created, "model": self.request.options.model}
-
-    def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        choices = [self._choice(index, answer, self._whole(answer)) for index, answer in enumerate(answers)]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": _usage(answers)}
-
-    def end(self, answers: Sequence[ChatAnswer]) -> bytes:
-        parts = [self._event(index, self.nothing, answer) for index, answer in enumerate(answers)]
-        if self.request.options.stream_usage:
-            parts.append(event({**self._head, "choices": [], "usage": _usage(answers)}))
-        return b"".join(parts) + b"data: [DONE]\n\n"
-
-    def _event(self, index: int, text: dict[str, Any], answer: ChatAnswer | None = None) -> bytes:
-        return event({**self._head, "choices": [self._choice(index, answer, text)]})
-
-    def _choice(self, index: int, answer: ChatAnswer | None, text: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice, or a piece of it without the answer."""
-        logprobs = self._logprobs(answer) if answer and self.request.options.logprobs else None
-        return {"index": index, **text, "finish_reason": answer and answer.finish_reason, "logprobs": logprobs}
-
-    @abstractmethod
-    def _whole(self, answer: ChatAnswer) -> dict[str, Any]:
-        """Return the fields of an answer's text."""
-
-    @abstractmethod
-    def _logprobs(self, answer: ChatAnswer) -> dict[str, Any]:
-        """Return the log-probs of an answer's tokens."""
-
-
-class ChatCompletions(_Choices):
-    """A chat completion; its stream has chunks of role, pieces of text, tool calls and finish reason."""
-
-    id_prefix = "chatcmpl-"
-    kind, chunk_kind, nothing = "chat.completion", "chat.completion.chunk", {"delta": {}}
 
     def parse(self, raw: bytes) -> ChatRequest:
         """Return the checked request; messages that an earlier body had are not parsed again."""
@@ -70,7 +40,8 @@ class ChatCompletions(_Choices):
         return parse_chat_request(json_object(rest), history.find, extends=earlier, sent=raw)
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        completion = super().reply(answers)
+        choices = [self._choice(index, answer, self._whole(answer)) for index, answer in enumerate(answers)]
+        completion = {**self._head, "object": self.kind, "choices": choices, "usage": _usage(answers)}
         for answer in answers:
             if (interaction := self.session.interactions.get(answer.id)) is not None:
                 interaction.completion = completion
@@ -84,11 +55,22 @@ class ChatCompletions(_Choices):
         return self._event(index, {"delta": {"reasoning_content" if piece.is_reasoning else "content": piece.text}})
 
     def end(self, answers: Sequence[ChatAnswer]) -> bytes:
-        events = []
+        parts = []
         for index, answer in enumerate(answers):
             if calls := [{"index": k, **call} for k, call in enumerate(answer.message.get("tool_calls") or ())]:
-                events.append(self._event(index, {"delta": {"tool_calls": calls}}))
-        return b"".join(events) + super().end(answers)
+                parts.append(self._event(index, {"delta": {"tool_calls": calls}}))
+        parts += [self._event(index, self.nothing, answer) for index, answer in enumerate(answers)]
+        if self.request.options.stream_usage:
+            parts.append(event({**self._head, "choices": [], "usage": _usage(answers)}))
+        return b"".join(parts) + b"data: [DONE]\n\n"
+
+    def _event(self, index: int, text: dict[str, Any], answer: ChatAnswer | None = None) -> bytes:
+        return event({**self._head, "choices": [self._choice(index, answer, text)]})
+
+    def _choice(self, index: int, answer: ChatAnswer | None, text: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice, or a piece of it without the answer."""
+        logprobs = self._logprobs(answer) if answer and self.request.options.logprobs else None
+        return {"index": index, **text, "finish_reason": answer and answer.finish_reason, "logprobs": logprobs}
 
     def _whole(self, answer: ChatAnswer) -> dict[str, Any]:
         return {"message": answer.message}
@@ -104,11 +86,12 @@ class ChatCompletions(_Choices):
         return {"content": content, "refusal": None}
 
 
-class Completions(_Choices):
+class Completions(ChatCompletions):
     """A completion of one prompt; its stream has pieces of text and finish reasons."""
 
     id_prefix = "cmpl-"
-    kind, chunk_kind, nothing = "text_completion", "text_completion", {"text": ""}
+    kind = chunk_kind = "text_completion"
+    nothing = {"text": ""}
 
     def parse(self, raw: bytes) -> ChatRequest:
         body = json_object(raw)

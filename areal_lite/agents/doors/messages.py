@@ -154,64 +154,45 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
-        elif not isinstance(content, list):
-            raise wrong(f"{where}.content", content, "send a string or a list of blocks")
-        elif role == "assistant":
-            messages.append(_assistant(content, where))
+        elif isinstance(content, list):
+            messages += _blocks_as_chat(content, role, where)
         else:
-            messages += _user(content, role, where)
+            raise wrong(f"{where}.content", content, "send a string or a list of blocks")
     return messages
 
 
-def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    calls = []
+def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, Any]]:
+    """Return a message's blocks as chat messages: tool results first, then one with all else."""
+    is_assistant = role == "assistant"
+    results: list[dict[str, Any]] = []
+    texts: list[Any] = []
+    other: dict[str, Any] = {}
     for block in blocks:
-        match _kind(block, where):
+        if not isinstance(block, dict):
+            raise RequestError(f"{where} has the block {short(block)}: send an object with a type", param=where)
+        match str(block.get("type")):
             case "text":
-                message["content"] += str(block.get("text") or "")
-            case "thinking":
-                message["reasoning_content"] = str(block.get("thinking") or "")
-            case "redacted_thinking":
+                texts.append(block)
+            case "tool_result" if not is_assistant:
+                content = joined_text(block.get("content"), where)
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            case "thinking" if is_assistant:
+                other["reasoning_content"] = str(block.get("thinking") or "")
+            case "redacted_thinking" if is_assistant:
                 pass
-            case "tool_use":
+            case "tool_use" if is_assistant:
                 given = block.get("input") or {}
                 raw = given.get(_RAW_ARGUMENTS) if isinstance(given, dict) else None
                 function = {"name": block.get("name"), "arguments": given if raw is None else raw}
-                calls.append({"type": "function", "id": block.get("id"), "function": function})
+                call = {"type": "function", "id": block.get("id"), "function": function}
+                other.setdefault("tool_calls", []).append(call)
             case kind:
-                raise _unsupported(kind, where)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _user(blocks: list[Any], role: str, where: str) -> list[dict[str, Any]]:
-    """Return a user's blocks as messages: tool results first, then text."""
-    messages: list[dict[str, Any]] = []
-    texts: list[Any] = []
-    for block in blocks:
-        match _kind(block, where):
-            case "text":
-                texts.append(block)
-            case "tool_result":
-                result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-                messages.append({**result, "content": joined_text(block.get("content"), where)})
-            case kind:
-                raise _unsupported(kind, where)
-    if texts:
-        messages.append({"role": role, "content": joined_text(texts, where)})
-    return messages
-
-
-def _kind(block: Any, where: str) -> str:
-    if not isinstance(block, dict):
-        raise RequestError(f"{where} has the block {short(block)}: send an object with a type", param=where)
-    return str(block.get("type"))
-
-
-def _unsupported(kind: str, where: str) -> RequestError:
-    return RequestError(f"{where} has a block of type {short(kind)}: only text is supported there", param=where)
+                raise RequestError(
+                    f"{where} has a block of type {short(kind)}: only text is supported there", param=where
+                )
+    if is_assistant:
+        return [{"role": role, "content": "".join(str(block.get("text") or "") for block in texts), **other}]
+    return [*results, {"role": role, "content": joined_text(texts, where)}] if texts else results
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

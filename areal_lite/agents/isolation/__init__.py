@@ -2,5 +2,5 @@
 
 Promises that none of it outlives its episode, except a thread that does not end, which is logged and counted. Imports
 api and processes, whose call pool and child processes it uses, and the HTTP client of doors. ``agent_workflow`` calls
-it. Read agent_access (what an agent gets), then agent_thread, agent_processes and agent_program.
+it. Read agent_access (what an agent gets, and the programs it may run), then agent_thread and agent_processes.
 """

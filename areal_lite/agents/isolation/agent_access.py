@@ -1,14 +1,78 @@
-"""How an episode's agent reaches its model: ``workflow_context.get().agent``."""
+"""How an episode's agent reaches its model, and the programs it may run: ``workflow_context.get().agent``.
+
+A program gets few variables, a folder of its own, and limits. Guarantees that it and all processes that it started,
+daemons too, are killed when it ends, at its timeout, when its episode is stopped, and when this process dies. Outside
+Linux, only those of its process group. It limits accidents; it is not a sandbox: a program can kill its supervisor, and
+what runs as another user stays.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from areal_lite.agents.isolation.agent_program import ProcessLimits, run_program, working_folder
+from areal_lite.api import episode_context
 from areal_lite.api.trajectory import ProcessRecord
+from areal_lite.processes import process_tree
+from areal_lite.processes.child_process import ChildProcess
+
+KEPT_BYTES = 64 * 1024
+"""Bytes kept of each output, the last ones."""
+
+
+_variables: ContextVar[Mapping[str, str]] = ContextVar("areal_lite_environ", default=MappingProxyType({}))
+
+
+class EpisodeEnviron(os._Environ[str]):
+    """``os.environ`` with the variables of the running episode on top; writes go to the process.
+
+    SDKs read their address and key from the environment when a client is made without arguments. Many episodes share
+    the process, so each sees its own values through a contextvar. A subprocess gets them only with ``env=`` given.
+    """
+
+    def __getitem__(self, key: str) -> str:
+        variables = _variables.get()
+        return variables[key] if key in variables else super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in _variables.get() or super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        own = _variables.get()
+        yield from own
+        yield from (key for key in super().__iter__() if key not in own)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLimits:
+    """Limits of one program; None is unlimited."""
+
+    cpu_s: int | None = 3600
+    """CPU seconds of each process."""
+    memory_bytes: int | None = 8 * 2**30
+    """Data memory of each process; libraries that are only mapped do not count."""
+    file_bytes: int | None = 2**30
+    """Size of each file it writes."""
+    processes: int | None = 8192
+    """Processes and threads of the user, all programs together; no limit for root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +97,20 @@ class AgentAccess:
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": self.api_key,
         }
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Show it to the code that runs in this context and in tasks that it starts."""
+        if type(os.environ) is not EpisodeEnviron:
+            os.environ.__class__ = EpisodeEnviron  # keeps the object: others hold references to it
+        outside = episode_context.current()
+        episode_context.enter(outside._replace(agent=self, reward_key=None))  # run() returns the parts itself
+        _variables.set(self.environment)
+        try:
+            yield
+        finally:
+            episode_context.enter(outside)
+            _variables.set({})
 
     async def run_process(
         self,
@@ -72,3 +150,92 @@ class AgentAccess:
                 **{"HOME": folder, **self.environment, **(variables or {})},
             }
             return await run_program(command, folder, environment, limits or ProcessLimits(), timeout_s)
+
+
+async def run_program(
+    command: Sequence[str], folder: str, environment: Mapping[str, str], limits: ProcessLimits, timeout_s: float | None
+) -> ProcessRecord:
+    """Run a program and return how it ended; also recorded in the running episode."""
+    _check_command(command, folder, environment["PATH"])
+    names = [str(part) for part in command]
+    loop, ended, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
+    tails = _Tail(), _Tail()
+    left = 0.0, "", ""
+
+    def end() -> None:
+        nonlocal left
+        left = time.monotonic() - began, tails[0].text(), tails[1].text()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    outputs = tails[0].writes, tails[1].writes
+    resources = dict(zip(("CPU", "DATA", "FSIZE", "NPROC"), astuple(limits), strict=True))
+    script = [sys.executable, "-I", "-S", process_tree.__file__, json.dumps(resources), folder, *names]
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, process_tree.TO_END)
+    try:
+        program = ChildProcess(script, environment=environment, output=outputs[0], errors=outputs[1], on_end=end)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        for descriptor in outputs:
+            os.close(descriptor)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await ended.wait()
+    finally:  # also when the episode is stopped
+        timed_out = not ended.is_set()
+        program.terminate()
+        await ended.wait()
+        seconds, stdout, stderr = left
+        code = program.wait()
+        assert code is not None
+        record = ProcessRecord(
+            command=names, returncode=code, timed_out=timed_out, seconds=seconds, stdout=stdout, stderr=stderr
+        )
+        if (episode := episode_context.current().episode) is not None:
+            episode.processes.append(record)
+    return record
+
+
+def _check_command(command: Sequence[str], folder: str, path: str) -> None:
+    if isinstance(command, str) or not command:
+        raise ValueError(f"the command is {command!r}: give a list, such as ['bash', '-c', 'make test']")
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"cwd {folder!r} is no folder")
+    name = str(command[0])
+    if shutil.which(str(Path(folder, name)) if "/" in name else name, path=path) is None:
+        raise FileNotFoundError(f"no program {name!r} in {path if '/' not in name else folder}")
+
+
+@contextmanager
+def working_folder(cwd: str | None) -> Iterator[str]:
+    """Lend the folder ``cwd``, or an empty one that is removed afterwards."""
+    if cwd is not None:
+        yield str(Path(cwd).absolute())
+        return
+    made = tempfile.mkdtemp(prefix="areal-lite-")
+    try:
+        yield made
+    finally:
+        threading.Thread(target=shutil.rmtree, args=(made, True)).start()
+
+
+class _Tail:
+    """Reads what is written to a pipe until all have closed it, and keeps the last ``KEPT_BYTES``."""
+
+    def __init__(self) -> None:
+        reads, self.writes = os.pipe()
+        self._kept = bytearray()
+        self._thread = threading.Thread(target=self._read, args=(reads,), daemon=True)
+        self._thread.start()
+
+    def _read(self, reads: int) -> None:
+        with open(reads, "rb", buffering=0) as pipe:
+            while piece := pipe.read(1 << 16):
+                self._kept += piece
+                del self._kept[:-KEPT_BYTES]
+
+    def text(self) -> str:
+        """Return the last bytes as text; does not wait for what could not be killed."""
+        self._thread.join(timeout=1)
+        return bytes(self._kept).decode(errors="replace")

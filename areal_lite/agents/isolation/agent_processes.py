@@ -39,9 +39,8 @@ class AgentProcesses:
         self, agent: PickledObject, data: dict[str, Any], access: AgentAccess, context: EpisodeContext
     ) -> Any:
         """Return the reward of one episode; what its agent ran and recorded is added to the context's episode."""
-        place = {name: getattr(context, name) for name in ("is_eval", "task_id", "group_id", "member_idx", "version")}
-        doors = {name: getattr(access, name) for name in ("base_url", "anthropic_base_url", "api_key")}
-        reply = await self._pool.call(agent, (data, doors, place))
+        sent = context._replace(episodes=None, episode=None, shared=None, agent=None)
+        reply = await self._pool.call(agent, (data, replace(access, http_client=None), sent))
         if context.episode is not None:
             context.episode.processes += [ProcessRecord(**record) for record in reply["processes"]]
             context.episode.reward_extra |= reply["facts"]
@@ -54,16 +53,15 @@ class AgentProcesses:
         self._pool.close()
 
 
-def _run_episode(agent: Any, data: dict[str, Any], access: dict[str, str], context: dict[str, Any]) -> dict[str, Any]:
+def _run_episode(agent: Any, data: dict[str, Any], access: AgentAccess, context: EpisodeContext) -> dict[str, Any]:
     """Run one episode, in its process; return its reward or error, the programs it ran, and what it recorded."""
-    own = AgentAccess(**access, http_client=None)
-    os.environ.update(own.environment)
-    episode = Episode(member_idx=context["member_idx"])
+    os.environ.update(access.environment)
+    episode = Episode(member_idx=context.member_idx)
     end: dict[str, Any]
     try:
-        end = {"reward": _reward(agent, data, own, EpisodeContext(**context, episode=episode))}
+        end = {"reward": _reward(agent, data, access, context._replace(episode=episode))}
     except BaseException as error:  # SystemExit too: the exception is the answer, beside what was recorded
-        explain_misrouted_call(error, own.base_url)
+        explain_misrouted_call(error, access.base_url)
         end = {"error": describe(error)}
     return {
         **end,

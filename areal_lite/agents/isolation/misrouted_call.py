@@ -6,11 +6,11 @@ Reads attributes that HTTP libraries set (httpx, requests, aiohttp, and the SDKs
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from operator import attrgetter
 from urllib.parse import urlsplit
 
-_URLS = (("request", "url"), ("request_info", "real_url"), ("url",))
-"""Attributes of an exception that lead to the URL of its request."""
+_URLS = attrgetter("request.url"), attrgetter("request_info.real_url"), attrgetter("url")
+"""Attributes in which exceptions have the URL of their request."""
 _MAX_CHARACTERS = 200
 
 
@@ -48,22 +48,15 @@ def _find_call(error: BaseException | None) -> tuple[str, str]:
 
 
 def _url_of(error: BaseException) -> str:
-    for names in _URLS:
-        value: Any = error
-        for name in names:
-            value = _read(value, name)
-        with contextlib.suppress(Exception):  # any object may be there
-            parts = urlsplit(str(value))
+    for read in _URLS:
+        with contextlib.suppress(Exception):  # any object may be there; httpx raises where the request is not set
+            parts = urlsplit(str(read(error)))
             if parts.scheme in ("http", "https") and parts.hostname:
                 return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"[:_MAX_CHARACTERS]
-    host, port = _read(error, "host"), _read(error, "port")
-    return f"{host}:{port}" if isinstance(host, str) and isinstance(port, int) else ""
-
-
-def _read(value: Any, name: str) -> Any:
-    with contextlib.suppress(Exception):  # httpx raises RuntimeError where the request is not set
-        return getattr(value, name)
-    return None
+    with contextlib.suppress(Exception):
+        host, port = attrgetter("host", "port")(error)
+        return f"{host}:{port}" if isinstance(host, str) and isinstance(port, int) else ""
+    return ""
 
 
 def _host(url: str) -> str:

@@ -8,9 +8,12 @@ from typing import Any
 
 from areal_lite.agents.session.request_fields import RequestError, json_bytes, short, wrong
 
-_SERVER_FIELDS = {"regex": "regex", "ebnf": "ebnf", "guided_regex": "regex", "guided_grammar": "ebnf"}
-"""Fields of SGLang and vLLM that hold a grammar as text, and the grammar's kind."""
-_FIELDS = {"response_format", "tool_choice", "structured_outputs", "guided_json", "guided_choice", *_SERVER_FIELDS}
+_SERVER_FIELDS = {
+    "regex": "regex", "ebnf": "ebnf", "guided_regex": "regex", "guided_grammar": "grammar", "guided_json": "json",
+    "guided_choice": "choice",
+}  # fmt: skip
+"""Fields of SGLang and vLLM that are also a kind of ``structured_outputs``, by its name there."""
+_FIELDS = {"response_format", "tool_choice", "structured_outputs", *_SERVER_FIELDS}
 
 
 def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> dict[str, str]:
@@ -22,15 +25,11 @@ def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> 
     if body.keys().isdisjoint(_FIELDS):
         return {}
     found = [
-        grammar
-        for grammar in (
-            _call_or_format(body.get("tool_choice"), body.get("response_format"), tools),
-            _structured(body.get("structured_outputs")),
-            *(_structured({kind: body[name]}) for name, kind in _SERVER_FIELDS.items() if body.get(name)),
-            *(_structured({name[7:]: body[name]}) for name in ("guided_json", "guided_choice") if body.get(name)),
-        )
-        if grammar
+        _call_or_format(body.get("tool_choice"), body.get("response_format"), tools),
+        _structured(body.get("structured_outputs")),
+        *(_structured({kind: body[name]}) for name, kind in _SERVER_FIELDS.items() if body.get(name)),
     ]
+    found = [grammar for grammar in found if grammar]
     if len(found) > 1:
         raise RequestError(
             f"the request sets {len(found)} constraints on the answer (response_format, tool_choice, ...): set one"

@@ -40,8 +40,15 @@ class ChatAnswer:
 
 
 class AnswerReader:
+    """Reads one answer; with ``on_text``, calls it with each piece of text that is sure to be in the message."""
+
     def __init__(
-        self, renderer: ChatRenderer, request: ChatRequest, prompt: list[int], gconfig: GenerationHyperparameters
+        self,
+        renderer: ChatRenderer,
+        request: ChatRequest,
+        prompt: list[int],
+        gconfig: GenerationHyperparameters,
+        on_text: Callable[[Piece], None] | None,
     ) -> None:
         self._renderer = renderer
         self._request = request
@@ -50,7 +57,11 @@ class AnswerReader:
         self._stops = [*(gconfig.stop or []), *(request.options.stop or [])]
         self._parser = renderer.answer_parser if request.prompt is None else None
         self._prompt = prompt
+        self._on_text = on_text
         self._stream: TextStream | None = None
+        if on_text is not None:
+            options = self._parser.stream_options(self._tools, self._prefill) if self._parser else {}
+            self._stream = TextStream(self._decode, stops=self._stops, **options)
 
     @functools.cached_property
     def _prefill(self) -> str:
@@ -58,17 +69,10 @@ class AnswerReader:
         is_read = self._parser and self._parser.reads_prefill and not self._request.grammar
         return self._renderer.decode(self._prompt[-_PREFILL_TOKENS:], skip_special_tokens=False) if is_read else ""
 
-    def feed(self, ids: Sequence[int]) -> list[Piece]:
-        if self._tools and self._request.grammar:  # the answer is a call as bare JSON
-            return []
-        if self._stream is None:
-            self._stream = self._new_stream()
-        return self._stream.feed([token for token in ids if token not in self._renderer.stop_ids])
-
-    def finish(self, answer: ChatAnswer) -> list[Piece]:
-        """Return the text of the answer that was not sent."""
-        message, stream = answer.message, self._stream or self._new_stream()
-        return stream.finish(message["content"] or "", message.get("reasoning_content") or "")
+    def on_tokens(self, ids: Sequence[int], _: Sequence[float]) -> None:
+        assert self._stream is not None
+        if not (self._tools and self._request.grammar):  # the answer is a call as bare JSON
+            self._send(self._stream.feed([token for token in ids if token not in self._renderer.stop_ids]))
 
     def read(self, response: ModelResponse, answer_id: str) -> ChatAnswer:
         text = self._decode(response.output_tokens, ended=True)
@@ -79,6 +83,8 @@ class AnswerReader:
         if self._parser is not None:
             bare_json = bool(self._request.grammar)
             parsed = self._parser.parse(text, self._tools, prefill=self._prefill, bare_json=bare_json)
+        if self._stream is not None:
+            self._send(self._stream.finish(parsed.content, parsed.reasoning))
         finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
         return ChatAnswer(
             id=answer_id,
@@ -89,10 +95,10 @@ class AnswerReader:
             response=response,
         )
 
-    def _new_stream(self) -> TextStream:
-        parser = self._parser
-        options = parser.stream_options(self._tools, self._prefill) if parser else {}
-        return TextStream(self._decode, stops=self._stops, **options)
+    def _send(self, pieces: list[Piece]) -> None:
+        assert self._on_text is not None
+        for piece in pieces:
+            self._on_text(piece)
 
     def _decode(self, ids: list[int], *, ended: bool = False) -> str:
         skips, tools = self._skip_special_tokens, self._request.parse_tools

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +27,6 @@ from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer, Piec
 from areal_lite.agents.session.chat_history import ChatHistory
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import ChatRequest
-from areal_lite.agents.session.chat_sampling import request_gconfig
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
@@ -138,30 +138,26 @@ class ChatSession:
         agent = self._names.name(request)  # before other calls may run: the first one is the main agent's
         prefix, parent, is_fork = await self._find_prompt(request)
         prompt = prefix.tolist()
-        reader = AnswerReader(self._renderer, request, prompt, self._gconfig)
-
-        def on_tokens(ids: Sequence[int], _: Sequence[float]) -> None:
-            assert on_text is not None
-            for piece in reader.feed(ids):
-                on_text(index, piece)
-
+        text_of_choice = None if on_text is None else functools.partial(on_text, index)
+        reader = AnswerReader(self._renderer, request, prompt, self._gconfig, text_of_choice)
         response = await self._generate(
             ModelRequest(
                 input_ids=prompt,
                 prefix=prefix,
-                gconfig=request_gconfig(
-                    self._gconfig, request, choice=index, prompt_tokens=len(prompt), agent_samples=self._agent_samples
+                gconfig=request.options.gconfig(
+                    self._gconfig,
+                    request.grammar,
+                    choice=index,
+                    prompt_tokens=len(prompt),
+                    agent_samples=self._agent_samples,
                 ),
                 tokenizer=self._renderer.tokenizer,
                 top_logprobs=request.options.top_logprobs,
                 metadata={"agent": agent},
-                on_tokens=None if on_text is None else on_tokens,
+                on_tokens=None if on_text is None else reader.on_tokens,
             )
         )
         answer = reader.read(SharedPromptResponse.of(response, prefix), answer_id)
-        if on_text is not None:
-            for piece in reader.finish(answer):
-                on_text(index, piece)
         self.tool_calls += len(answer.message.get("tool_calls") or ())
         self.tool_parse_errors += answer.unparsable
         if not self._closed:

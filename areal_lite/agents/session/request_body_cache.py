@@ -5,15 +5,17 @@ Guarantees the result of parsing the whole body: bytes that are equal up to the 
 
 from __future__ import annotations
 
+import json
 import re
 from typing import NamedTuple
 
+import orjson
+
 _SPACE = b" \t\r\n"
-_PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
-"""The parts of JSON that change the depth: brackets, and strings, which may contain brackets."""
-_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NAME = b'"messages"'
-_FIELD = re.compile(_NAME + rb"[ \t\r\n]*:[ \t\r\n]*\[")
+_FIELD = re.compile(rb"(?<!\\)" + _NAME + rb"[ \t\r\n]*:[ \t\r\n]*\[")  # in a string, its quotes are escaped
+_BEFORE_MESSAGE = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*(?=[^\s\]])")
+_DECODER = json.JSONDecoder()
 
 
 class RequestBodyCache(NamedTuple):
@@ -41,28 +43,28 @@ def cache_request_body(body: bytes, known: RequestBodyCache | None = None) -> Re
     """Return the beginning of a valid JSON object with at least one message; ``known`` saves time if it begins so.
 
     Returns:
-        None if the field ``messages`` comes twice.
+        None if the field ``messages`` comes twice, or its messages are nested too deeply to find their ends.
     """
     if known is not None and body.startswith(known.text):
-        start, at = known.start, len(known.text)
-    elif (start := _find_messages(body)) >= 0:
-        at = start
+        start, end = known.start, len(known.text)
+    elif (field := _FIELD.search(body)) is not None and _is_top_level(body[: field.start()]):
+        start = end = field.end()
     else:
         return None
-    depth = 0
-    for part in _PART.finditer(body, at):
-        depth += _STEPS.get(body[part.start()], 0)
-        if depth < 0:
-            end = part.start()
-            return None if body.find(_NAME, end) >= 0 else RequestBodyCache(body[:end].rstrip(_SPACE), start)
-    return None
+    rest = body[end:].decode("latin-1")  # a character for each byte
+    at = 0
+    try:
+        while (before := _BEFORE_MESSAGE.match(rest, at)) is not None:
+            _, at = _DECODER.raw_decode(rest, before.end())
+    except (ValueError, RecursionError):
+        return None
+    return None if body.find(_NAME, end + at) >= 0 else RequestBodyCache(body[: end + at], start)
 
 
-def _find_messages(body: bytes) -> int:
-    """Return where the elements of the top-level field ``messages`` begin; -1 without it."""
-    depth = 0
-    for part in _PART.finditer(body):
-        if depth == 1 and (field := _FIELD.match(body, part.start())):
-            return field.end()
-        depth += _STEPS.get(body[part.start()], 0)
-    return -1
+def _is_top_level(before: bytes) -> bool:
+    """Return whether a field that follows is one of the body's object."""
+    try:
+        orjson.loads(before + b'"":0}')
+    except ValueError:
+        return False
+    return True

@@ -1,17 +1,22 @@
-"""The options of a request for answers: their names, types, limits and defaults.
+"""The options of a request for answers: their names, types, limits and defaults, and the sampling that they ask for.
 
 Guarantees that no setting of an agent is silently ignored: an unknown option or an unsupported value is an error that
-names it. Options that change the distribution of tokens are None if not given; ``chat_sampling`` decides whether they
-apply.
+names it. An agent may shorten an answer (max_tokens, stop) and set its seed. While training, the run alone sets what
+changes the distribution, because the trainer divides logits by the run's temperature; the agent's values are warned of.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from areal_lite.agents.session.request_fields import RequestError, short, wrong
+from areal_lite.config.generation import GenerationHyperparameters
+
+logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -27,7 +32,9 @@ IGNORED = {
 """Fields without effect on the tokens: accepted and ignored."""
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias",
 )  # fmt: skip
+"""Options that change the distribution of tokens; None if not given."""
 _HINTS = {
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -103,10 +110,65 @@ class RequestOptions(BaseModel):
         """True if a stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.get("include_usage") is True
 
-    @property
-    def sampling(self) -> dict[str, float]:
-        """The given options that change the distribution."""
-        return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+    def gconfig(
+        self,
+        run: GenerationHyperparameters,
+        grammar: dict[str, str],
+        *,
+        choice: int,
+        prompt_tokens: int,
+        agent_samples: bool,
+    ) -> GenerationHyperparameters:
+        """Return the sampling parameters of one answer: the run's, with what the agent may change.
+
+        ``choice`` is its index among the request's ``n``; each has a seed of its own. ``agent_samples`` applies the
+        options that change the distribution.
+        """
+        room = run.max_tokens - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens and gconfig.max_tokens is {run.max_tokens}, which leaves no "
+                "room for an answer: shorten the messages, or raise gconfig.max_tokens",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        max_new_tokens = min(self.max_completion_tokens or self.max_tokens or room, run.max_new_tokens, room)
+        changes: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min(max(run.min_new_tokens, self.min_tokens), max_new_tokens),
+            "ignore_eos": run.ignore_eos or self.ignore_eos,
+            **grammar,
+        }
+        for name in ("stop", "stop_token_ids"):
+            if asked := getattr(self, name):
+                changes[name] = [*(getattr(run, name) or []), *asked]
+        if (seed := run.seed if self.seed is None else self.seed) is not None:
+            changes["seed"] = seed + choice
+        changes |= self._distribution(run, agent_samples)
+        changes = {name: value for name, value in changes.items() if getattr(run, name) != value}
+        return run.new(**changes) if changes else run
+
+    def _distribution(self, run: GenerationHyperparameters, agent_samples: bool) -> dict[str, Any]:
+        given = self.model_fields_set
+        asked = {name: value for name in _SAMPLING if name in given and (value := getattr(self, name)) != {}}
+        used = {"temperature": run.effective_temperature, "top_k": run.top_k or -1}
+        changes = {name: value for name, value in asked.items() if value != used.get(name, getattr(run, name))}
+        if changes and not agent_samples:
+            warn_once(", ".join(f"{name}={value}"[:80] for name, value in changes.items()))
+            return {}
+        if "temperature" in changes:
+            changes["greedy"] = False
+        if "top_k" in changes:
+            changes["top_k"] = int(changes["top_k"]) if changes["top_k"] >= 1 else None
+        return changes
+
+
+@functools.lru_cache(maxsize=64)
+def warn_once(ignored: str) -> None:
+    """Warn about ignored parameters, once per process instead of once per episode."""
+    logger.warning(
+        "the agent sets %s: ignored, because the trainer assumes the distribution of the run's gconfig", ignored
+    )
 
 
 def request_options(body: dict[str, Any]) -> RequestOptions:

@@ -18,9 +18,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from areal_lite.agents.isolation.agent_access import AgentAccess
+from areal_lite.agents.isolation.agent_access import AgentAccess, ProcessLimits
 from areal_lite.agents.isolation.agent_processes import AgentProcesses, pickled_agent
-from areal_lite.agents.isolation.agent_program import ProcessLimits
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.trajectory import Group
@@ -227,7 +226,7 @@ def test_a_call_of_another_episode_waits_for_a_blocked_loop_and_is_answered(star
 def test_an_agents_processes_die_with_the_run_even_while_they_compute(tmp_path: Path) -> None:
     code = f"""
 import asyncio
-from areal_lite.agents.isolation.agent_access import AgentAccess
+from areal_lite.agents.isolation.agent_access import AgentAccess, ProcessLimits
 from areal_lite.agents.isolation.agent_processes import AgentProcesses, pickled_agent
 from areal_lite.api.episode_context import EpisodeContext
 from tests.agents.isolated_agents import Hanging

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.agents.session.chat_renderer import ChatRenderer
-from areal_lite.agents.session.chat_sampling import warn_once
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
+from areal_lite.agents.session.request_options import warn_once
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError
 from tests.agents.scripted_engine import ScriptedEngine, create, random_ids, tokenizer
