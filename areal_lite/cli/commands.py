@@ -49,7 +49,7 @@ COMMANDS = {
     "completion": Command(
         "areal_lite.cli.completion", "print a script that completes commands, options and config keys"
     ),
-    "view": Command(f"{_TOOLS}.view.page_server", "show dumped episodes and metrics in the browser"),
+    "view": Command(f"{_TOOLS}.view.command", "show dumped episodes and metrics in the browser"),
     "plot": Command(f"{_TOOLS}.inspect.plot", "draw the metrics of one or several runs"),
 }
 

@@ -5,7 +5,6 @@ Every answer forbids scripts, styles and connections that are not the page's own
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import errno
@@ -23,7 +22,6 @@ from aiohttp import web
 
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.processes.browser_guard import foreign_page_refusal, loopback_names
-from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.view.page_data import Answers
 
@@ -73,26 +71,6 @@ REQUESTS: dict[str, tuple[Callable[[Answers, Query], Any], str]] = {
     "compare": (lambda a, q: a.compare(_named(q, "first"), _named(q, "second"), q.get("filter", "")), _FILTER_HINT),
 }
 """The answer to each address of the API, and a hint for errors; see docs/view.md."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Serves a page of runs on 127.0.0.1, also while they write. docs/view.md describes it."
-    add = parser.add_argument
-    add("paths", type=Path, nargs="+", metavar="RUN", help="a run's folder, a folder of runs or dumps, or a dump")
-    add("--filter", default="", metavar="FILTER", help="what to show first, or to export; such as 'status=failed'")
-    add("--port", type=positive_integer, metavar="N", help="port of the page (default: 8642, or any free one)")
-    add("--no-browser", action="store_true", help="only print the address")
-    add("--export", type=Path, metavar="FILE.html", help="write the page to one file that needs no server, and end")
-
-
-def run(options: argparse.Namespace) -> int:
-    if options.export is not None:
-        from areal_lite.tools.view.single_file import export_page
-
-        print(export_page(options.paths, options.export, filter=options.filter))
-        return 0
-    serve_page(options.paths, port=options.port, browser=not options.no_browser, filter=options.filter)
-    return 0
 
 
 def static_files() -> dict[str, bytes]:

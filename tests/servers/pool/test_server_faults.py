@@ -525,7 +525,7 @@ def test_a_failed_engine_starts_no_more_groups_when_the_disk_has_caught_up(
 ) -> None:
     engine = start_engine(start_stub(), dump_to_file=True)
     engine.fail(ServerError("over"))
-    engine._on_dumper_change()
+    engine._follow_dumper()
     with pytest.raises(ServerError, match="over"):
         engine.wait(1, timeout=1)
     assert not engine._executor.gate.may_start()

@@ -14,7 +14,7 @@ from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError
 from areal_lite.tools.doctor.ported import ORIGINS, Difference, Ported, default_of, ported
-from areal_lite.trainer.estimators.return_estimators import gae
+from areal_lite.trainer.estimators.advantage_estimators import gae
 
 VERL = """
 defaults: [ppo_trainer, _self_]

@@ -54,7 +54,7 @@ def groups_of(step: int) -> list[Group]:
     episodes = [Episode(fork, 1.0), Episode(line(1), 0.0), Episode(line(2), 0.5 + 0.1 * step)]
     first = group_of(f"{step}0", [5, 6], episodes, baseline=0.3)
     second = group_of(f"{step}1", [7], [Episode(line(2, joins=True), 0.2), Episode(line(3), -0.5)], baseline=0.1)
-    first.trajectories[1] = Trajectory(member_idx=1, status=EpisodeStatus.FAILED, turns=[])
+    first.trajectories[1] = Trajectory(member_idx=1, status=EpisodeStatus.FAILED, made_turns=[])
     first.sequences[1].loss_mask[-1] = False  # too old
     for group in (first, second):
         group.note_versions()
