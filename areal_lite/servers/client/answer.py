@@ -120,13 +120,13 @@ class Answer:
         return response
 
 
-def said_full(response: ModelResponse, window: int | None, wanted_tokens: int) -> bool:
+def said_full(response: ModelResponse, window: int, wanted_tokens: int) -> bool:
     """Say if an answer, of up to ``wanted_tokens``, ended because it filled the window; return whether it did.
 
-    The window is None if it is not known. Callers ask until it has been said once.
+    Callers ask until it has been said once.
     """
     prompt, answer = len(response.input_tokens), len(response.output_tokens)
-    full = window is not None and prompt + answer >= window
+    full = prompt + answer >= window
     if response.stop_reason != "length" or not (full or answer < wanted_tokens):
         return False
     logger.warning(
