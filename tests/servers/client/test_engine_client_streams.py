@@ -28,7 +28,7 @@ from areal_lite.servers.client import engine_client, request_sender
 from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.dialects import Dialect, dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall, ServerLimits
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall, ServerInfo, ServerLimits
 from areal_lite.servers.dialects.reply_reader import ReplyReader
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.vllm import VLLM
@@ -676,6 +676,46 @@ def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: b
             assert sum(map(len, episode.recorded.values())) == 2
             again = await client.generate(ModelRequest(input_ids=[2, 1, 4]))
             assert (again.attempts, again.server) == (0, "")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("adapter", "serves", "answers", "trusted"),
+    [
+        (None, "m", "m", True),
+        (None, "m", None, True),
+        (None, None, "other", True),
+        (None, "m", "other", False),
+        ("a", "m", "a", True),
+        ("a", "m", "m", False),
+    ],
+)
+def test_an_answer_of_another_model_has_its_server_compared_before_its_next(
+    adapter: str | None, serves: str | None, answers: str | None, trusted: bool
+) -> None:
+    class Named(ScriptedServer):
+        def vllm(self, *args: Any) -> dict[str, Any]:
+            return super().vllm(*args) | {"model": answers if len(self.bodies) == 1 else serves}
+
+    async def run() -> None:
+        server = Named("vllm")
+        async with connected(server) as client:
+            (address,) = client.pool.servers
+            address.adapter, address.info = adapter, replace(address.info, name=serves)
+            asked: list[Server] = []
+            info = client._requests.info
+
+            async def counted(one: Server) -> ServerInfo:
+                asked.append(one)
+                one.adapter = None
+                return replace(await info(one), name=serves)
+
+            client._requests.info = counted  # type: ignore[method-assign]
+            response = await client.generate(request(max_new_tokens=1))
+            assert (response.attempts, address.bad_replies, len(asked)) == ((1, 0, 0) if trusted else (2, 1, 1))
+            said = f"sent an answer of '{answers}', but it served '{adapter or serves}'"
+            assert trusted or address.last_failure == said
 
     asyncio.run(run())
 

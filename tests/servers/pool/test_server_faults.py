@@ -179,7 +179,16 @@ def test_versions_of_an_earlier_run_are_no_fault_before_the_first_update(
 ) -> None:
     stub = start_stub()
     stub.server.version = "7"
-    assert generate(start_engine(stub)).output_versions[0] == 7
+    engine = start_engine(stub)
+    assert generate(engine).output_versions[0] == 7
+    stub.server.version = "8"  # which it did not report when it was asked
+    with pytest.raises(ServerError, match="tokens of version 8, but the newest is 7"):
+        generate(engine)
+    until(lambda: servers(engine)[0].usable)
+    engine.update_weights_from_disk("ckpt", 1)
+    stub.server.version = "7"  # only what this run published counts from here on, and the server gets that again
+    assert set(generate(engine).output_versions) == {1}
+    assert "sent tokens of version 7, but the newest is 1" in servers(engine)[0].last_failure
 
 
 # -- servers that are not what they should be ------------------------------------------------------
