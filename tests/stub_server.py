@@ -21,7 +21,8 @@ from aiohttp import web
 Fault = Callable[[int], str | None]
 """Request number (from 0) -> None or a fault: an HTTP status; reset, hang; garbage, lengths, nan, negative, empty (no
 token), cut (aborted half way), long (one more than asked for), newer (a version that no server has); flood (a reply
-that never ends), trickle (one whose end does not come); those of ``LIES``."""
+that never ends), trickle (one whose end does not come), older (first weights swapped in for a token); those of
+``LIES``."""
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "other id": lambda reply: reply["meta_info"].update(id="another"),
     "other prompt": lambda reply: reply["meta_info"].update(prompt_tokens=reply["meta_info"]["prompt_tokens"] + 1),
@@ -162,6 +163,8 @@ class StubServer:
         if fault == "newer":
             label = "99"
         reply = self._reply(body, tokens, finish, label if self.tell_version else None, fault)
+        if fault == "older":
+            _label_first(reply, "default")
         if fault in LIES:
             LIES[fault](reply)
         return await _streamed(request, reply) if body.get("stream") else _json(reply)

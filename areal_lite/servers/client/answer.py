@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
-from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, ServerLimits
 
@@ -139,11 +138,6 @@ def said_full(response: ModelResponse, window: int, wanted_tokens: int) -> bool:
     return True
 
 
-def window_of(gconfig: GenerationHyperparameters, limits: ServerLimits) -> int:
-    """Return how many tokens prompt and answer may have together."""
-    return min(gconfig.max_tokens, limits.context_length or gconfig.max_tokens)
-
-
 def token_budget(req: ModelRequest, num_accepted: int, limits: ServerLimits) -> int:
     """Return the maximum tokens of the answer; the first ``num_accepted`` ids, which a server took, pass unchecked."""
     ids, gconfig = req.input_ids, req.gconfig
@@ -163,7 +157,7 @@ def token_budget(req: ModelRequest, num_accepted: int, limits: ServerLimits) -> 
             f"input_ids holds {bad!r}: ids are plain ints from 0 to below the vocabulary size"
             f"{'' if vocab_size is None else f' {vocab_size}'}; a tensor needs .tolist()"
         )
-    window = window_of(gconfig, limits)
+    window = limits.window(gconfig)
     budget = min(gconfig.max_new_tokens, window - len(ids))
     if budget < 1:
         raise ContextOverflowError(

@@ -41,15 +41,7 @@ from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
-from areal_lite.servers.client.answer import (
-    Answer,
-    continued,
-    own_copy,
-    said_full,
-    take_recorded,
-    token_budget,
-    window_of,
-)
+from areal_lite.servers.client.answer import Answer, continued, own_copy, said_full, take_recorded, token_budget
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.request_sender import SEND_ERRORS, RequestSender, pause_s, reason_of
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
@@ -202,7 +194,7 @@ class EngineClient:
                 if fruitless:
                     await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
         response = answer.finish(input_ids, finish)
-        window = window_of(req.gconfig, self._requests.limits)
+        window = self._requests.limits.window(req.gconfig)
         self._said_full = self._said_full or said_full(response, window, req.gconfig.max_new_tokens)
         return response
 

@@ -101,12 +101,13 @@ class RequestSender:
                 if (model := adapter or server.info.name) and reader.model not in (None, model):
                     raise OtherModelError(f"an answer of {reader.model!r:.80}, but it served {model!r}")
                 chunk = self._labelled(chunk, adapter, acknowledged)
-                if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
+                oldest = min(chunk.versions or (), default=acknowledged)
+                if acknowledged is None or oldest is None or oldest >= acknowledged:
                     now = time.monotonic()
                     pool.succeeded(server, len(chunk.tokens), now - sent, now)
                     self.retried += sends > 1
                     return chunk, sends
-                reason = f"it acknowledged version {acknowledged} and sent tokens of version {chunk.versions[-1]}"
+                reason = f"it acknowledged version {acknowledged} and sent tokens of version {oldest}"
                 if self._router is None:
                     self._reconciler.behind(server, reason)
                 elif call.stream:

@@ -85,6 +85,10 @@ class ServerLimits:
         self.context_length = min(filter(None, (self.context_length, info.context_length)), default=None)
         self.vocab_size = min(filter(None, (self.vocab_size, info.vocab_size)), default=None)
 
+    def window(self, gconfig: GenerationHyperparameters) -> int:
+        """Return how many tokens prompt and answer may have together."""
+        return min(gconfig.max_tokens, self.context_length or gconfig.max_tokens)
+
     def check_reply(self, new: Chunk, call: GenerationCall, before: list[int], version: int) -> None:
         """Check the tokens that follow those ``before``; ``version`` is the client's own. Raises BadResponse."""
         tokens, num_tokens = new.tokens, len(before) + len(new.tokens)

@@ -191,6 +191,20 @@ def test_versions_of_an_earlier_run_are_no_fault_before_the_first_update(
     assert "sent tokens of version 7, but the newest is 1" in servers(engine)[0].last_failure
 
 
+def test_weights_that_were_swapped_at_the_same_address_are_seen_in_the_next_reply(
+    start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub = start_stub(fault=lambda n: "older" if n == 1 else None)
+    engine = start_engine(stub)
+    engine.update_weights_from_disk("ckpt", 4)
+    assert generate(engine).attempts == 1
+    assert set(generate(engine).output_versions) == {4}  # the second is refused for its first token
+    stub.server.version = "default"
+    assert set(generate(engine).output_versions) == {4}
+    assert stub.server.seen["update"] == 3
+    assert sum("it acknowledged version 4 and sent tokens of version 0" in line for line in caplog.messages) == 2
+
+
 # -- servers that are not what they should be ------------------------------------------------------
 
 
