@@ -4,7 +4,8 @@ Servers (``chaos_server.py``) and trainer (``chaos_trainer.py``) are processes o
 with a tool between them; a seed decides their lengths and every fault:
 
 - of one reply: connection reset, 500, truncated, not JSON, wrong lengths, NaN, an id beyond the vocabulary, no token,
-  too many, a version from the future, a slow drip
+  too many, a version from the future, a slow drip; another request's id, another prompt's length, a first token of a
+  version from the future, below 0, of 30 digits or with a fraction, a log-prob that is inf in float32, no end
 - of servers: killed and started again with the first weights, stopped and continued, 503, 429 with Retry-After, updates
   that are acknowledged and not loaded, connections refused by half of them at once
 - of the trainer: killed and resumed from its checkpoint, a slow disk under the dumps

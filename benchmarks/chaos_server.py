@@ -22,7 +22,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.stub_server import StubServer, _json, answer_tokens
+from tests.stub_server import LIES, StubServer, _json, answer_tokens
 
 VOCABULARY = 2_000_000
 WINDOW = 8192
@@ -38,6 +38,8 @@ REPLY_FAULTS = {
     "long": 0.002,
     "newer": 0.002,
     "drip": 0.002,
+    "flood": 0.001,
+    **dict.fromkeys(LIES, 0.001),
 }
 """Faults of one reply and their share of all replies."""
 DRIP_S = 2.0
@@ -132,8 +134,8 @@ class ChaosServer(StubServer):
             self.seen[f"fault {fault}"] += 1
         if fault == "500":
             return _json({"error": {"message": "broken"}}, status=500)
-        if fault == "garbage":
-            return web.Response(body=b"<html>oops", content_type="text/html")
+        if fault in ("garbage", "flood"):
+            return await self._no_answer(request, fault)
         await self._resumed.wait()
         return await self._answer(request, body, fault)
 
@@ -159,6 +161,8 @@ class ChaosServer(StubServer):
         reply = self._reply(body, tokens, finish, label, fault if length else None)
         if fault == "vocabulary" and length:
             reply["output_ids"][0] = reply["meta_info"]["output_token_logprobs"][0][1] = VOCABULARY
+        if fault in LIES and length:
+            LIES[fault](reply)
         if fault in ("truncated", "drip"):
             return await _slowly(request, orjson.dumps(reply), cut=fault == "truncated")
         return _json(reply)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,19 @@ from aiohttp import web
 
 Fault = Callable[[int], str | None]
 """Request number (from 0) -> None or a fault: an HTTP status; reset, hang; garbage, lengths, nan, negative, empty (no
-token), cut (aborted half way), long (one more than asked for), newer (a version that no server has)."""
+token), cut (aborted half way), long (one more than asked for), newer (a version that no server has); flood (a reply
+that never ends), trickle (one whose end does not come), older (first weights swapped in for a token); those of
+``LIES``."""
+LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "other id": lambda reply: reply["meta_info"].update(id="another"),
+    "other prompt": lambda reply: reply["meta_info"].update(prompt_tokens=reply["meta_info"]["prompt_tokens"] + 1),
+    "first newer": lambda reply: _label_first(reply, "99"),
+    "negative version": lambda reply: _label_first(reply, "-7"),
+    "fraction": lambda reply: _label_first(reply, 3.7),
+    "30 digits": lambda reply: _label_first(reply, "9" * 30),
+    "overflow": lambda reply: reply["meta_info"]["output_token_logprobs"][0].__setitem__(0, -1e39),
+}
+"""Faults of a reply in which one thing is not true; the rest is as it should be."""
 
 
 def answer_tokens(prompt: list[int], version: int, length: int) -> list[int]:
@@ -127,14 +140,8 @@ class StubServer:
             return _json({"error": {"message": f"scheduled {fault}"}}, status=int(fault), headers=headers)
         if (name := body.get("lora_path")) is not None and name not in (self.adapters or {}):
             return _json({"error": {"message": f"Got LoRA adapter that has never been loaded: {name}"}}, status=400)
-        if fault == "hang":
-            await asyncio.Event().wait()
-        if fault == "reset":
-            assert request.transport is not None
-            request.transport.close()
-            return web.Response()
-        if fault == "garbage":
-            return web.Response(body=b"<html>oops", content_type="text/html")
+        if fault in ("hang", "reset", "garbage", "flood", "trickle"):
+            return await self._no_answer(request, fault)
         await self._resumed.wait()
         length = min(self.answer_len, body["sampling_params"]["max_new_tokens"])
         version = 0 if self.version == "default" else int(self.version)
@@ -156,6 +163,10 @@ class StubServer:
         if fault == "newer":
             label = "99"
         reply = self._reply(body, tokens, finish, label if self.tell_version else None, fault)
+        if fault == "older":
+            _label_first(reply, "default")
+        if fault in LIES:
+            LIES[fault](reply)
         return await _streamed(request, reply) if body.get("stream") else _json(reply)
 
     def _reply(
@@ -187,6 +198,26 @@ class StubServer:
                 "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}] if tokens else [],
             }
         return {"text": "", "output_ids": ids, "meta_info": meta}
+
+    async def _no_answer(self, request: web.Request, fault: str) -> web.StreamResponse:
+        """Send no reply, no JSON, or a reply without an end, fast or slowly, and count its bytes."""
+        if fault == "hang":
+            await asyncio.Event().wait()
+        if fault == "reset":
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        if fault == "garbage":
+            return web.Response(body=b"<html>oops", content_type="text/html")
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionResetError):  # the client reads no more
+            while True:
+                part = b" " * (2**18 if fault == "flood" else 1)
+                await response.write(part)
+                self.seen["bytes"] += len(part)
+                await asyncio.sleep(0 if fault == "flood" else 0.005)
+        return response
 
     async def _generating(self, body: dict[str, Any]) -> bool:
         """Wait as long as the answer takes; return whether it was aborted."""
@@ -312,6 +343,13 @@ class StubThread:
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     body = orjson.dumps(value)
     return web.Response(body=body, content_type="application/json", status=status, headers=headers)
+
+
+def _label_first(reply: dict[str, Any], label: Any) -> None:
+    """Label the first token of an answer with another version."""
+    (span,) = reply["meta_info"]["weight_versions"]
+    first = {"version": label, "start": 0, "end": 1}
+    reply["meta_info"]["weight_versions"] = [first, {**span, "start": 1}]
 
 
 async def _streamed(request: web.Request, reply: dict[str, Any]) -> web.StreamResponse:

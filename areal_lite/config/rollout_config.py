@@ -80,6 +80,8 @@ class FaultsConfig:
     request_timeout_s: Above0 = 600.0
     """Seconds without data from a server, for any of its requests, before they go to another server; a stream that has
     begun is counted alone. A server that also leaves health probes unanswered is given up after 2 to 3 minutes."""
+    min_stream_tokens_per_s: Above0 = 0.02
+    """Slowest stream that is not given up, once it has begun; it may pause for request_timeout_s."""
     max_connections_per_server: Positive = 512
     """Connection limit per server; further requests queue."""
     probe_every_steps: Count = 0

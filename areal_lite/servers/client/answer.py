@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
-from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, ServerLimits
 
@@ -120,13 +119,13 @@ class Answer:
         return response
 
 
-def said_full(response: ModelResponse, window: int | None, wanted_tokens: int) -> bool:
+def said_full(response: ModelResponse, window: int, wanted_tokens: int) -> bool:
     """Say if an answer, of up to ``wanted_tokens``, ended because it filled the window; return whether it did.
 
-    The window is None if it is not known. Callers ask until it has been said once.
+    Callers ask until it has been said once.
     """
     prompt, answer = len(response.input_tokens), len(response.output_tokens)
-    full = window is not None and prompt + answer >= window
+    full = prompt + answer >= window
     if response.stop_reason != "length" or not (full or answer < wanted_tokens):
         return False
     logger.warning(
@@ -137,11 +136,6 @@ def said_full(response: ModelResponse, window: int | None, wanted_tokens: int) -
         f" of {window} tokens" if full else "",
     )
     return True
-
-
-def window_of(gconfig: GenerationHyperparameters, limits: ServerLimits) -> int:
-    """Return how many tokens prompt and answer may have together."""
-    return min(gconfig.max_tokens, limits.context_length or gconfig.max_tokens)
 
 
 def token_budget(req: ModelRequest, num_accepted: int, limits: ServerLimits) -> int:
@@ -163,7 +157,7 @@ def token_budget(req: ModelRequest, num_accepted: int, limits: ServerLimits) -> 
             f"input_ids holds {bad!r}: ids are plain ints from 0 to below the vocabulary size"
             f"{'' if vocab_size is None else f' {vocab_size}'}; a tensor needs .tolist()"
         )
-    window = window_of(gconfig, limits)
+    window = limits.window(gconfig)
     budget = min(gconfig.max_new_tokens, window - len(ids))
     if budget < 1:
         raise ContextOverflowError(

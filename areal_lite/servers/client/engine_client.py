@@ -41,20 +41,11 @@ from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
-from areal_lite.servers.client.answer import (
-    Answer,
-    continued,
-    own_copy,
-    said_full,
-    take_recorded,
-    token_budget,
-    window_of,
-)
+from areal_lite.servers.client.answer import Answer, continued, own_copy, said_full, take_recorded, token_budget
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.request_sender import SEND_ERRORS, RequestSender, pause_s, reason_of
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
@@ -125,8 +116,8 @@ class EngineClient:
         gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=num_tokens, ignore_eos=True)
 
         async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
-            rid = ModelRequest(input_ids=input_ids, gconfig=gconfig).rid
-            call = GenerationCall(input_ids=input_ids, gconfig=gconfig, rid=rid, max_new_tokens=num_tokens)
+            answer = Answer(ModelRequest(input_ids=input_ids, gconfig=gconfig), None, must_stay=False)
+            call = answer.next_call(input_ids, num_tokens, seed=None)
             body = self._sender.addressed(self._requests.dialect.generate_body(call), server)
             try:
                 chunk = await self._requests.generate(server, body, self._requests.reader(call))
@@ -203,9 +194,8 @@ class EngineClient:
                 if fruitless:
                     await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
         response = answer.finish(input_ids, finish)
-        if not self._said_full:
-            window = window_of(req.gconfig, self._requests.limits)
-            self._said_full = said_full(response, window, req.gconfig.max_new_tokens)
+        window = self._requests.limits.window(req.gconfig)
+        self._said_full = self._said_full or said_full(response, window, req.gconfig.max_new_tokens)
         return response
 
     def _seed(self, episode: Episode | None) -> int | None:

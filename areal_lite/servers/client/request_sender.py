@@ -43,6 +43,10 @@ class OutdatedReplyError(Exception):
     """A server answered with older weights than it acknowledged, or lacks its adapter."""
 
 
+class OtherModelError(BadResponse):
+    """A server answered with another model than it reported: it gets no requests until its model is compared again."""
+
+
 class RequestSender:
     """Sends generation calls to the servers of the gate's pool."""
 
@@ -94,13 +98,16 @@ class RequestSender:
                 chunk = await self._requests.generate(
                     server, self.addressed(body, server), reader, headers=self._affinity(answer)
                 )
+                if (model := adapter or server.info.name) and reader.model not in (None, model):
+                    raise OtherModelError(f"an answer of {reader.model!r:.80}, but it served {model!r}")
                 chunk = self._labelled(chunk, adapter, acknowledged)
-                if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
+                oldest = min(chunk.versions or (), default=acknowledged)
+                if acknowledged is None or oldest is None or oldest >= acknowledged:
                     now = time.monotonic()
                     pool.succeeded(server, len(chunk.tokens), now - sent, now)
                     self.retried += sends > 1
                     return chunk, sends
-                reason = f"it acknowledged version {acknowledged} and sent tokens of version {chunk.versions[-1]}"
+                reason = f"it acknowledged version {acknowledged} and sent tokens of version {oldest}"
                 if self._router is None:
                     self._reconciler.behind(server, reason)
                 elif call.stream:
@@ -159,7 +166,7 @@ class RequestSender:
             return
         if not isinstance(error, ErrorReply):
             server.bad_replies += isinstance(error, BadResponse)
-            keeper.failed(server, reason, at_once=isinstance(error, SilentServerError))
+            keeper.failed(server, reason, at_once=isinstance(error, SilentServerError | OtherModelError))
         elif error.status == 429:
             self._gate.pool.throttled(server, reason, sent=sent, now=time.monotonic())
             if error.retry_after_s:

@@ -1,7 +1,9 @@
 """HTTP requests to inference servers. Each is sent once: retries and the choice of the server are the caller's.
 
 A request may take as long as it likes while its server sends something, to it or to others, every
-``request_timeout_s`` seconds. A reply that cannot be trusted is never returned.
+``request_timeout_s`` seconds. A reply that has begun is counted alone, and must come on: a whole one in that time, a
+stream with tokens (``min_stream_tokens_per_s``). A reply that cannot be trusted is never returned, and no more of it is
+read than what was asked for can take.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
 from areal_lite.servers.client.connector import Connector
@@ -42,6 +44,8 @@ REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 """Raised by a request whose server cannot be reached or stays silent."""
 CONTROL_TIMEOUT_S = 25.0
 """Seconds for a request of the control plane; loading weights may take longer."""
+MAX_CONTROL_REPLY = 2**24
+"""Bytes of the longest reply that is not an answer."""
 MAX_RETRY_AFTER_S = 30.0
 ADAPTER_PREFIX = "areal-lite-"
 """Beginning of the names of the adapters that runs load."""
@@ -63,13 +67,25 @@ class _Request:
         self.task = task
         self.server = server
         self.begun = False
-        """A part of its stream has come, so it does not wait in the server's queue."""
+        """A part of its reply has come, so it does not wait in the server's queue."""
         self.given_up: str | None = None
+        self._tokens = 0
+        self._heard = self._saved_s = 0.0
 
     def give_up(self, reason: str) -> None:
         if self.given_up is None:
             self.given_up = reason
             self.task.cancel()
+
+    def comes_on(self, num_tokens: int, faults: FaultsConfig) -> bool:
+        """Count a part of a stream, which then has ``num_tokens``; return whether it is fast enough."""
+        now, most = time.monotonic(), faults.request_timeout_s
+        if not self.begun:  # what came before is the server's queue
+            self.begun, self._heard, self._saved_s = True, now, most
+        earned_s = (num_tokens - self._tokens) / faults.min_stream_tokens_per_s
+        self._saved_s = min(most, self._saved_s - (now - self._heard) + earned_s)
+        self._heard, self._tokens = now, num_tokens
+        return self._saved_s >= 0
 
 
 class ServerRequests:
@@ -141,11 +157,15 @@ class ServerRequests:
                 if reply.status != 200:
                     after = reply.headers.get("Retry-After", "")
                     wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
-                    raise ErrorReply(reply.status, _message(await reply.read()), wait_s)
+                    raise ErrorReply(reply.status, _message(await bounded_body(reply)), wait_s)
                 if reader.call.stream:
                     await self._feed(reader, reply, request)
-                else:
-                    reader.take(await reply.read())
+                    return
+                if not reply.content.is_eof():  # its end comes at once: servers send it when the answer is complete
+                    self._silences.discard(request)
+                    self._silences.add(request)
+                    request.begun = True
+                reader.take(await bounded_body(reply, reader.call.max_reply_bytes))
         except asyncio.CancelledError:
             if request.given_up is not None and request.task.uncancel() == 0:
                 if reader.finish is None:
@@ -172,13 +192,15 @@ class ServerRequests:
                 request.give_up(reason)
 
     async def _feed(self, reader: ReplyReader, reply: aiohttp.ClientResponse, request: _Request) -> None:
+        faults = self._config.faults
         try:
             async for data in reply.content.iter_any():
                 self._silences.discard(request)
                 self._silences.add(request)
-                request.begun = True
                 request.server.heard = time.monotonic()
                 reader.feed(data)
+                if not request.comes_on(len(reader), faults):
+                    raise SilentServerError(f"a stream of less than {faults.min_stream_tokens_per_s:g} tokens/s")
         except (aiohttp.ClientError, OSError):
             if reader.finish is None:
                 raise
@@ -218,29 +240,38 @@ class ServerRequests:
         """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
         assert self._session is not None, "open() first"
         timeout = aiohttp.ClientTimeout(total=timeout_s or CONTROL_TIMEOUT_S)
-        data = None if body is None else orjson.dumps(body)
-        headers = None if body is None else _JSON
+        sent: dict[str, Any] = {} if body is None else {"data": orjson.dumps(body), "headers": _JSON}
         async with self._session.request(
-            method, server.url + path, data=data, headers=headers, allow_redirects=False, timeout=timeout
+            method, server.url + path, allow_redirects=False, timeout=timeout, **sent
         ) as reply:
-            return reply.status, await reply.read()
+            return reply.status, await bounded_body(reply)
 
-    async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Return the reply of a route that belongs to no dialect; raises ServerError for a status from 300."""
-        status, text = await self._send(server, path, method=method, body=body)
+    async def ask(
+        self, server: Server, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
+    ) -> bytes:
+        """Return a route's reply; raises RefusedError for a status from 300, OSError if it says that it is away."""
+        status, text = await self._send(server, path, method=method, body=body, timeout_s=timeout_s)
         if status >= 300:
-            raise ServerError(f"{server.url}{path} said HTTP {status}: {_message(text)}")
+            kind = OSError if status in (429, 502, 503, 504) else RefusedError
+            raise kind(f"{server.url}{path} said HTTP {status}: {_message(text)}")
         return text
 
     async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
-        """Send a request of the control plane; raises RefusedError if the server refuses it."""
-        status, text = await self._send(server, call.path, method="POST", body=call.body, timeout_s=timeout_s)
-        if status != 200:
-            kind = OSError if status in (429, 502, 503, 504) else RefusedError
-            raise kind(f"{server.url}{call.path} said HTTP {status}: {_message(text)}")
+        """Send a request of the control plane; raises as :meth:`ask`, and RefusedError if the reply is a failure."""
+        text = await self.ask(server, "POST", call.path, call.body, timeout_s=timeout_s)
         with contextlib.suppress(orjson.JSONDecodeError):
             if (error := update_error(orjson.loads(text))) is not None:
                 raise RefusedError(f"{server.url}{call.path}: {error}")
+
+
+async def bounded_body(reply: aiohttp.ClientResponse, max_bytes: int = MAX_CONTROL_REPLY) -> bytes:
+    """Return the body of a reply; raises ClientPayloadError, and reads no more, once it is above ``max_bytes``."""
+    body = bytearray()
+    async for data in reply.content.iter_any():
+        body += data
+        if len(body) > max_bytes:
+            raise aiohttp.ClientPayloadError(f"a reply of more than {max_bytes} bytes")
+    return bytes(body)
 
 
 def _message(reply: bytes) -> str:

@@ -10,12 +10,14 @@ from areal_lite.errors import ConfigError
 
 T = TypeVar("T")
 FINISHES = ("stop", "length", "abort")
+MAX_VERSION = 10**9
+FLOAT32_MAX = 3.4028234663852886e38
 TopLogprobs = list[list[tuple[int, float]]]
 """Per token, ``(id, log-prob)``, best first."""
 
 
 class BadResponse(Exception):
-    """A reply that cannot be trusted: wrong shape, lengths that differ, log-probs that are not finite."""
+    """A reply that cannot be trusted: wrong shape, another's answer, log-probs that are not finite in float32."""
 
 
 class ErrorReply(Exception):
@@ -40,6 +42,12 @@ class Chunk:
     """None if more tokens follow."""
     top_logprobs: TopLogprobs = field(default_factory=list)
     """Per token, or empty if the request did not ask for them."""
+    repeated: list[int] = field(default_factory=list)
+    """The tokens that an event has before its own: the last of those that earlier events had."""
+    rid: str | None = None
+    """Id of the request that it answers; None, like the next two, if the server does not tell it."""
+    prompt_tokens: int | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +66,11 @@ class GenerationCall:
     top_logprobs: int = 0
     stream: bool = False
 
+    @property
+    def max_reply_bytes(self) -> int:
+        """Bytes of the longest reply or event that is read: several times what servers send for so many tokens."""
+        return 2**16 + self.max_new_tokens * (2**10 + 2**8 * self.top_logprobs)
+
 
 @dataclass(slots=True)
 class ServerLimits:
@@ -65,19 +78,30 @@ class ServerLimits:
 
     context_length: int | None = None
     vocab_size: int | None = None
-    newest_version: int | None = None
-    """Newest policy version that any server was given."""
+    newest_version: int = 0
+    """Newest policy version that any server was given; before the first, the newest that one reports at the start."""
 
     def narrow(self, info: ServerInfo) -> None:
         self.context_length = min(filter(None, (self.context_length, info.context_length)), default=None)
         self.vocab_size = min(filter(None, (self.vocab_size, info.vocab_size)), default=None)
 
-    def check_reply(self, tokens: list[int], versions: list[int], num_tokens: int, budget: int) -> None:
-        """Check the next tokens of an answer, which then has ``num_tokens``; raises BadResponse."""
-        if num_tokens > budget:
-            raise BadResponse(f"{num_tokens} tokens for a request of at most {budget}")
-        if self.newest_version is not None and versions and versions[-1] > self.newest_version:
-            raise BadResponse(f"tokens of version {versions[-1]}, but the newest is {self.newest_version}")
+    def window(self, gconfig: GenerationHyperparameters) -> int:
+        """Return how many tokens prompt and answer may have together."""
+        return min(gconfig.max_tokens, self.context_length or gconfig.max_tokens)
+
+    def check_reply(self, new: Chunk, call: GenerationCall, before: list[int], version: int) -> None:
+        """Check the tokens that follow those ``before``; ``version`` is the client's own. Raises BadResponse."""
+        tokens, num_tokens = new.tokens, len(before) + len(new.tokens)
+        if new.rid is not None and new.rid != call.rid:
+            raise BadResponse(f"the answer to another request, {new.rid!r:.80} instead of {call.rid!r}")
+        if tokens and new.prompt_tokens is not None and new.prompt_tokens != len(call.input_ids):
+            raise BadResponse(f"an answer to {new.prompt_tokens!r:.80} prompt tokens instead of {len(call.input_ids)}")
+        if new.repeated and new.repeated != before[-len(new.repeated) :]:
+            raise BadResponse("a stream that changes its earlier tokens")
+        if num_tokens > call.max_new_tokens:
+            raise BadResponse(f"{num_tokens} tokens for a request of at most {call.max_new_tokens}")
+        if new.versions and (newest := max(new.versions)) > max(version, self.newest_version):
+            raise BadResponse(f"tokens of version {newest}, but the newest is {max(version, self.newest_version)}")
         if self.vocab_size and max(tokens, default=0) >= self.vocab_size:
             raise BadResponse(f"token {max(tokens)}, which is not in the vocabulary [0, {self.vocab_size})")
 
@@ -95,12 +119,15 @@ class ServerInfo:
     context_length: int | None = None
     vocab_size: int | None = None
     model: str | None = None
+    """Its folder, or its name on the hub."""
     version: int | None = None
     """Version of its weights; 0 before the first update."""
     paused: bool | None = None
     device: str | None = None
     num_ranks: int | None = None
     """Processes that hold a part of the model."""
+    name: str | None = None
+    """The model's name in its replies, except those of an adapter."""
 
 
 def shared_sampling(gconfig: GenerationHyperparameters) -> dict[str, Any]:
@@ -151,7 +178,8 @@ def _check_pairs(tokens: list[int], logprobs: list[float]) -> None:
         if not set(map(type, logprobs)) <= {float, int}:
             raise BadResponse("log-probs that are not numbers")
         total = sum(logprobs)
-        if total - total != 0.0 or max(logprobs) > 1e-3:
+        overflows = total < -FLOAT32_MAX and min(logprobs) < -FLOAT32_MAX  # finite here, but not where they are trained
+        if total - total != 0.0 or overflows or max(logprobs) > 1e-3:
             raise BadResponse("log-probs that are not finite numbers up to 0")
 
 
@@ -183,10 +211,12 @@ def version_number(label: Any) -> int:
     """Return a server's version label as a policy version; ``default`` is 0; raises BadResponse."""
     if label == "default":
         return 0
-    try:
-        return int(label)
-    except (TypeError, ValueError):
-        raise BadResponse(f"the weight version {label!r}: it must be a number") from None
+    version = int(label) if isinstance(label, str) and label.isdecimal() and len(label) < 10 else label
+    if type(version) is not int or not 0 <= version < MAX_VERSION:
+        raise BadResponse(
+            f"the weight version {label!r:.80}: it must be a number, whole and from 0 to {MAX_VERSION - 1}"
+        )
+    return version
 
 
 def version_or_none(label: Any) -> int | None:

@@ -38,6 +38,8 @@ class ReplyReader:
         self._top_logprobs: TopLogprobs = []
         self.finish: str | None = None
         """None while more is to come."""
+        self.model: str | None = None
+        """Name of the model that answers, if the reply tells it."""
         self.reports_versions = True
         """The server reported the version of all tokens so far."""
 
@@ -47,6 +49,8 @@ class ReplyReader:
     def feed(self, data: bytes) -> None:
         """Take the next bytes of a stream of server-sent events, and pass on the tokens of those they complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > self.call.max_reply_bytes:
+            raise BadResponse(f"an event of more than {self.call.max_reply_bytes} bytes")
         for line in lines:
             if line.startswith(b"data:") and self.finish is None and (text := line[5:].strip()) != b"[DONE]":
                 self.take(text)
@@ -60,8 +64,9 @@ class ReplyReader:
         new = self._dialect.parse(reply, len(self), top_logprobs=self.call.top_logprobs)
         if new is None:
             return
+        self._limits.check_reply(new, self.call, self._tokens, self._version)
+        self.model = new.model
         count = len(self) + len(new.tokens)
-        self._limits.check_reply(new.tokens, new.versions or [], count, self.call.max_new_tokens)
         self._tokens += new.tokens
         self._logprobs += new.logprobs
         self._top_logprobs += new.top_logprobs

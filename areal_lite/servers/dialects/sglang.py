@@ -105,11 +105,15 @@ class SGLang:
             new = total - received
             if not 0 <= new <= len(pairs) or (not received and new != len(pairs)):
                 raise BadResponse(f"{len(pairs)} log-probs for {new} new tokens")
-            pairs = pairs[len(pairs) - new :]
-            tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
-            ids = reply.get("output_ids")
-            if ids is not None and (ids[len(ids) - new :] if received else ids) != tokens:
-                raise BadResponse(f"{len(ids)} output_ids that differ from the ids with log-probs")
+            logprobs = [pair[0] for pair in pairs[len(pairs) - new :]]
+            ids = [pair[1] for pair in pairs]
+            if (listed := reply.get("output_ids")) is not None:  # either may have more of the earlier tokens
+                longer, shorter = (listed, ids) if len(listed) > len(ids) else (ids, listed)
+                same = longer[len(longer) - len(shorter) :] == shorter
+                if not same or len(shorter) < new or len(longer) - new > received:
+                    raise BadResponse(f"{len(listed)} output_ids that differ from the ids with log-probs")
+                ids = longer
+            repeated, tokens = ids[: len(ids) - new], ids[len(ids) - new :]
             versions: list[int] | None = None
             if spans := meta.get("weight_versions"):
                 versions = spans_to_versions(spans, total)
@@ -122,7 +126,7 @@ class SGLang:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise BadResponse(f"a reply without the fields of /generate ({error!r})") from None
         check_tokens(tokens, logprobs, top, finish)
-        return Chunk(tokens, logprobs, versions, finish, top or [])
+        return Chunk(tokens, logprobs, versions, finish, top or [], repeated, meta.get("id"), meta.get("prompt_tokens"))
 
     def parse_info(self, reply: dict[str, Any]) -> ServerInfo:
         """Return what the server reports; ``/model_info`` has the path and version of the last update."""

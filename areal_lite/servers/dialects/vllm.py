@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MOST_LOGPROBS = 20
 """vLLM's own limit, unless it is started with another."""
 _FINISH = {"repetition": "stop"}
+_ID_PREFIX = "generate-tokens-"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank``."""
 
@@ -104,10 +105,12 @@ class VLLM:
             versions = spans_to_versions(spans, received + len(tokens)) if spans else None
             finish = _FINISH.get(choice["finish_reason"], choice["finish_reason"])
             top = _top_logprobs(content, top_logprobs) if top_logprobs else None
+            rid = None if (told := reply.get("request_id")) is None else told.removeprefix(_ID_PREFIX)
+            prompt_tokens = (reply.get("usage") or {}).get("prompt_tokens")
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise BadResponse(f"a reply without the fields of /inference/v1/generate ({error!r})") from None
         check_tokens(tokens, logprobs, top, finish)
-        return Chunk(tokens, logprobs, versions, finish, top or [])
+        return Chunk(tokens, logprobs, versions, finish, top or [], [], rid, prompt_tokens, reply.get("model"))
 
     def parse_info(self, reply: dict[str, Any]) -> ServerInfo:
         models = reply.get("data")
@@ -118,11 +121,12 @@ class VLLM:
             version=version_or_none(reply.get("weight_version")),
             paused=reported(reply, "is_paused", bool),
             num_ranks=reported(reply, "world_size", int),
+            name=reported(model, "id", str),
         )
 
     def abort(self, rid: str) -> ControlCall:
         """Abort one request by the id that vLLM made from its ``rid``."""
-        return ControlCall("/abort_requests", {"request_ids": [f"generate-tokens-{rid}"]})
+        return ControlCall("/abort_requests", {"request_ids": [_ID_PREFIX + rid]})
 
     def pause(self, *, keep: bool = False) -> ControlCall:
         return ControlCall("/pause?mode=keep" if keep else "/pause?mode=abort")

@@ -97,6 +97,7 @@ class Reconciler:
         for server, failure in zip(self._pool.servers, failures, strict=True):
             if failure is not None:
                 self.failed(server, failure, at_once=True)
+        self._requests.limits.newest_version = max(server.info.version or 0 for server in self._pool.servers)
         self._own(asyncio.create_task(self._watch()))
 
     async def close(self) -> None:
@@ -106,7 +107,7 @@ class Reconciler:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
-        await self._loader.close()
+        await self._loader.broadcasts.close()
 
     def _own(self, task: asyncio.Task[None]) -> None:
         self._others.add(task)
@@ -196,7 +197,7 @@ class Reconciler:
             try:
                 if was_down:
                     await self._compare(server)
-                    loader.leave_group(server)
+                    loader.broadcasts.drop(server)  # one that restarted is in no process group
                     if loader.wanted is not None and server.info.version != loader.wanted.version:
                         loader.forget(server)
                 if loader.wanted is not None:

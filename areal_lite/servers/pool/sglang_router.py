@@ -19,7 +19,7 @@ import orjson
 
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests, bounded_body
 from areal_lite.servers.pool.reconciler import START_TIMEOUT_S, Reconciler
 from areal_lite.servers.pool.request_gate import Outage, RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
@@ -85,7 +85,7 @@ async def _workers_of(session: aiohttp.ClientSession, url: str) -> list[dict[str
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError):
         for path in ("/workers", "/list_workers"):
             async with session.get(url + path, allow_redirects=False) as reply:
-                body = orjson.loads(await reply.read()) if reply.status == 200 else None
+                body = orjson.loads(await bounded_body(reply)) if reply.status == 200 else None
             if not isinstance(body, dict):
                 continue
             workers = body.get("workers")

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,7 @@ def publish_weights(
     root = Path(directory_root)
     folder = root / f"v{version:08d}"
 
-    def write(path: Path) -> None:
-        if adapters_only:
-            write_adapters(model, path)
-        else:
-            write_model(model, path, dtype)
-
+    write = partial(write_adapters, model) if adapters_only else partial(write_model, model, dtype=dtype)
     if Ranks.current().rank:
         write(folder)
         return folder

@@ -42,7 +42,7 @@ class WeightLoader:
         self._loaded: dict[Server, PublishedWeights] = {}
         """The weights that each server acknowledged last."""
         self._locks: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._broadcasts = BroadcastLoader(requests, timeout_s=config.faults.request_timeout_s)
+        self.broadcasts = BroadcastLoader(requests, timeout_s=config.faults.request_timeout_s)
 
     def want(self, weights: PublishedWeights) -> Callable[[], None]:
         """Make ``weights`` the newest, and return a function that takes this back."""
@@ -56,7 +56,7 @@ class WeightLoader:
 
         self.wanted = weights
         limits = self._requests.limits
-        limits.newest_version = max(weights.version, limits.newest_version or 0)
+        limits.newest_version = weights.version if before is None else max(weights.version, limits.newest_version)
         return take_back
 
     def has_newest(self, server: Server) -> bool:
@@ -71,13 +71,6 @@ class WeightLoader:
         """Drop all weights but the newest; a broadcast is a copy of the whole model in memory."""
         self._loaded = {server: has for server, has in self._loaded.items() if has is self.wanted}
 
-    def leave_group(self, server: Server) -> None:
-        """Close the process group with a server: one that restarted is not in it."""
-        self._broadcasts.drop(server)
-
-    async def close(self) -> None:
-        await self._broadcasts.close()
-
     async def load(self, server: Server) -> None:
         async with self._locks[server]:
             wanted = self.wanted
@@ -87,7 +80,7 @@ class WeightLoader:
             self.forget(server)
             name, dialect = None, self._requests.dialect
             if isinstance(wanted, WeightBroadcast):
-                await self._broadcasts.load(server, wanted, lambda: self._paused(server))
+                await self.broadcasts.load(server, wanted, lambda: self._paused(server))
             else:
                 if wanted.adapters is not None:  # a new name: no earlier load of it is in the way
                     name = f"{ADAPTER_PREFIX}{wanted.version}-{secrets.token_hex(4)}"

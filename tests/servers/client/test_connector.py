@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from areal_lite.api import InferenceEngineConfig
+from areal_lite.servers.client.connector import Connector
 from areal_lite.servers.client.server_requests import ServerRequests
 from areal_lite.servers.dialects.dialect import ControlCall
 from areal_lite.servers.dialects.sglang import SGLang
@@ -28,6 +29,8 @@ class Names:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.address: str | None = "127.0.0.1"
         self.lookups = 0
+        self.then: Callable[[], None] | None = None
+        """Called once, between the end of the next lookup and those that wait for it."""
         monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", self.resolve)
 
     async def resolve(self, host: str, port: int = 0, family: Any = None) -> list[Any]:
@@ -36,6 +39,9 @@ class Names:
         await asyncio.sleep(0)
         if self.address is None:
             raise OSError("no such name")
+        if self.then is not None:
+            asyncio.get_running_loop().call_soon(self.then)
+            self.then = None
         return [{"hostname": host, "host": self.address, "port": port, "family": 2, "proto": 0, "flags": 0}]
 
 
@@ -78,6 +84,17 @@ async def test_addresses_are_kept_while_connections_succeed(names: Names) -> Non
         names.address = None
         assert await requests.ask(server, "GET", "/") == b"127.0.0.1"
         assert names.lookups == 1  # connections that need it at the same time share it
+        await requests.close()
+
+
+@on_a_loop
+async def test_a_lookup_that_is_forgotten_before_its_use_is_made_again(names: Names) -> None:
+    async with serving("127.0.0.1") as port:
+        requests, server = client(port)
+        assert requests._session is not None and isinstance(requests._session.connector, Connector)
+        names.then = requests._session.connector.clear_dns_cache
+        assert await asyncio.gather(*(requests.ask(server, "GET", "/") for _ in range(3))) == [b"127.0.0.1"] * 3
+        assert names.lookups == 2 and names.then is None
         await requests.close()
 
 

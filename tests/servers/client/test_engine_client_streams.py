@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from areal_lite.servers.client import engine_client, request_sender
 from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.dialects import Dialect, dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, ServerLimits
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall, ServerInfo, ServerLimits
 from areal_lite.servers.dialects.reply_reader import ReplyReader
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.vllm import VLLM
@@ -216,6 +217,7 @@ async def connected(server: ScriptedServer, **config: Any) -> AsyncIterator[Engi
     )
     try:
         await client.open()
+        client.version = 7  # that of the server's tokens
         yield client
     finally:
         await client.close()
@@ -288,7 +290,6 @@ def test_the_receiver_gets_exactly_the_final_tokens(
                 )
             )
         async with connected(server) as client:
-            client.version = 7
             context.enter(EpisodeContext(episode=episode))
             return await client.generate(request(receiver)), receiver, server
 
@@ -317,13 +318,27 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
 
 
 def new_stream(dialect: Dialect, receiver: Receiver) -> ReplyReader:
-    return ReplyReader(dialect, generation_call(), receiver, version=0, limits=ServerLimits())
+    return ReplyReader(dialect, generation_call(), receiver, version=0, limits=ServerLimits(newest_version=7))
+
+
+def call_of(recorded: dict[str, Any]) -> GenerationCall:
+    """Return the call that a recorded request was; servers gave ids of their own to those without one."""
+    body, response = recorded["request"]["body"], recorded["response"]
+    lines = [line.partition("data: ")[2] for _, line in response.get("lines", [])]
+    first = response.get("body") or orjson.loads(lines[0])
+    own = first.get("request_id", first.get("meta_info", {}).get("id", "")).removeprefix("generate-tokens-")
+    return generation_call(
+        input_ids=body.get("input_ids", body.get("token_ids")),
+        rid=body.get("rid", own),
+        max_new_tokens=body["sampling_params"].get("max_new_tokens", body["sampling_params"].get("max_tokens")),
+        stream="lines" in response,
+    )
 
 
 def feed_recording(dialect: Dialect, name: str) -> tuple[ReplyReader, Receiver]:
-    received = Receiver()
-    stream = new_stream(dialect, received)
-    for _, line in json.loads((FIXTURES / f"{name}.json").read_text())["response"]["lines"]:
+    received, recorded = Receiver(), json.loads((FIXTURES / f"{name}.json").read_text())
+    stream = ReplyReader(dialect, call_of(recorded), received, version=0, limits=ServerLimits())
+    for _, line in recorded["response"]["lines"]:
         stream.feed(line.encode() + b"\n\n")
     return stream, received
 
@@ -342,6 +357,29 @@ def test_streams_of_real_servers_are_understood(dialect: Dialect, name: str, cou
     assert stream.finish and stream.reports_versions
     assert (len(chunk.tokens), chunk.finish, chunk.versions) == (count, finish, [0] * count)
     assert (received.tokens, received.logprobs, received.calls) == (chunk.tokens, chunk.logprobs, count)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name", "count"),
+    [
+        (SGLang(), "wire_sglang/abort_target_generate", 6),
+        (SGLang(), "wire_sglang/generate_basic", 6),
+        (SGLang(), "wire_sglang/generate_eos", 12),
+        (SGLang(), "wire_sglang/generate_stop_string", 6),
+        (VLLM(), "wire_vllm/generate_logprobs3", 2),
+    ],
+)
+def test_replies_of_real_servers_name_the_request_and_fit(dialect: Dialect, name: str, count: int) -> None:
+    recorded = json.loads((FIXTURES / f"{name}.json").read_text())
+    call, text = call_of(recorded), orjson.dumps(recorded["response"]["body"])
+    reader = ReplyReader(dialect, call, None, version=0, limits=ServerLimits())
+    reader.take(text)
+    assert (len(reader.chunk().tokens), reader.chunk().versions) == (count, [0] * count)
+    assert len(text) < call.max_reply_bytes / 4
+    for wrong, says in (({"rid": "another"}, "the answer to another request"), ({"input_ids": [1]}, "prompt tokens")):
+        other = ReplyReader(dialect, replace(call, **wrong), None, version=0, limits=ServerLimits())
+        with pytest.raises(BadResponse, match=says):
+            other.take(text)
 
 
 @pytest.mark.parametrize(
@@ -617,7 +655,7 @@ def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: b
             episode.record(answer)
         async with connected(server) as client:
             context.enter(EpisodeContext(episode=episode))
-            client.version = 5
+            client.version = 8
             if with_top:
                 receiver = Receiver()
                 response = await client.generate(request(receiver, top_logprobs=1))
@@ -630,14 +668,54 @@ def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: b
                 response = await client.generate(request())
             assert (response.output_tokens, response.output_versions) == (tokens, [7] * LENGTH)
             assert (response.attempts, response.server, response.stop_reason) == (0, "", "stop")
-            assert episode.oldest_version == 5
-            client.version = 6
+            assert episode.oldest_version == 8
+            client.version = 9
             answer = await client.generate(ModelRequest(input_ids=[9], gconfig=request().gconfig))
             assert (answer.attempts, answer.server) == (1, client.pool.servers[0].url)
-            assert episode.oldest_version == 5 and episode.server is client.pool.servers[0]
+            assert episode.oldest_version == 8 and episode.server is client.pool.servers[0]
             assert sum(map(len, episode.recorded.values())) == 2
             again = await client.generate(ModelRequest(input_ids=[2, 1, 4]))
             assert (again.attempts, again.server) == (0, "")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("adapter", "serves", "answers", "trusted"),
+    [
+        (None, "m", "m", True),
+        (None, "m", None, True),
+        (None, None, "other", True),
+        (None, "m", "other", False),
+        ("a", "m", "a", True),
+        ("a", "m", "m", False),
+    ],
+)
+def test_an_answer_of_another_model_has_its_server_compared_before_its_next(
+    adapter: str | None, serves: str | None, answers: str | None, trusted: bool
+) -> None:
+    class Named(ScriptedServer):
+        def vllm(self, *args: Any) -> dict[str, Any]:
+            return super().vllm(*args) | {"model": answers if len(self.bodies) == 1 else serves}
+
+    async def run() -> None:
+        server = Named("vllm")
+        async with connected(server) as client:
+            (address,) = client.pool.servers
+            address.adapter, address.info = adapter, replace(address.info, name=serves)
+            asked: list[Server] = []
+            info = client._requests.info
+
+            async def counted(one: Server) -> ServerInfo:
+                asked.append(one)
+                one.adapter = None
+                return replace(await info(one), name=serves)
+
+            client._requests.info = counted  # type: ignore[method-assign]
+            response = await client.generate(request(max_new_tokens=1))
+            assert (response.attempts, address.bad_replies, len(asked)) == ((1, 0, 0) if trusted else (2, 1, 1))
+            said = f"sent an answer of '{answers}', but it served '{adapter or serves}'"
+            assert trusted or address.last_failure == said
 
     asyncio.run(run())
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from areal_lite.api import InferenceEngineConfig
+from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.errors import ServerError
+from areal_lite.servers.client import server_requests
 from areal_lite.servers.client.server_requests import RefusedError, ServerRequests, SilentServerError
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, ServerInfo, ServerLimits
 from areal_lite.servers.dialects.reply_reader import ReplyReader
@@ -318,3 +323,124 @@ async def test_a_stream_must_end_its_answer_and_an_answer_has_tokens() -> None:
                 else:
                     with pytest.raises(BadResponse, match=error):
                         await requests.generate(server, b"{}", reader)
+
+
+# -- size and pace of replies ------------------------------------------------------------------------
+
+
+class Paced:
+    """A server whose reply is sent in parts, each after a pause."""
+
+    def __init__(self, parts: Iterable[tuple[float, bytes]], status: int = 200) -> None:
+        self.parts = parts
+        self.status = status
+        self.sent = 0
+
+    async def reply(self, request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(status=self.status)
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionResetError):  # the client reads no more
+            for pause_s, part in self.parts:
+                await asyncio.sleep(pause_s)
+                await response.write(part)
+                self.sent += len(part)
+        return response
+
+
+@contextlib.asynccontextmanager
+async def paced(server: Paced, **faults: float) -> AsyncIterator[tuple[ServerRequests, Server]]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.reply)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = "{}:{}".format(*runner.addresses[0][:2])
+    requests = ServerRequests(InferenceEngineConfig(backend="sglang", addresses=[address], faults=faults), SGLang())
+    requests.open()
+    try:
+        yield requests, Server(f"http://{address}", 0)
+    finally:
+        await requests.close()
+        await runner.cleanup()
+
+
+def event(count: int, *, last: bool = False) -> bytes:
+    """Return the event that brings the last of ``count`` tokens."""
+    meta = {"finish_reason": {"type": "stop"} if last else None, "completion_tokens": count}
+    meta["output_token_logprobs"] = [[-0.5, 5, None]]
+    return b"data: " + json.dumps({"output_ids": [5], "meta_info": meta}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("route", ["whole", "stream", "info", "control"])
+@on_a_loop
+async def test_no_reply_is_read_further_than_it_may_be_long(route: str, status: int) -> None:
+    server = Paced(((0.0, b" " * 2**18) for _ in itertools.repeat(None)), status)
+    async with paced(server) as (requests, address):
+        ask = {
+            "whole": lambda: generate(requests, address),
+            "stream": lambda: requests.generate(address, b"{}", streaming(requests)),
+            "info": lambda: requests.info(address),
+            "control": lambda: requests.control(address, ControlCall("/update")),
+        }[route]
+        answers = route in ("whole", "stream") and status == 200
+        says = "an event of more than 1089536 bytes" if route == "stream" and answers else "a reply of more than"
+        with pytest.raises((BadResponse, aiohttp.ClientPayloadError), match=says):
+            await ask()
+        assert server.sent < 2**24 + 2**26  # the cap, and what sockets hold
+
+
+@pytest.mark.parametrize(
+    ("parts", "ends"),
+    [
+        ([(0.0, event(1)), *[(0.01, b":")] * 400], False),  # bytes without a token
+        ([(0.0, b":"), *[(0.01, b":")] * 400], False),
+        ([(0.0, event(1)), *[(0.01, b": ping\n\n")] * 400], False),
+        ([(0.0, event(1)), *[(0.1, event(i)) for i in range(2, 40)]], False),  # 10 tokens/s
+        ([*[(0.0, event(i)) for i in range(1, 400)], *[(0.1, b":")] * 40], False),  # fast at first: no more is saved
+        ([(0.0, event(i)) for i in range(1, 30)] + [(0.02, event(30, last=True))], True),
+        ([(0.5, event(1)), (0.0, event(2)), (0.3, event(3)), (0.0, event(4, last=True))], True),  # a queue, a pause
+        ([(0.012, event(i, last=i == 60)) for i in range(1, 61)], True),  # longer than the timeout, and fast enough
+        ([(0.0, event(1, last=True)), *[(0.01, b":")] * 400], True),  # only the connection's end is missing
+    ],
+)
+@on_a_loop
+async def test_a_stream_that_has_begun_must_bring_tokens(parts: list[tuple[float, bytes]], ends: bool) -> None:
+    async with paced(Paced(parts), request_timeout_s=0.6, min_stream_tokens_per_s=40) as (requests, server):
+        reader, began = streaming(requests), time.monotonic()
+        if ends:
+            assert (await requests.generate(server, b"{}", reader)).finish == "stop"
+        else:
+            with pytest.raises(SilentServerError, match=r"a stream of less than 40 tokens/s|no answer in 0.6 s"):
+                await requests.generate(server, b"{}", reader)
+        assert time.monotonic() - began < 2.5
+        assert not requests._silences.pending()
+
+
+def test_each_token_of_a_stream_pays_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(server_requests, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    faults = FaultsConfig(request_timeout_s=600, min_stream_tokens_per_s=0.02)
+
+    async def ends_after(*parts: tuple[float, int]) -> int | None:
+        """Return the index of the part at which a stream is too slow."""
+        request, tokens = server_requests._Request(Server("s:1", 0)), 0
+        for index, (pause_s, new) in enumerate(parts):
+            now[0] += pause_s
+            tokens += new
+            if not request.comes_on(tokens, faults):
+                return index
+        return None
+
+    for parts, index in (
+        ([(9999, 1), *[(50, 1)] * 99], None),  # a queue, then one token in 50 s
+        ([(9999, 1), *[(51, 1)] * 601], 601),  # 600 s are used up a second at a time
+        ([(9999, 1), (599, 1), (50, 1)], None),
+        ([(9999, 1), (600, 0)], None),
+        ([(9999, 1), (601, 0)], 1),
+        ([(9999, 5000), (650, 1)], None),  # the part itself pays too
+        ([(9999, 5000), (651, 1)], 1),  # earlier tokens do not
+        ([(9999, 1), *[(1, 0)] * 601], 601),
+    ):
+        assert asyncio.run(ends_after(*parts)) == index, parts[:3]

@@ -159,10 +159,10 @@ def test_an_update_with_status_200_may_have_failed(reply: Any, error: str | None
 @pytest.mark.parametrize("odd", [None, "odd", 1.5, []])
 def test_facts_of_unknown_types_are_none(odd: Any) -> None:
     names = ["context_length", "max_req_input_len", "vocab_size", "weight_version", "is_paused", "tp_size"]
-    assert SGLang().parse_info(dict.fromkeys(names, odd)) == ServerInfo(version=1 if odd == 1.5 else None)
+    assert SGLang().parse_info(dict.fromkeys(names, odd)) == ServerInfo()
     names = ["weight_version", "is_paused", "world_size"]
     told = dict.fromkeys(names, odd) | {"data": [{"max_model_len": odd}]}
-    assert VLLM().parse_info(told) == ServerInfo(version=1 if odd == 1.5 else None)
+    assert VLLM().parse_info(told) == ServerInfo()
     facts = {"context_length": 9, "vocab_size": 8, "model_path": "m", "weight_version": "3", "is_paused": False}
     assert SGLang().parse_info(facts | {"device": "cuda", "tp_size": 2}) == ServerInfo(9, 8, "m", 3, False, "cuda", 2)
     assert VLLM().parse_info({"world_size": 2}) == ServerInfo(num_ranks=2)
@@ -191,7 +191,7 @@ def parsed(dialect: Dialect, reply: Any, received: int = 0, **options: Any) -> C
     return found
 
 
-def spans(*ends: int, version: str = "3") -> dict[str, Any]:
+def spans(*ends: int, version: Any = "3") -> dict[str, Any]:
     """Return spans that end there."""
     starts = [0, *ends[:-1]]
     pairs = zip(starts, ends, strict=True)
@@ -217,6 +217,18 @@ def gap() -> dict[str, Any]:
         (spans(1, 3), "a gap or no end from token 1 of 2"),
         (gap(), "a gap or no end from token 0 of 2"),
         (spans(2, version="new"), "the weight version 'new': it must be a number"),
+        (spans(2, version="-7"), "the weight version '-7'"),
+        (spans(2, version="3.7"), "the weight version '3.7'"),
+        (spans(2, version="9" * 30), "the weight version '9{30}'"),
+        (spans(2, version="9" * 9000), "the weight version '9{79}:"),
+        (spans(2, version=3.7), "the weight version 3.7"),
+        (spans(2, version=-5), "the weight version -5"),
+        (spans(2, version=True), "the weight version True"),
+        (spans(2, version=10**9), "the weight version 1000000000"),
+        ({"logprobs": (-0.5, -1e39)}, "not finite numbers up to 0"),
+        ({"logprobs": (-0.5, -3.5e38)}, "not finite numbers up to 0"),
+        ({"logprobs": (-2e38, -3e38)}, None),
+        (spans(2, version=3), None),
         ({}, None),
         (spans(1, 2), None),
         ({"tokens": (0, 0)}, None),
@@ -312,8 +324,9 @@ def test_an_event_of_sglang_adds_its_new_tokens() -> None:
     for received, total, said in refused:
         with pytest.raises(BadResponse, match=f"{said} new tokens"):
             parse(received, sglang(finish_reason=None, completion_tokens=total))
-    with pytest.raises(BadResponse, match="output_ids that differ"):
-        parse(1, sglang(**goes_on) | {"output_ids": [5, 7]})
+    for listed in ([5, 7], [4, 6], [4, 5, 6], [], [6, 5]):
+        with pytest.raises(BadResponse, match="output_ids that differ"):
+            parse(1, sglang(**goes_on) | {"output_ids": listed})
     with pytest.raises(BadResponse, match="without the fields"):
         parse(1, {"meta_info": {}})
     with pytest.raises(ErrorReply, match="too many") as raised:
@@ -345,9 +358,20 @@ def event_of(*tokens: int, received: int = 0, finish: str | None = None, **meta:
     return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
+def all_of(*tokens: int) -> bytes:
+    """Return an event with all tokens so far; the last is new."""
+    return event_of(*tokens, received=0)
+
+
+def mixed(first: str, second: str) -> dict[str, Any]:
+    """Return the spans of a token of each version."""
+    versions = enumerate((first, second))
+    return {"weight_versions": [{"version": version, "start": i, "end": i + 1} for i, version in versions]}
+
+
 def stream_of(received: list[int], **options: Any) -> ReplyReader:
     bounds = {name: options.pop(name) for name in options.keys() & {"vocab_size", "newest_version"}}
-    call, limits = generation_call(**options), ServerLimits(**bounds)
+    call, limits = generation_call(**{"input_ids": [1, 2]} | options), ServerLimits(**bounds)
     return ReplyReader(SGLang(), call, lambda ids, _: received.extend(ids), version=2, limits=limits)
 
 
@@ -362,6 +386,17 @@ def stream_of(received: list[int], **options: Any) -> ReplyReader:
         ({"newest_version": 3}, event_of(6, received=1, weight_version="4"), "version 4, but the newest is 3"),
         ({"newest_version": 3}, event_of(6, received=1, weight_version="3", **spans(2, version="4")), "version 4"),
         ({"newest_version": 3}, event_of(6, received=1), None),
+        ({"newest_version": 1}, event_of(6, received=1, weight_version="2"), None),  # the client's own
+        ({}, event_of(6, received=1, weight_version="3"), "tokens of version 3, but the newest is 2"),
+        ({"newest_version": 3}, event_of(6, received=1, **mixed("99", "3")), "version 99, but the newest is 3"),
+        ({}, event_of(6, received=1, id="r", prompt_tokens=2), None),
+        ({}, event_of(6, received=1, id="s"), "the answer to another request, 's' instead of 'r'"),
+        ({}, event_of(6, received=1, id=7), "the answer to another request, 7"),
+        ({}, event_of(6, received=1, prompt_tokens=3), "an answer to 3 prompt tokens instead of 2"),
+        ({}, event_of(6, received=1, prompt_tokens=0), "an answer to 0 prompt tokens instead of 2"),
+        ({}, all_of(5, 6), None),
+        ({}, all_of(4, 6), "a stream that changes its earlier tokens"),
+        ({}, all_of(5, 6).replace(b"[-0.5,5,", b"[-0.5,4,"), "output_ids that differ"),
         ({}, b"data: {oops\n\n", "a reply that is not JSON"),
         ({}, b": a comment\n\nid: 5\n\ndata: [DONE]\n\n", ""),
     ],
@@ -383,7 +418,7 @@ def test_a_stream_refuses_what_cannot_be_and_keeps_what_came_before(
 
 def test_a_stream_labels_tokens_without_a_version_and_says_so() -> None:
     received: list[int] = []
-    stream = stream_of(received)
+    stream = stream_of(received, newest_version=3)
     assert stream.reports_versions
     stream.feed(event_of(5, weight_version="3"))
     assert stream.reports_versions
@@ -411,3 +446,53 @@ def test_a_stream_without_top_log_probs_asks_for_none_and_its_receiver_may_fail(
         stream.feed(event_of(5))
     assert str(raised.value.__cause__) == "mine"
     assert stream.chunk().top_logprobs == []
+
+
+def test_an_aborted_answer_without_tokens_needs_no_prompt_count() -> None:
+    stream_of([]).feed(event_of(finish="abort", prompt_tokens=0, id="r"))
+
+
+@pytest.mark.parametrize(("incremental", "last"), [(True, 6), (True, 5), (False, 6)])
+def test_an_abort_may_repeat_the_last_token_and_no_other(incremental: bool, last: int) -> None:
+    stream = stream_of([])
+    stream.feed(event_of(5))
+    stream.feed(event_of(6, received=1) if incremental else all_of(5, 6))
+    reply = sglang([], [], finish_reason={"type": "abort"}, completion_tokens=2) | {"output_ids": [last]}
+    if last == 6:
+        stream.take(orjson.dumps(reply))
+        assert stream.chunk().tokens == [5, 6]
+    else:
+        with pytest.raises(BadResponse, match="changes its earlier tokens"):
+            stream.take(orjson.dumps(reply))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, None),
+        ({"request_id": "generate-tokens-r", "usage": {"prompt_tokens": 2}, "model": "m"}, None),
+        ({"request_id": None, "usage": None, "model": None}, None),
+        ({"usage": {"prompt_tokens": None}}, None),
+        ({"request_id": "generate-tokens-s"}, "the answer to another request, 's' instead of 'r'"),
+        ({"usage": {"prompt_tokens": 3}}, "an answer to 3 prompt tokens instead of 2"),
+        ({"request_id": 5}, "without the fields"),
+        ({"usage": 5}, "without the fields"),
+    ],
+)
+def test_vllm_names_the_request_that_it_answers(fields: dict[str, Any], says: str | None) -> None:
+    call = generation_call(input_ids=[1, 2])
+    reader = ReplyReader(VLLM(), call, None, version=0, limits=ServerLimits())
+    if says is None:
+        reader.take(orjson.dumps(vllm() | fields))
+        assert (reader.chunk().tokens, reader.model) == ([5, 6], fields.get("model"))
+    else:
+        with pytest.raises(BadResponse, match=says):
+            reader.take(orjson.dumps(vllm() | fields))
+
+
+def test_an_event_is_read_up_to_what_its_tokens_can_take() -> None:
+    for top, most in ((0, 2**16 + 2 * 1024), (3, 2**16 + 2 * (1024 + 3 * 256))):
+        stream = stream_of([], max_new_tokens=2, top_logprobs=top)
+        stream.feed(b": " + b"x" * (most - 2))
+        with pytest.raises(BadResponse, match=f"an event of more than {most} bytes"):
+            stream.feed(b"x")

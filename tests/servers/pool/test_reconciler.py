@@ -260,7 +260,7 @@ async def test_a_server_is_compared_and_leaves_its_group_only_if_it_was_down(
     await setup.it.update_weights(WeightFolder("folder", 3))
     setup.requests.asked.clear()
     setup.requests.infos = [OSError("reset"), ServerInfo(version=reports)] if down else []
-    group = setup.loader._broadcasts._groups[setup.server] = Group()  # type: ignore[assignment]
+    group = setup.loader.broadcasts._groups[setup.server] = Group()  # type: ignore[assignment]
     if down:
         setup.it.failed(setup.server, "reset", at_once=True)
     else:
@@ -357,7 +357,7 @@ async def test_an_examined_server_is_bad_if_it_does_not_answer_or_has_other_weig
 @on_a_loop
 async def test_an_update_that_all_refuse_leaves_the_servers_as_they_were() -> None:
     setup = Setup(2)
-    assert setup.requests.limits.newest_version is None
+    assert setup.requests.limits.newest_version == 0
     await setup.it.update_weights(WeightFolder("first", 0))
     assert (setup.requests.limits.newest_version, setup.gate.pauses) == (0, 2)
     await setup.it.update_weights(WeightFolder("second", 3))

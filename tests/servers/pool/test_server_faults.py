@@ -22,7 +22,7 @@ from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.pool import reconciler, request_gate
 from areal_lite.servers.pool.server_pool import MAX_REST_S, Server, ServerPool
 from tests.rollout.scripted import OneTurn, until
-from tests.stub_server import StubThread
+from tests.stub_server import LIES, StubThread, answer_tokens
 
 StartStub = Callable[..., StubThread]
 StartEngine = Callable[..., RemoteInfEngine]
@@ -111,6 +111,61 @@ def test_a_reply_that_cannot_be_is_refused_and_counted(
     assert says in servers(engine)[0].last_failure
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_not_true_is_asked_again_on_another_server(
+    start_stub: StartStub, start_engine: StartEngine, lie: str, updated: bool, stream: bool
+) -> None:
+    lying, sound = start_stub(fault=lambda n: lie), start_stub()
+    engine = start_engine(lying, sound)
+    if updated:
+        engine.update_weights_from_disk("ckpt", 4)
+    first = servers(engine)[0]
+    engine._client.pool.servers[1].load += 10**6  # so that the other one is asked first
+    request = ModelRequest(
+        input_ids=[1, 2, 3],
+        gconfig=GenerationHyperparameters(max_new_tokens=8),
+        on_tokens=(lambda *_: None) if stream else None,
+    )
+    answer = asyncio.run(engine.agenerate(request))
+    version = 4 if updated else 0
+    kept, bad = (7, 2) if stream and lie in LATE_LIES else (0, 1)  # the rest is asked where the beginning is cached
+    assert answer.output_tokens[: kept or 8] == answer_tokens([1, 2, 3], version, kept or 8)
+    assert (answer.output_versions, answer.attempts, answer.server) == ([version] * 8, bad + 1, servers(engine)[1].url)
+    assert (first.bad_replies, lying.server.seen["generate"], sound.server.seen["generate"]) == (bad, bad, 1)
+
+
+LATE_LIES = {"first newer", "negative version", "fraction", "30 digits"}
+"""A stream of SGLang tells these in its last event, so the seven tokens before it are kept."""
+
+
+def test_a_reply_without_an_end_is_read_no_further_than_its_tokens_can_take(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    flooding, sound = start_stub(fault=lambda n: "flood"), start_stub()
+    engine = start_engine(flooding, sound)
+    servers(engine)[1].load += 10**6
+    answer = generate(engine, max_new_tokens=8)
+    assert (answer.attempts, answer.server) == (2, servers(engine)[1].url)
+    assert "a reply of more than 73728 bytes" in servers(engine)[0].last_failure
+    assert 0 < flooding.server.seen["bytes"] < 2**25
+
+
+def test_a_reply_that_has_begun_must_end_in_time_also_while_its_server_answers_others(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    dripping, sound = start_stub(fault=lambda n: "trickle"), start_stub()
+    engine = start_engine(dripping, sound, faults={"request_timeout_s": 0.3})
+    servers(engine)[1].load += 10**6
+    servers(engine)[0].heard = time.monotonic() + 1000
+    began = time.monotonic()
+    answer = generate(engine, max_new_tokens=8000)
+    assert (answer.attempts, answer.server) == (2, servers(engine)[1].url)
+    assert 0.3 <= time.monotonic() - began < 5
+    assert "no answer in 0.3 s" in servers(engine)[0].last_failure
+
+
 def test_a_resumed_answer_longer_than_its_rest_is_refused(start_stub: StartStub, start_engine: StartEngine) -> None:
     faults = {0: "cut", 1: "long"}
     engine = start_engine(start_stub(fault=faults.get))
@@ -124,7 +179,30 @@ def test_versions_of_an_earlier_run_are_no_fault_before_the_first_update(
 ) -> None:
     stub = start_stub()
     stub.server.version = "7"
-    assert generate(start_engine(stub)).output_versions[0] == 7
+    engine = start_engine(stub)
+    assert generate(engine).output_versions[0] == 7
+    stub.server.version = "8"  # which it did not report when it was asked
+    with pytest.raises(ServerError, match="tokens of version 8, but the newest is 7"):
+        generate(engine)
+    until(lambda: servers(engine)[0].usable)
+    engine.update_weights_from_disk("ckpt", 1)
+    stub.server.version = "7"  # only what this run published counts from here on, and the server gets that again
+    assert set(generate(engine).output_versions) == {1}
+    assert "sent tokens of version 7, but the newest is 1" in servers(engine)[0].last_failure
+
+
+def test_weights_that_were_swapped_at_the_same_address_are_seen_in_the_next_reply(
+    start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub = start_stub(fault=lambda n: "older" if n == 1 else None)
+    engine = start_engine(stub)
+    engine.update_weights_from_disk("ckpt", 4)
+    assert generate(engine).attempts == 1
+    assert set(generate(engine).output_versions) == {4}  # the second is refused for its first token
+    stub.server.version = "default"
+    assert set(generate(engine).output_versions) == {4}
+    assert stub.server.seen["update"] == 3
+    assert sum("it acknowledged version 4 and sent tokens of version 0" in line for line in caplog.messages) == 2
 
 
 # -- servers that are not what they should be ------------------------------------------------------
