@@ -114,7 +114,7 @@ class ArealOpenAI(AsyncOpenAI):
         """Pass rewards back to earlier turns: ``r[i] += turn_discount * r[i + 1]``, from the last to the first.
 
         Turns count in the order of creation, across branches. A turn without a reward counts as 0; the
-        last one must have one.
+        last one must have one. The episode's reward is then that of the first turn, which holds all others.
 
         Returns:
             The interactions by completion id.
@@ -131,6 +131,8 @@ class ArealOpenAI(AsyncOpenAI):
         following = 0.0
         for interaction in reversed(self.session.interactions.values()):
             following = interaction.reward = (interaction.reward or 0.0) + turn_discount * following
+        for interaction in self.session.interactions.values():
+            interaction.episode_reward = following
         return dict(self.session.interactions)
 
     def export_interactions(self, style: Style = "individual") -> Interactions:

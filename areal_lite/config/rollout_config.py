@@ -172,6 +172,9 @@ class InferenceEngineConfig(RunIdentity):
     """Retries, patience and timeouts."""
     agents: AgentsConfig = field(default_factory=AgentsConfig)
     """Isolation, tools and parsers of agents."""
+    turn_rewards: Literal["sum", "mean", "last"] = "sum"
+    """Reward of an episode whose answers are rewarded one by one: their sum, discounted by gamma of turn_returns where
+    that is the advantage; their mean; or the last one."""
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     """Rewards of named parts."""
     gconfig: Sampling = field(default_factory=GenerationHyperparameters)

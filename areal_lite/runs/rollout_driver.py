@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from areal_lite.api.trajectory import Group
+from areal_lite.api.trajectory import Group, TurnRewards
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.data_proto_file import BatchCache
@@ -168,9 +168,9 @@ def apply_reward_model(model: ValueScorer | None, groups: Sequence[Group], confi
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     rewards = rewards_of(model, sequences, max_tokens=config.trainer.max_tokens_per_microbatch).tolist()
     for sequence, reward in zip(sequences, rewards, strict=True):
-        sequence.reward, sequence.token_rewards = reward, None
+        sequence.reward, sequence.episode_reward, sequence.token_rewards = reward, None, None
     for trajectory in trajectories:
-        trajectory.average_rewards()
+        trajectory.join_rewards(TurnRewards("mean"))
 
 
 def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:

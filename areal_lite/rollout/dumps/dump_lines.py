@@ -67,6 +67,8 @@ def dump_lines(
             "processes": [_process(each) for each in trajectory.processes] if is_first else [],
             "timings": timings,
         }
+        if sequence is not None and trajectory.reward != sequence.reward:
+            line["episode_reward"] = trajectory.reward
         if sample_idx == 0:
             line["row"] = None if row is None else orjson.Fragment(row)
         if sequence is not None and (missing := [n for n in _RECORDED if getattr(sequence, n) is None]):

@@ -41,7 +41,7 @@ def batch_metrics(
     advantages, returns, values = columns["advantage"], columns.get("return"), columns.get("value")
     numbers = np.asarray(episodes)
     sizes, firsts = np.bincount(numbers), np.unique(numbers, return_index=True)[1]
-    rewards = np.bincount(numbers, [sequence.reward or 0.0 for sequence in sequences]) / sizes
+    rewards = np.bincount(numbers, [sequence.score or 0.0 for sequence in sequences]) / sizes
     teaching = np.unique(np.repeat(numbers, counts)[np.asarray(advantages) != 0])
     metrics = {
         "sequences": float(len(sequences)),
