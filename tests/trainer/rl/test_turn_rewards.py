@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TurnRewards
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data.batch.training_batch import data_proto_of
+from areal_lite.runs import rollout_driver
+from areal_lite.trainer.rl.policy_step import Step
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 from tests.trainer.small_mdps import STOP_OR_GO
 from tests.trainer.small_mdps import Path as Episode
 
+SUM = TurnRewards()
 PROMPT, REPLY = [5, 6], 20
 TOKENS = [10, 11, 12, 13]
 """The answer of each parameter's action: stop, go on, and the two of the second turn."""
@@ -42,7 +46,7 @@ def interactions(episode: Episode) -> dict[str, InteractionWithTokenLogpReward]:
     return made
 
 
-def group_of(name: str, episodes: list[Episode], by: TurnRewards = TurnRewards()) -> Group:
+def group_of(name: str, episodes: list[Episode], by: TurnRewards = SUM) -> Group:
     trajectories = []
     for member_idx, episode in enumerate(episodes):
         returned = interactions(episode)
@@ -52,7 +56,7 @@ def group_of(name: str, episodes: list[Episode], by: TurnRewards = TurnRewards()
     return Group(task_id=name, group_id=name, status=EpisodeStatus.ACCEPTED, data={}, trajectories=trajectories)
 
 
-def drawn_groups(count: int, by: TurnRewards = TurnRewards()) -> list[Group]:
+def drawn_groups(count: int, by: TurnRewards = SUM) -> list[Group]:
     """Return groups of eight episodes of :data:`STOP_OR_GO` under its policy."""
     source, paths = random.Random(7), STOP_OR_GO.paths()
     weights = [path.probability for path in paths]
@@ -88,12 +92,19 @@ def test_the_mean_and_turn_grpo_stop(tiny: Path) -> None:
     assert change(tiny, drawn_groups(24), advantage="turn_grpo") < -0.05
 
 
-def test_a_reward_model_has_the_last_word(tiny: Path) -> None:
-    """Its rewards of sequences replace those of turns, and an episode has their mean."""
-    from areal_lite.runs.rollout_driver import apply_reward_model
-
-    groups = drawn_groups(1)
-    for sequence in groups[0].sequences:
-        assert sequence.score == pytest.approx(groups[0].trajectories[sequence.member_idx or 0].reward)
-    apply_reward_model(None, groups, None)  # type: ignore[arg-type]
-    assert torch.tensor(groups[0].rewards).max() > 1.4
+def test_an_episode_has_the_mean_of_a_reward_models_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They judge a conversation so far, so they are no rewards of turns."""
+    groups = drawn_groups(2)
+    assert all(sequence.score == sequence.episode_reward for group in groups for sequence in group.sequences)
+    config: Any = SimpleNamespace(trainer=SimpleNamespace(max_tokens_per_microbatch=8))
+    monkeypatch.setattr(rollout_driver, "rewards_of", lambda model, own, max_tokens: torch.arange(len(own)).float())
+    model: Any = object()
+    rollout_driver.apply_reward_model(model, groups, config)
+    step = Step.of(groups, version=0, device=torch.device("cpu"))
+    expected = []
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        own = [sequence.reward or 0.0 for sequence in trajectory.sequences]
+        expected.append(sum(own) / len(own))
+        assert trajectory.reward == expected[-1]
+    assert step.scores.tolist() == pytest.approx(expected)
+    assert data_proto_of(groups).batch["rewards"].tolist() == list(range(len(step.sequences)))
