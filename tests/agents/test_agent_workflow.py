@@ -79,7 +79,9 @@ def test_a_dict_rewards_each_completion_as_a_row_of_its_own(config: Any) -> None
         first, second = await two_turns(data, **extra_kwargs)
         return {second: 1, first: 0.5}
 
-    tensors = tensor_dict_of([trajectory_of(run_episode(config, run, ["one", "two"]), [])])
+    trajectory = trajectory_of(run_episode(config, run, ["one", "two"]), [])
+    assert trajectory.reward == 1.5
+    tensors = tensor_dict_of([trajectory])
     assert tensors is not None
     assert tensors["rewards"].tolist() == [0.5, 1.0]
     trained = [
