@@ -119,11 +119,10 @@ def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge what the episodes of a group returned into one dict of interactions or one tensor dict."""
     if all(is_interactions(outcome) for outcome in outcomes):
         return {key: value for outcome in outcomes for key, value in outcome.items()}
-    dicts = []
+    parts: list[dict[str, Any]] = []
     for outcome in outcomes:
-        parts = [each.to_tensor_dict() for each in outcome.values()] if is_interactions(outcome) else [outcome]
-        dicts.append(concat_padded_tensors(parts))
-    return concat_padded_tensors(dicts)
+        parts += [each.to_tensor_dict() for each in outcome.values()] if is_interactions(outcome) else [outcome]
+    return concat_padded_tensors(parts)
 
 
 def check_same_keys(outcomes: Sequence[Mapping[str, Any]]) -> None:

@@ -277,8 +277,7 @@ class Trajectory(Recorded):
     def prompt_len(self, path: Sequence[int]) -> int:
         """Return how many tokens of a path come before its first model call; all of them if it has none."""
         turns = [self.turns[turn] for turn in path]
-        first = next((turn for turn in turns if turn.role is TurnRole.ASSISTANT), None)
-        return first.start if first is not None else sum(len(turn.ids) for turn in turns)
+        return next((turn.start for turn in turns if turn.role is TurnRole.ASSISTANT), turns[-1].end if turns else 0)
 
     def path_to(self, turn: int) -> list[int]:
         """Return the indices of the turns from the beginning of a conversation to ``turns[turn]``."""

@@ -236,11 +236,10 @@ def _row_sequences(arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenSequence
     columns = {key: arrays[key] for key in COLUMNS if key in arrays}
     if "loss_mask" not in arrays:
         columns["loss_mask"] = np.zeros(arrays["input_ids"].shape, np.bool_)
-    rewards = wholes = arrays["rewards"].tolist() if "rewards" in arrays else [None] * len(arrays["input_ids"])
+    rewards = arrays["rewards"].tolist() if "rewards" in arrays else [None] * len(arrays["input_ids"])
+    wholes = rewards if len(set(rewards)) == 1 else [None] * len(rewards)  # equal ones are one, others those of turns
     if "episode_rewards" in arrays:
         wholes = arrays["episode_rewards"].tolist()
-    elif len(set(rewards)) > 1:  # one for each turn; if all are equal, they are one
-        wholes = [None] * len(rewards)
     attention = arrays.get("attention_mask")
     for row, (reward, whole) in enumerate(zip(rewards, wholes, strict=True)):
         place = row if attention is None else (row, attention[row] != 0)

@@ -250,9 +250,8 @@ class GroupRunner:
             trajectory.join_rewards(submission.recipe.turn_rewards)
         if (accepts := submission.recipe.should_accept_fn) is not None:
             by_sequence = [trajectory for trajectory in trajectories for _ in trajectory.sequences]
-            columns = {"member_idx": [t.member_idx for t in by_sequence]}
-            columns |= {"episode_rewards": [t.reward for t in by_sequence]}
-            decision = accepts({**(tensor_dict_of(trajectories) or {}), **columns})
+            columns = {**(tensor_dict_of(trajectories) or {}), "member_idx": [t.member_idx for t in by_sequence]}
+            decision = accepts(columns | {"episode_rewards": [t.reward for t in by_sequence]})
             keep, reason = decision if isinstance(decision, FilterDecision) else (decision, "")
             if not keep:
                 rejection = f"should_accept_fn said no{reason and ': '}{reason}"

@@ -78,9 +78,8 @@ def normalize_advantages(
 ) -> Tensor:
     """Return advantages ``[T]`` minus a mean and divided by an unbiased deviation around its own mean, each over the
     tokens of nothing, the token's group, or the batch. ``episodes [T]`` int64, ``group_ids [E]``."""
-    in_batch = Grouping.numbered(torch.zeros_like(episodes))
-    by_group = Grouping.numbered(Grouping.by_id(group_ids, episodes.device).group.index_select(0, episodes))
-    groupings = {"batch": in_batch, "group": by_group}
+    by_group = Grouping.by_id(group_ids, episodes.device).group.index_select(0, episodes)
+    groupings = {"batch": Grouping.numbered(torch.zeros_like(episodes)), "group": Grouping.numbered(by_group)}
     result = advantages.double() if mean == "none" else groupings[mean].centred(advantages)
     if std != "none":
         grouping = groupings[std]
