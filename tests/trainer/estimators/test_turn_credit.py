@@ -113,7 +113,7 @@ def test_the_sum_of_turn_rewards_gives_estimators_of_episodes_the_gradient(mdp: 
 
 
 def test_turn_grpo_points_the_wrong_way_where_a_turn_decides_what_later_ones_earn() -> None:
-    """Or gives it no credit, as docs/training.md says; so does the mean of turn rewards."""
+    """Or gives it no credit, as docs/agents.md says; so does the mean of turn rewards."""
     right = {name: expected_update(mdp, ESTIMATORS["turn_grpo"], group_size=4, **RAW) for name, mdp in MDPS.items()}
     wrong = [name for name, update in right.items() if not all(signs(MDPS[name], update).values())]
     assert wrong == [
