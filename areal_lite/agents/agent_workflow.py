@@ -156,7 +156,8 @@ def rewarded(
     | ``run()`` returns | rewards |
     |---|---|
     | a number | the episode; all answers are trained as conversations |
-    | a dict by completion id | these answers, each a sequence of its own; others are not trained |
+    | a dict by completion id | these answers, each a sequence of its own; others are not trained; the episode by \
+    ``rollout.turn_rewards`` |
     | a list with a number or None per answer, in order | the same, by index |
     | a dict by name of ``rollout.rewards.weights`` | the episode with the weighted sum |
     | a dict with ``rollout.rewards.key`` | the episode with that part; other parts may also be text |
@@ -190,7 +191,8 @@ def rewarded(
 
 
 def _of_episode(session: ChatSession, reward: float) -> Interactions:
-    return {key: replace(answer, reward=reward) for key, answer in session.history.export("concat").items()}
+    answers = session.history.export("concat")
+    return {key: replace(answer, reward=reward, episode_reward=reward) for key, answer in answers.items()}
 
 
 def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None) -> Interactions:

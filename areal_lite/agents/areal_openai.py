@@ -114,7 +114,7 @@ class ArealOpenAI(AsyncOpenAI):
         """Pass rewards back to earlier turns: ``r[i] += turn_discount * r[i + 1]``, from the last to the first.
 
         Turns count in the order of creation, across branches. A turn without a reward counts as 0; the
-        last one must have one.
+        last one must have one. The first turn's then holds all others, so it is the episode's reward.
 
         Returns:
             The interactions by completion id.
@@ -131,6 +131,8 @@ class ArealOpenAI(AsyncOpenAI):
         following = 0.0
         for interaction in reversed(self.session.interactions.values()):
             following = interaction.reward = (interaction.reward or 0.0) + turn_discount * following
+        for interaction in self.session.interactions.values():
+            interaction.episode_reward = following
         return dict(self.session.interactions)
 
     def export_interactions(self, style: Style = "individual") -> Interactions:
@@ -144,6 +146,8 @@ class ArealOpenAI(AsyncOpenAI):
             record_counts(self.session.counts())
         self._exported = True
         sequences = self.session.history.export(style)
+        if style == "concat" and len(sequences) == 1:  # then its reward is the episode's, as in AReaL
+            next(iter(sequences.values())).episode_reward = None
         rewarded = {key: answer for key, answer in sequences.items() if answer.reward is not None}
         return rewarded if rewarded and style == "individual" else sequences
 

@@ -18,8 +18,8 @@ class FilterDecision(NamedTuple):
 
 
 ShouldAcceptFn = Callable[[dict[str, Any]], bool | FilterDecision]
-"""A filter gets a group's tensor dict with ``member_idx``, the episode of each sequence, and returns whether to keep
-the group, or a decision with its reason."""
+"""A filter gets a group's tensor dict with ``member_idx`` and ``episode_rewards``, the episode of each sequence and its
+reward, and returns whether to keep the group, or a decision with its reason."""
 Row = Mapping[str, Any]
 
 

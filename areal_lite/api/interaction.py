@@ -21,6 +21,8 @@ class InteractionWithTokenLogpReward:
 
     model_response: ModelResponse
     reward: float | None = None
+    episode_reward: float | None = None
+    """Reward of the whole episode, if ``reward`` is that or holds rewards of later answers; None: one answer's."""
     parent: InteractionWithTokenLogpReward | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     output_message_list: list[dict[str, Any]] = field(default_factory=list)
@@ -70,8 +72,11 @@ class InteractionWithTokenLogpReward:
                 f"the interaction {name} has no reward: call set_reward() or set_last_reward() before exporting"
             )
         columns = {name: torch.from_numpy(column)[None] for name, column in self.columns().items()}
+        rewards = {"rewards": self.reward, "episode_rewards": self.episode_reward}
         return columns | {
             "loss_mask": columns["loss_mask"].int(),
             "attention_mask": torch.ones_like(columns["loss_mask"]),
-            "rewards": torch.tensor([self.reward], dtype=torch.float32),
+            **{
+                name: torch.tensor([value], dtype=torch.float32) for name, value in rewards.items() if value is not None
+            },
         }

@@ -7,7 +7,8 @@
 | loss_mask | [B, T] | bool or 0/1 | no | 1 where the policy sampled the token and it trains |
 | logprobs | [B, T] | float | no | behaviour log-probs (nats), 0 where not sampled |
 | versions | [B, T] | integer | no | policy version of each sampled token, -1 elsewhere |
-| rewards | [B] | float | no | reward of each sequence |
+| rewards | [B] | float | no | reward of each sequence; equal ones are one reward, others rewards of turns |
+| episode_rewards | [B] | float | no | reward of the episode, if ``rewards`` are of turns or hold later turns' |
 | token_rewards | [B, T] | float | no | instead of rewards: a number for each token, whose sum is the reward |
 
 Other keys pass through: tensors and lists with B entries are merged, anything else is taken from the
@@ -35,7 +36,7 @@ TOKEN_KEYS = {
 }
 """Per-token keys, the numpy kinds they may have, and their dtypes in the view, which are AReaL's."""
 SEQUENCE_KEYS = {*TOKEN_KEYS, "rewards"}
-"""All keys of the table; others pass through."""
+"""Keys of the table that a sequence has; others pass through."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 PADDING = {"versions": -1}
 """Right-padding value per key; 0 where not named."""
@@ -118,11 +119,10 @@ def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge what the episodes of a group returned into one dict of interactions or one tensor dict."""
     if all(is_interactions(outcome) for outcome in outcomes):
         return {key: value for outcome in outcomes for key, value in outcome.items()}
-    dicts = []
+    parts: list[dict[str, Any]] = []
     for outcome in outcomes:
-        parts = [each.to_tensor_dict() for each in outcome.values()] if is_interactions(outcome) else [outcome]
-        dicts.append(concat_padded_tensors(parts))
-    return concat_padded_tensors(dicts)
+        parts += [each.to_tensor_dict() for each in outcome.values()] if is_interactions(outcome) else [outcome]
+    return concat_padded_tensors(parts)
 
 
 def check_same_keys(outcomes: Sequence[Mapping[str, Any]]) -> None:
@@ -162,17 +162,15 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     if 0 in shape:
         raise ValueError(f"input_ids has shape {list(shape)}: return None for an empty trajectory")
     _check_values(arrays)
-    if "rewards" in tensors:
-        rewards = arrays["rewards"] = _as_numpy("rewards", tensors["rewards"])
+    for key in sorted({"rewards", "episode_rewards"} & tensors.keys()):
+        rewards = arrays[key] = _as_numpy(key, tensors[key])
         if rewards.shape != shape[:1]:
-            raise ValueError(
-                f"rewards has shape {list(rewards.shape)}: it must be [{shape[0]}], one number per sequence"
-            )
+            raise ValueError(f"{key} has shape {list(rewards.shape)}: it must be [{shape[0]}], one number per sequence")
         if rewards.dtype.kind != "f":
-            raise ValueError(f"rewards has dtype {tensors['rewards'].dtype}: it must be a float tensor")
+            raise ValueError(f"{key} has dtype {tensors[key].dtype}: it must be a float tensor")
         if not all(abs(reward) <= LARGEST_REWARD for reward in rewards.tolist()):
             raise ValueError(
-                f"rewards holds {rewards.tolist()}: every reward must be finite in float32; raise instead of nan"
+                f"{key} holds {rewards.tolist()}: every reward must be finite in float32; raise instead of nan"
             )
     return arrays
 

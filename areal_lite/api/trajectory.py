@@ -8,11 +8,12 @@ sampled is ever tokenized again. The tensor dict of AReaL is a view (:mod:`areal
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from areal_lite.api.failure import Failure
 
@@ -103,6 +104,8 @@ class TokenSequence:
     versions: NDArray[Any] | None = None
     """``[T]`` integer, policy version of each sampled token, -1 elsewhere; None if unknown."""
     reward: float | None = None
+    episode_reward: float | None = None
+    """Reward of its episode; None: the mean of ``reward`` over the episode's sequences."""
     token_rewards: NDArray[Any] | None = None
     """``[T]`` float, whose sum is ``reward``, if tokens are rewarded one by one; then its episode has no other."""
     place: tuple[tuple[int, ...], int] | None = None
@@ -153,6 +156,11 @@ class TokenSequence:
         if self.place is None and self.owner is not None and (trajectory := self.owner()) is not None:
             trajectory.find_paths()
         return self.place or ((), 0)
+
+    @property
+    def score(self) -> float | None:
+        """``episode_reward``, ``reward`` without one: the mean over an episode's sequences is its reward."""
+        return self.reward if self.episode_reward is None else self.episode_reward
 
     @property
     def num_trained_tokens(self) -> int:
@@ -209,6 +217,14 @@ class Recorded:
 RECORDED = tuple(Recorded.__dataclass_fields__)
 
 
+class TurnRewards(NamedTuple):
+    """How the rewards of single turns make the reward of their episode."""
+
+    rule: Literal["sum", "mean", "last"] = "sum"
+    discount: float = 1.0
+    """Factor on a turn's reward, in a sum, for each rewarded turn before it."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Trajectory(Recorded):
     """The record of one episode."""
@@ -221,7 +237,7 @@ class Trajectory(Recorded):
     sequences: list[TokenSequence] = field(default_factory=list)
     """Sequences to train on; empty unless the episode finished with data."""
     reward: float | None = None
-    """Reward of the episode; the mean over its sequences if turns are rewarded one by one."""
+    """Reward of the episode; see :meth:`join_rewards`."""
     has_loss_mask: bool = True
     """False if the workflow's tensor dict has no loss mask; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
@@ -245,16 +261,23 @@ class Trajectory(Recorded):
         """Return the oldest and newest policy version of all trained tokens; None if unknown."""
         return _range_of([sequence.trained_versions() for sequence in self.sequences])
 
-    def average_rewards(self) -> None:
-        """Set ``reward`` to the mean over the sequences; None if no sequence has a reward."""
+    def join_rewards(self, by: TurnRewards) -> None:
+        """Set ``reward`` from those of the sequences, in the order of their answers; None if no sequence has one. A sum
+        takes ``episode_reward`` where sequences have it: their own hold later rewards already, or are all that one."""
         rewards = [sequence.reward for sequence in self.sequences if sequence.reward is not None]
-        self.reward = sum(rewards) / len(rewards) if rewards else None
+        known = {sequence.episode_reward for sequence in self.sequences}
+        if not rewards or by.rule == "last":
+            self.reward = rewards[-1] if rewards else None
+        elif by.rule == "mean":
+            self.reward = sum(rewards) / len(rewards)
+        else:
+            discounted = (by.discount**turn * reward for turn, reward in enumerate(rewards))
+            self.reward = math.fsum(discounted if None in known else known)  # type: ignore[arg-type]
 
     def prompt_len(self, path: Sequence[int]) -> int:
         """Return how many tokens of a path come before its first model call; all of them if it has none."""
         turns = [self.turns[turn] for turn in path]
-        first = next((turn for turn in turns if turn.role is TurnRole.ASSISTANT), None)
-        return first.start if first is not None else sum(len(turn.ids) for turn in turns)
+        return next((turn.start for turn in turns if turn.role is TurnRole.ASSISTANT), turns[-1].end if turns else 0)
 
     def path_to(self, turn: int) -> list[int]:
         """Return the indices of the turns from the beginning of a conversation to ``turns[turn]``."""
@@ -332,12 +355,12 @@ class Group:
         task_id = str(self.task_id)
         for trajectory in self.trajectories:
             if trajectory.reward is None:
-                trajectory.average_rewards()
+                trajectory.join_rewards(TurnRewards("mean"))  # as in older dumps
             if trajectory.status is EpisodeStatus.ACCEPTED:
                 trajectory.status, trajectory.failure = self.status, self.failure
             for sequence in trajectory.sequences:
                 sequence.group_id, sequence.task_id = self.group_id, task_id
-                sequence.member_idx = trajectory.member_idx
+                sequence.member_idx, sequence.episode_reward = trajectory.member_idx, trajectory.reward
                 if sequence.reward is None:
                     sequence.reward = trajectory.reward
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_lite.api.failure import FailureKind, attributed_to
-from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict
-from areal_lite.api.trajectory import COLUMNS, EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
+from areal_lite.api.trajectory import COLUMNS, EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRewards, TurnRole
 
 Chain = Sequence[ModelResponse]
 """The calls on the path of a sequence, in order."""
@@ -41,9 +40,10 @@ def trajectory_of(
     if returned is not None:
         with attributed_to(FailureKind.OUTPUT):
             if check_returned(returned):
-                interactions: Iterable[InteractionWithTokenLogpReward] = returned.values()
-                sequences.extend(TokenSequence(**each.columns(), reward=each.reward) for each in interactions)
-                chains.extend([node.model_response for node in each.chain()] for each in interactions)
+                for each in returned.values():
+                    rewards = {"reward": each.reward, "episode_reward": each.episode_reward}
+                    sequences.append(TokenSequence(**each.columns(), **rewards))
+                    chains.append([node.model_response for node in each.chain()])
             else:
                 arrays = check_tensor_dict(returned)
                 sequences.extend(_row_sequences(arrays))
@@ -54,7 +54,7 @@ def trajectory_of(
                     )
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
-        trajectory.average_rewards()
+        trajectory.join_rewards(TurnRewards())
     link_turns(trajectory, chains, calls)
     return trajectory
 
@@ -237,15 +237,19 @@ def _row_sequences(arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenSequence
     if "loss_mask" not in arrays:
         columns["loss_mask"] = np.zeros(arrays["input_ids"].shape, np.bool_)
     rewards = arrays["rewards"].tolist() if "rewards" in arrays else [None] * len(arrays["input_ids"])
+    wholes = rewards if len(set(rewards)) == 1 else [None] * len(rewards)  # equal ones are one, others those of turns
+    if "episode_rewards" in arrays:
+        wholes = arrays["episode_rewards"].tolist()
     attention = arrays.get("attention_mask")
-    for row, reward in enumerate(rewards):
+    for row, (reward, whole) in enumerate(zip(rewards, wholes, strict=True)):
         place = row if attention is None else (row, attention[row] != 0)
-        sequence = TokenSequence(reward=reward, **{key: column[place] for key, column in columns.items()})
+        own = {key: column[place] for key, column in columns.items()}
+        sequence = TokenSequence(reward=reward, episode_reward=whole, **own)
         if sequence.token_rewards is not None:
             total = float(sequence.token_rewards.sum(dtype=np.float64))
             if reward is not None and not math.isclose(reward, total, rel_tol=1e-4, abs_tol=1e-6):
                 raise ValueError(f"rewards is {reward} and token_rewards sum to {total}: leave rewards out")
-            sequence.reward = total
+            sequence.reward = sequence.episode_reward = total
         yield sequence
 
 

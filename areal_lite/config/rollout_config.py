@@ -170,6 +170,8 @@ class InferenceEngineConfig(RunIdentity):
     429, 502, 503 or 504, or falls silent does not count: the request goes to another one or waits."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes that run whole groups, for agents that block or keep a core busy; 1 runs them in the run's process."""
+    turn_rewards: Literal["sum", "mean", "last"] = "sum"
+    """Reward of an episode whose answers are rewarded one by one; gamma of turn_returns discounts the sum."""
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     """Retries, patience and timeouts."""
     agents: AgentsConfig = field(default_factory=AgentsConfig)

@@ -6,8 +6,9 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from areal_lite.api.engine_api import Row, ShouldAcceptFn
+from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.api.trajectory import Group, TaskId
+from areal_lite.api.trajectory import Group, TaskId, TurnRewards
 from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.dotted_path import load_object
 from areal_lite.errors import ConfigError
@@ -30,6 +31,8 @@ class RemoteInfEngine(EngineLifecycle):
     engine's loop.
     """
 
+    turn_discount = 1.0  # of ``rollout.turn_rewards: sum``
+
     def _recipe(
         self,
         workflow: WorkflowLike,
@@ -48,8 +51,8 @@ class RemoteInfEngine(EngineLifecycle):
             workflow=resolve_workflow(*what),
             sent=pickled_workflow(*what) if self.config.workers > 1 else None,
             should_accept_fn=should_accept_fn,
-            is_eval=is_eval,
-            reward_key=self.config.rewards.key,
+            context=EpisodeContext(is_eval=is_eval, reward_key=self.config.rewards.key),
+            turn_rewards=TurnRewards(self.config.turn_rewards, self.turn_discount),
         )
 
     def _group_size(self, given: int | None) -> int:

@@ -60,6 +60,8 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
                 faults=replace(rollout.faults, outage_patience_s=patience),
             )
         engine = stack.enter_context(RemoteInfEngine(rollout, model_path=config.model_path))
+        if config.trainer.advantage == "turn_returns":  # the one estimator with a discount per turn
+            engine.turn_discount = config.trainer.advantage_kwargs.get("gamma", 1.0)
         if group is not None:
             group.attach(engine)
             stack.callback(group.attach, None)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from areal_lite.api.trajectory import Group
+from areal_lite.api.trajectory import Group, TurnRewards
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.data_proto_file import BatchCache
@@ -164,13 +164,12 @@ def apply_reward_model(model: ValueScorer | None, groups: Sequence[Group], confi
     """Replace the workflow's rewards by those of ``model``, if there is one."""
     if model is None:
         return
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    sequences = [sequence for group in groups for sequence in group.sequences]
     rewards = rewards_of(model, sequences, max_tokens=config.trainer.max_tokens_per_microbatch).tolist()
     for sequence, reward in zip(sequences, rewards, strict=True):
-        sequence.reward, sequence.token_rewards = reward, None
-    for trajectory in trajectories:
-        trajectory.average_rewards()
+        sequence.reward, sequence.episode_reward, sequence.token_rewards = reward, None, None
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        trajectory.join_rewards(TurnRewards("mean"))
 
 
 def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
@@ -182,10 +181,11 @@ def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
         "workflow_kwargs": config.workflow_kwargs,
     }
     names = ("model_path", "seed", "workflow", "reward_model", "should_accept_fn", "data_packer")
+    of_rollout = ("group_size", "consumer_batch_size", "turn_rewards")
     return BatchCache(
         config.rollout_cache,
         {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
         | {name: getattr(config, name) for name in names}
-        | {f"rollout.{name}": getattr(config.rollout, name) for name in ("group_size", "consumer_batch_size")}
+        | {f"rollout.{name}": getattr(config.rollout, name) for name in of_rollout}
         | {"greedy baselines": baselines},
     )

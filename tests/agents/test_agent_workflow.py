@@ -74,12 +74,26 @@ def test_a_number_rewards_the_whole_episode_as_one_sequence(config: Any, reward:
     assert tensors["versions"][0][~mask].unique().tolist() == [-1]
 
 
+def test_a_number_counts_once_however_many_conversations_the_agent_had(config: Any) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        client = openai.AsyncOpenAI(**extra_kwargs)
+        for question in ("one?", "two?"):
+            messages: Any = [{"role": "user", "content": question}]
+            await client.chat.completions.create(model="default", messages=messages)
+        return 0.5
+
+    trajectory = trajectory_of(run_episode(config, run, ["one", "two"]), [])
+    assert ([s.reward for s in trajectory.sequences], trajectory.reward) == ([0.5, 0.5], 0.5)
+
+
 def test_a_dict_rewards_each_completion_as_a_row_of_its_own(config: Any) -> None:
     async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:
         first, second = await two_turns(data, **extra_kwargs)
         return {second: 1, first: 0.5}
 
-    tensors = tensor_dict_of([trajectory_of(run_episode(config, run, ["one", "two"]), [])])
+    trajectory = trajectory_of(run_episode(config, run, ["one", "two"]), [])
+    assert trajectory.reward == 1.5
+    tensors = tensor_dict_of([trajectory])
     assert tensors is not None
     assert tensors["rewards"].tolist() == [0.5, 1.0]
     trained = [

@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletion
 from areal_lite.agents import ArealOpenAI
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.tensor_dict import concat_padded_tensors
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from tests.agents.scripted_engine import ScriptedEngine
@@ -47,10 +48,28 @@ def test_rewards_are_passed_back_once_in_the_order_of_creation() -> None:
         rows = client.export_interactions(style="individual")
         assert list(rows) == [c.id for c in completions]
         assert [row.to_tensor_dict()["rewards"].item() for row in rows.values()] == rewards
+        assert trajectory_of(rows, []).reward == rewards[0]  # their sum would count later ones again
+        assert trajectory_of(concat_padded_tensors([row.to_tensor_dict() for row in rows.values()]), []).reward == 0.75
         (leaf,) = client.export_interactions(style="concat").values()
-        assert leaf.reward == 1.0
+        assert leaf.reward == trajectory_of({"leaf": leaf}, []).reward == 1.0
         tensors = leaf.to_tensor_dict()
         assert tensors["loss_mask"].sum() == sum(c.usage.completion_tokens for c in completions if c.usage)
+
+    asyncio.run(play())
+
+
+def test_rewards_that_are_not_passed_back_are_summed_and_those_of_forks_are_not() -> None:
+    async def play() -> None:
+        client = new_client(["a", "b", "c"])
+        completions = await converse(client, 2)
+        await converse(client, 1)  # another conversation
+        for completion, reward in zip(completions, (0.5, 1.0), strict=True):
+            client.set_reward(completion.id, reward)
+        client.set_last_reward(2.0)
+        assert trajectory_of(client.export_interactions(), []).reward == 3.5
+        client.apply_reward_discount(turn_discount=0.5)
+        assert trajectory_of(client.export_interactions(), []).reward == 1.5
+        assert trajectory_of(client.export_interactions(style="concat"), []).reward == 1.5
 
     asyncio.run(play())
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from areal_lite.api import Failure, FailureKind, Group, ModelResponse, Trajectory, Turn
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
-from areal_lite.api.tensor_dict import split_rows, tensor_dict_of
-from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, TurnRole
+from areal_lite.api.tensor_dict import concat_padded_tensors, split_rows, tensor_dict_of
+from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, TurnRewards, TurnRole
 from areal_lite.api.turn_tree import trajectory_of, unfinished_trajectory
 
 
@@ -135,7 +135,7 @@ class TestCallsOfInteractions:
         assert [s.turn_idx for s in trajectory.sequences] == [0, 1]
         assert [s.loss_mask.sum() for s in trajectory.sequences] == [2, 1]
         assert [s.reward for s in trajectory.sequences] == [0.5, 1.0]
-        assert trajectory.reward == 0.75
+        assert trajectory.reward == 1.5
 
     @pytest.mark.parametrize("rid", ["", "one id for every request"])
     def test_equal_answers_to_one_prompt_stay_different_turns(self, rid: str) -> None:
@@ -272,7 +272,7 @@ class TestCallsOfTensorDicts:
         trajectory = trajectory_of(tensors, [])
         assert [s.input_ids.tolist() for s in trajectory.sequences] == [[1, 11], [1, 2, 12]]
         assert [s.trained_versions() for s in trajectory.sequences] == [(7, 7), (5, 5)]
-        assert (trajectory.trained_versions(), trajectory.reward) == ((5, 7), 2.5)
+        assert (trajectory.trained_versions(), trajectory.reward) == ((5, 7), 5.0)
         for sequence in trajectory.sequences:
             turn = trajectory.turns[sequence.path[-1]]
             assert np.shares_memory(turn.ids, sequence.input_ids)
@@ -498,13 +498,61 @@ class TestGroup:
         assert group_of().trajectory is None
 
 
-def test_an_episodes_reward_is_the_mean_of_its_sequences_rewards() -> None:
-    trajectory = episode(0, EpisodeStatus.ACCEPTED, *(sequence_of([0, 1], reward=r) for r in (1.0, None, 0.0)))
-    trajectory.average_rewards()
-    assert trajectory.reward == 0.5
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        (TurnRewards(), 1.75),
+        (TurnRewards(discount=0.5), 1.5 + 0.5 * 0.25),  # the answer without a reward is no turn
+        (TurnRewards("mean"), 0.875),
+        (TurnRewards("mean", 0.5), 0.875),
+        (TurnRewards("last"), 0.25),
+    ],
+)
+def test_rewards_of_turns_are_joined_by_the_rule(by: TurnRewards, expected: float) -> None:
+    trajectory = episode(0, EpisodeStatus.ACCEPTED, *(sequence_of([0, 1], reward=r) for r in (1.5, None, 0.25)))
+    trajectory.join_rewards(by)
+    assert trajectory.reward == expected
     trajectory.sequences.clear()
-    trajectory.average_rewards()
+    trajectory.join_rewards(by)
     assert trajectory.reward is None
+
+
+@pytest.mark.parametrize("rule", ["sum", "mean", "last"])
+def test_sequences_that_share_a_reward_have_it_once(rule: Any) -> None:
+    """An agent's one reward is that of each conversation; rows of a tensor dict with equal rewards share it."""
+    shared = [interaction(each, reward=0.5, episode_reward=0.5) for each in (FIRST, call([3], [13]))]
+    for returned in (
+        {str(number): each for number, each in enumerate(shared)},
+        rows([1, 11], [1, 12], masks=[[0, 1], [0, 1]], rewards=torch.tensor([0.5, 0.5])),
+    ):
+        trajectory = trajectory_of(returned, [])
+        trajectory.join_rewards(TurnRewards(rule, 0.5))
+        assert trajectory.reward == 0.5
+
+
+def test_a_workflow_may_say_the_reward_of_the_episode() -> None:
+    """Two turns that earned 1 each; without the key, equal rewards would be one reward."""
+    own = rows([1, 11], [1, 11, 12], masks=[[0, 1, 0], [0, 0, 1]], rewards=torch.tensor([1.0, 1.0]))
+    assert trajectory_of(own, []).reward == 1.0
+    assert trajectory_of(own | {"episode_rewards": torch.tensor([2.0, 2.0])}, []).reward == 2.0
+    with pytest.raises(ValueError, match=r"episode_rewards has shape \[1\]: it must be \[2\]"):
+        trajectory_of(own | {"episode_rewards": torch.tensor([2.0])}, [])
+
+
+def test_rewards_that_hold_later_ones_are_not_summed_again() -> None:
+    """As after apply_reward_discount: returns 1.5 and 1 of the rewards 1 and 1 at a discount of 0.5."""
+    root = interaction(FIRST, concat=False, reward=1.5, episode_reward=1.5)
+    leaf = interaction(SECOND, root, concat=False, reward=1.0, episode_reward=1.5)
+    as_tensors = concat_padded_tensors([root.to_tensor_dict(), leaf.to_tensor_dict()])
+    for returned in ({"a": root, "b": leaf}, as_tensors):
+        assert trajectory_of(returned, [FIRST, SECOND]).reward == 1.5
+
+
+def test_a_group_tells_its_sequences_the_reward_of_their_episode() -> None:
+    returned = {"a": interaction(FIRST, concat=False, reward=0.5), "b": interaction(SECOND, concat=False, reward=1.0)}
+    group = group_of(trajectory_of(returned, [FIRST, SECOND]))
+    assert [(s.reward, s.score) for s in group.sequences] == [(0.5, 1.5), (1.0, 1.5)]
+    assert group.rewards == [1.5]
 
 
 def test_a_turn_ends_after_its_own_tokens_and_all_before_it() -> None:

@@ -27,6 +27,22 @@ class LetterAgent:
         return sum(c.islower() for c in text) / 8
 
 
+class TwoTurns:
+    """Asks twice in one conversation, and rewards each answer as :class:`LetterAgent` does."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> list[float]:
+        """Ask twice and score both answers."""
+        client = AsyncOpenAI(**extra_kwargs)
+        messages: list[Any] = [{"role": "user", "content": data["question"]}]
+        rewards = []
+        for _ in range(2):
+            completion = await client.chat.completions.create(model="default", messages=messages)
+            text = completion.choices[0].message.content or ""
+            rewards.append(0.25 + sum(c.islower() for c in text) / 8)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+        return rewards
+
+
 class BrokenAgent:
     """Raises in every episode."""
 

@@ -32,13 +32,13 @@ def line(*rewards: float) -> list[RewardedTurn]:
 
 
 def make_turn_step(episodes: Sequence[Episode], dtype: torch.dtype = torch.float64) -> EstimatorInputs:
-    """Return a step of these episodes; an episode's score is the mean of its turns' rewards."""
+    """Return a step of these episodes; an episode's score is the sum of its turns' rewards."""
     turns = [(number, turn) for number, (_, own) in enumerate(episodes) for turn in own]
     first = [sum(len(own) for _, own in episodes[:number]) for number in range(len(episodes))]
     counts = torch.tensor([turn.num_tokens for _, turn in turns])
     of_token = torch.arange(len(turns)).repeat_interleave(counts)
     of_turn = torch.tensor([number for number, _ in turns])
-    scores = torch.tensor([sum(turn.reward for turn in own) / len(own) for _, own in episodes], dtype=dtype)
+    scores = torch.tensor([sum(turn.reward for turn in own) for _, own in episodes], dtype=dtype)
     of_episode = of_turn[of_token]
     token_rewards = torch.zeros(len(of_token), dtype=dtype)
     ends = torch.ones(len(of_token), dtype=torch.bool)

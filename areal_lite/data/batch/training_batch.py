@@ -26,6 +26,7 @@ _DTYPES = {
     "logprobs": torch.float32,
     "versions": torch.int64,
     "rewards": torch.float32,
+    "episode_rewards": torch.float32,
     "token_rewards": torch.float32,
 }
 """Dtypes of :func:`collate_sequences`; others of the same kind are converted when sequences are read."""
@@ -67,6 +68,8 @@ def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_to
             )
             columns[key] = tensor
     columns["rewards"] = torch.tensor([s.reward for s in sequences], dtype=_DTYPES["rewards"])
+    if any(s.score != s.reward for s in sequences):
+        columns["episode_rewards"] = torch.tensor([s.score for s in sequences], dtype=_DTYPES["episode_rewards"])
     columns["group_ids"] = object_array(s.group_id for s in sequences)
     columns["task_ids"] = object_array(s.task_id for s in sequences)
     if any(s.multi_modal_inputs is not None for s in sequences):
@@ -181,6 +184,7 @@ def _unpadded(batch: DataProto) -> list[TokenSequence]:
             **{key: column[number, start:end] for key, column in tokens.items()},
             token_rewards=None if by_token is None or np.isnan(by_token[number]).any() else by_token[number, start:end],
             reward=float(columns["rewards"][number]),
+            episode_reward=float(columns["episode_rewards"][number]) if "episode_rewards" in columns else None,
             group_id=objects["group_ids"][number],
             task_id=objects["task_ids"][number],
             member_idx=members[number],

@@ -17,8 +17,8 @@ def nonzero_reward_std(trajectory: dict[str, Any]) -> FilterDecision:
     Source: DAPO (arXiv:2503.14476), dynamic sampling.
     """
     episodes: dict[int, list[float]] = {}
-    members = trajectory.get("member_idx", range(len(trajectory["rewards"])))
-    for member_idx, reward in zip(members, trajectory["rewards"].tolist(), strict=True):
+    given = trajectory.get("episode_rewards") or trajectory["rewards"].tolist()
+    for member_idx, reward in zip(trajectory.get("member_idx", range(len(given))), given, strict=True):
         episodes.setdefault(int(member_idx), []).append(reward)
     rewards = {sum(values) / len(values) for values in episodes.values()}
     if len(rewards) > 1:

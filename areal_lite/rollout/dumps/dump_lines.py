@@ -37,8 +37,7 @@ def dump_lines(
             path = trajectory.path_to(len(trajectory.turns) - 1) if trajectory.turns else ()
         turns = [trajectory.turns[place] for place in path]
         seqlen = turns[-1].end if turns else 0
-        answers = [turn.start for turn in turns if turn.role is TurnRole.ASSISTANT]
-        prompt_len = answers[0] if answers else seqlen
+        prompt_len = trajectory.prompt_len(path)
         ids = [] if tokenizer is None else [token for turn in turns for token in turn.ids.tolist()]
         versions = None if sequence is None else sequence.trained_versions()
         failure = trajectory.failure
@@ -67,6 +66,8 @@ def dump_lines(
             "processes": [_process(each) for each in trajectory.processes] if is_first else [],
             "timings": timings,
         }
+        if sequence is not None and trajectory.reward != sequence.reward:
+            line["episode_reward"] = trajectory.reward
         if sample_idx == 0:
             line["row"] = None if row is None else orjson.Fragment(row)
         if sequence is not None and (missing := [n for n in _RECORDED if getattr(sequence, n) is None]):

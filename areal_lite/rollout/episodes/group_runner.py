@@ -20,7 +20,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.tensor_dict import tensor_dict_of
-from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
+from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, TurnRewards
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.data.packer.data_packer import UnpreparedRow
@@ -57,8 +57,8 @@ class EpisodeRecipe:
     workflow: RolloutWorkflow
     sent: PickledObject | None = None  # the workflow as worker processes get it; None without them
     should_accept_fn: ShouldAcceptFn | None = None
-    is_eval: bool = False
-    reward_key: str | None = None
+    context: EpisodeContext = EpisodeContext()  # what its episodes share wherever they run
+    turn_rewards: TurnRewards = TurnRewards()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -105,7 +105,7 @@ class Submission:
             failure=failure,
             rejection=rejection,
             samples=self.samples,
-            is_eval=self.recipe.is_eval,
+            is_eval=self.recipe.context.is_eval,
             start_order=self.start_order,
             start_version=self.start_version,
             queued_s=started - self.submitted,
@@ -210,9 +210,7 @@ class GroupRunner:
     async def _run(self, submission: Submission) -> Group:
         recipe, episodes = submission.recipe, submission.episodes
         episode_context.enter(
-            EpisodeContext(
-                is_eval=recipe.is_eval,
-                reward_key=recipe.reward_key,
+            recipe.context._replace(
                 task_id=submission.task_id,
                 group_id=str(submission.task_id),
                 version=submission.start_version,
@@ -248,8 +246,12 @@ class GroupRunner:
             if (failure := next(failed, None)) is not None:
                 return submission.group(EpisodeStatus.FAILED, failure)
             return submission.group(EpisodeStatus.REJECTED, rejection="the workflow returned None")
+        for trajectory in trajectories:
+            trajectory.join_rewards(submission.recipe.turn_rewards)
         if (accepts := submission.recipe.should_accept_fn) is not None:
-            decision = accepts(_filtered(trajectories))
+            by_sequence = [trajectory for trajectory in trajectories for _ in trajectory.sequences]
+            columns = {**(tensor_dict_of(trajectories) or {}), "member_idx": [t.member_idx for t in by_sequence]}
+            decision = accepts(columns | {"episode_rewards": [t.reward for t in by_sequence]})
             keep, reason = decision if isinstance(decision, FilterDecision) else (decision, "")
             if not keep:
                 rejection = f"should_accept_fn said no{reason and ': '}{reason}"
@@ -295,9 +297,3 @@ class GroupRunner:
         self._deadlines.discard(submission)
         del self.live[submission.task_id]
         self._on_end(submission, group)
-
-
-def _filtered(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return a filter's input: AReaL's tensor dict with the episode of each sequence."""
-    members = [t.member_idx for t in trajectories for _ in t.sequences]
-    return {**(tensor_dict_of(trajectories) or {}), "member_idx": members}

@@ -66,7 +66,7 @@ class WorkflowExecutor:
         """Reserve a task id for one row whose group is for :meth:`wait`; any thread may call this. The group starts
         once :meth:`enqueue` was called with it on the loop."""
         return self.runner.make(
-            row, recipe, group_size, deliver=self._deliver_to_wait, training=not recipe.is_eval, task_id=task_id
+            row, recipe, group_size, deliver=self._deliver_to_wait, training=not recipe.context.is_eval, task_id=task_id
         )
 
     def enqueue(self, submission: Submission) -> None:

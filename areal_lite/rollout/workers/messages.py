@@ -146,7 +146,7 @@ def _gconfig(text: str) -> GenerationHyperparameters:
 
 _FIELDS: dict[type[Any], Sequence[str]] = {
     Trajectory: ("status", *ENDED, "extras"),
-    TokenSequence: ("reward", *COLUMNS),
+    TokenSequence: ("reward", "episode_reward", *COLUMNS),
     Failure: tuple(Failure.__dataclass_fields__),
     ProcessRecord: tuple(ProcessRecord.__dataclass_fields__),
     EpisodeStatus: ("value",),

@@ -203,9 +203,9 @@ def _spread_rewards(batch: Any) -> Findings:
     yield ok(f"{len(rewards)} episodes of one row with rewards {', '.join(f'{reward:.3f}' for reward in rewards)}")
     if len(set(rewards)) == 1:
         first = batch[0].trajectories[0]
+        first.reward = rewards[0] + 1.0
         for sequence in first.sequences:
-            sequence.reward = rewards[0] + 1.0
-        first.average_rewards()
+            sequence.reward = sequence.episode_reward = first.reward
 
 
 def _compare(config: RunConfig, engine: Any, trainer: Any) -> Findings:

@@ -27,9 +27,15 @@ def read_group(path: Path, *, oldest_schema: int = SCHEMA, root: Path | None = N
     if not records:
         raise ConfigError(f"{path} has no accepted episode: it is not the dump of a trained group")
     try:
+        by_member = itertools.groupby(records, lambda record: record["member_idx"])
         trajectories = [
-            Trajectory(member_idx=member, status=EpisodeStatus.ACCEPTED, sequences=[_sequence(line) for line in lines])
-            for member, lines in itertools.groupby(records, lambda record: record["member_idx"])
+            Trajectory(
+                member_idx=member,
+                status=EpisodeStatus.ACCEPTED,
+                sequences=[_sequence(line) for line in lines],
+                reward=next((line["episode_reward"] for line in lines if "episode_reward" in line), None),
+            )
+            for member, lines in ((member, list(lines)) for member, lines in by_member)
         ]
         return Group(
             task_id=records[0]["task_id"],

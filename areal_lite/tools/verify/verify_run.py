@@ -46,7 +46,7 @@ class DumpedGroup:
     """The ``sample_idx`` of accepted lines: sequences that train, or would."""
     trained: int
     rewards: list[float]
-    """Mean reward over its lines, per accepted episode."""
+    """Reward per accepted episode."""
     calls: list[str]
     """Keys that identify the model calls of accepted lines."""
 
@@ -62,8 +62,8 @@ class DumpedGroup:
         tails = [record["tail_version"] for record in kept if record.get("tail_version") is not None]
         by_member: dict[Any, list[float]] = {}
         for record in kept:
-            if record.get("reward") is not None:
-                by_member.setdefault(record.get("member_idx"), []).append(record["reward"])
+            if (reward := record.get("episode_reward", record.get("reward"))) is not None:
+                by_member.setdefault(record.get("member_idx"), []).append(reward)
         calls = {
             f"{turn['started']} {hash(tuple(turn.get('ids') or ()))}"
             for record in kept

@@ -137,6 +137,8 @@ def _check_step(
         return
     for sequence, reward in zip(sequences, rows.rewards, strict=True):
         sequence.reward = reward
+        if config.reward_model is not None:
+            sequence.episode_reward = None  # the model's reward of an episode is a mean
     step = Step.of(dumped, version=record["step"] - 1, device=torch.device("cpu"))
     _fill(step, rows)
     if algorithm is not None:

@@ -180,7 +180,9 @@ def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Estimate:
 
 
 def turn_grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
-    """Return each turn's reward minus the group's baseline at its index, divided by the deviation there.
+    """Return each turn's reward minus the group's baseline at its index, divided by the deviation there. Right where
+    later turns earn the same whatever a turn does, or ``apply_reward_discount`` has added their rewards to its own;
+    elsewhere the update may point the wrong way, unlike that of :func:`turn_returns`.
 
     The baseline is the mean, over the group's episodes that reach the index, of each episode's mean reward at it. The
     deviation is the unbiased one around that baseline, with the mean square of an episode's turns for each episode.

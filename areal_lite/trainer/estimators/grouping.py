@@ -78,36 +78,17 @@ def normalize_advantages(
 ) -> Tensor:
     """Return advantages ``[T]`` minus a mean and divided by an unbiased deviation around its own mean, each over the
     tokens of nothing, the token's group, or the batch. ``episodes [T]`` int64, ``group_ids [E]``."""
-    centred = {"none": advantages.double()}
-    if "batch" in (mean, std):
-        centred["batch"] = _centred(advantages)
-    if "group" in (mean, std):
-        groups = Grouping.numbered(Grouping.by_id(group_ids, episodes.device).group.index_select(0, episodes))
-        centred["group"] = groups.centred(advantages)
-
-    result = centred[mean]
-    if std == "batch":
-        result = result * _scale(_variance(centred["batch"]))
-    elif std == "group":
-        result = result * groups.spread(_scale(groups.deviations(centred["group"]).square()))
+    by_group = Grouping.by_id(group_ids, episodes.device).group.index_select(0, episodes)
+    groupings = {"batch": Grouping.numbered(torch.zeros_like(episodes)), "group": Grouping.numbered(by_group)}
+    result = advantages.double() if mean == "none" else groupings[mean].centred(advantages)
+    if std != "none":
+        grouping = groupings[std]
+        variances = grouping.deviations(grouping.centred(advantages)).square()
+        result = result * grouping.spread(torch.where(variances > 0, (variances + VARIANCE_FLOOR).rsqrt(), 1.0))
     return result.to(advantages.dtype)
 
 
 def whiten(values: Tensor) -> Tensor:
     """Return ``[T]`` values scaled to mean 0 and deviation 1 over the batch; exactly 0 if all are equal."""
-    centred = _centred(values)
-    return (centred * _scale(_variance(centred))).to(values.dtype)
-
-
-def _centred(values: Tensor) -> Tensor:
-    if not len(values) or values.min() == values.max():
-        return torch.zeros_like(values, dtype=torch.float64)
-    return values - values.mean(dtype=torch.float64)
-
-
-def _variance(centred: Tensor) -> Tensor:
-    return centred.square().sum() / max(len(centred) - 1, 1)
-
-
-def _scale(variances: Tensor) -> Tensor:
-    return torch.where(variances > 0, (variances + VARIANCE_FLOOR).rsqrt(), 1.0)
+    one_group = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    return normalize_advantages(values, one_group, [""], mean="batch", std="batch")

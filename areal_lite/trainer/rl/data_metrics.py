@@ -41,7 +41,8 @@ def batch_metrics(
     advantages, returns, values = columns["advantage"], columns.get("return"), columns.get("value")
     numbers = np.asarray(episodes)
     sizes, firsts = np.bincount(numbers), np.unique(numbers, return_index=True)[1]
-    rewards = np.bincount(numbers, [sequence.reward or 0.0 for sequence in sequences]) / sizes
+    rewards = np.bincount(numbers, [sequence.score or 0.0 for sequence in sequences]) / sizes
+    ages = [age for sequence in sequences if (age := sequence.staleness(version)) is not None] or [0]
     teaching = np.unique(np.repeat(numbers, counts)[np.asarray(advantages) != 0])
     metrics = {
         "sequences": float(len(sequences)),
@@ -55,18 +56,14 @@ def batch_metrics(
         **{key: number for name, array in columns.items() for key, number in _spread(name, array).items()},
         "advantage_std": float(np.std(advantages, dtype=np.float64)) if len(advantages) else 0.0,
         "advantage_zero_fraction": 1 - len(teaching) / len(sizes),
-        **_ages(sequences, version),
+        "staleness_mean": float(np.mean(ages)),
+        "staleness_max": float(max(ages)),
         **_lengths(sequences, counts, max_new_tokens),
     }
     if returns is not None and values is not None and (spread := np.var(returns, dtype=np.float64)) > 0:
         unexplained = np.var(np.subtract(returns, values, dtype=np.float64))
         metrics["value_explained_variance"] = float(1 - unexplained / spread)
     return metrics
-
-
-def _ages(sequences: Sequence[TokenSequence], version: int) -> dict[str, float]:
-    ages = [age for sequence in sequences if (age := sequence.staleness(version)) is not None] or [0]
-    return {"staleness_mean": float(np.mean(ages)), "staleness_max": float(max(ages))}
 
 
 def _lengths(sequences: Sequence[TokenSequence], counts: Sequence[int], max_new_tokens: int | None) -> dict[str, float]:

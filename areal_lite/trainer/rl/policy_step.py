@@ -32,8 +32,7 @@ class Step:
     episodes: list[int]  # the episode of each sequence
     version: int
     tokens: StepTokens
-    scores: Tensor
-    """``[E]`` reward of each episode: the mean over its sequences, which share a reward or have one per turn."""
+    scores: Tensor  # ``[E]`` reward of each episode
     clock: PhaseClock
     baselines: Tensor | None = None  # ``[E]`` reward of a greedy episode on the same row
     minibatches: list[list[int]] = field(default_factory=list)  # sequences of each update
@@ -54,7 +53,7 @@ class Step:
             raise TrainingError(
                 f"step {version}: no group of the batch was accepted, so nothing can train: the dump has the reasons"
             )
-        rewards = torch.tensor([sequence.reward for sequence in sequences])
+        rewards = torch.tensor([sequence.score for sequence in sequences])
         scores = Grouping.numbered(torch.tensor(episodes)).means(rewards).float()
         _refuse("rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FINITE_EPISODES)
         step = cls(

@@ -6,7 +6,6 @@ weights on one machine, and that a non-finite update is never applied. Knows not
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ from areal_lite.trainer.rl.step_tokens import StepCut, split_groups
 from areal_lite.trainer.rl.token_facts import TokenFacts, token_facts
 from areal_lite.trainer.rl.updates import CriticUpdate, PolicyUpdate
 from areal_lite.trainer.seeding import seed_process
-
-logger = logging.getLogger(__name__)
 
 OnFacts = Callable[[TokenFacts], None]  # called with what each step computed for its tokens
 
@@ -96,7 +93,6 @@ class PolicyTrainer:
             self._critic_update = CriticUpdate(self.critic, config, self.algorithm)
         self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
-        self._warned = False
 
     @property
     def steps_done(self) -> int:
@@ -137,7 +133,6 @@ class PolicyTrainer:
                 f"step {self.steps_done}: none of the {len(step.sequences)} sequences has a trained token: "
                 "loss_mask must be True where the policy sampled"
             )
-        self._warn_of_turn_rewards(step)  # before a penalty lowers the scores
         step.metrics |= self.algorithm.shape_rewards(step.scores, step.tokens)
         return step
 
@@ -190,19 +185,6 @@ class PolicyTrainer:
             step.check_finite("rewards", "values", "proximal", "sum_squared_probs", "correction")
             turns = step.turns() if "turns" in self.algorithm.needs else None
             self.algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
-
-    def _warn_of_turn_rewards(self, step: Step) -> None:
-        if self._warned or "turns" in self.algorithm.needs:
-            return
-        own = torch.tensor([sequence.reward for sequence in step.sequences], device=self.device)
-        for index in (own != step.scores[torch.tensor(step.episodes)]).nonzero()[:1, 0].tolist():
-            self._warned = True
-            logger.warning(
-                "task %s rewards its turns one by one, but trainer.advantage %s compares whole episodes, by their mean "
-                "reward; turn_grpo and turn_returns compare turns",
-                step.sequences[index].task_id,
-                self.config.advantage,
-            )
 
     def update_critic(self, step: Step) -> None:
         if self._critic_update is not None:

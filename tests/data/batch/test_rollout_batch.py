@@ -159,3 +159,5 @@ def test_the_filter_of_equal_rewards_counts_episodes_and_not_their_sequences() -
     assert nonzero_reward_std({"rewards": rewards}).keep
     assert not nonzero_reward_std({"rewards": rewards, "member_idx": [0, 0, 1]}).keep
     assert nonzero_reward_std({"rewards": rewards, "member_idx": [0, 1, 1]}).keep
+    assert nonzero_reward_std({"rewards": rewards, "member_idx": [0, 0, 1], "episode_rewards": [1.0, 1.0, 0.5]}).keep
+    assert not nonzero_reward_std({"rewards": rewards, "member_idx": [0, 1, 1], "episode_rewards": [1.0] * 3}).keep

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal_lite.api import InferenceEngine, RolloutWorkflow
-from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
+from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, TurnRewards
 from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.rollout import workflow_context
 from areal_lite.rollout.episodes import group_runner
@@ -165,22 +165,26 @@ async def test_a_filter_sees_the_episode_of_each_sequence() -> None:
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
             count = 1 + workflow_context.get().member_idx
             ones = torch.ones(count, 2, dtype=torch.int32)
-            return {"input_ids": ones, "attention_mask": ones, "loss_mask": torch.tensor([[0, 1]] * count)}
+            tensors = {"input_ids": ones, "attention_mask": ones, "loss_mask": torch.tensor([[0, 1]] * count)}
+            return tensors | {"rewards": torch.arange(1.0, count + 1)}
 
     seen = []
 
     def accept(filtered: dict[str, Any]) -> bool:
-        seen.append((len(filtered["input_ids"]), filtered["member_idx"]))
+        seen.append((len(filtered["input_ids"]), filtered["member_idx"], filtered["episode_rewards"]))
         return True
 
-    runner, ended = make_runner()
-    submission = make(runner, {}, workflow=Forks(), group_size=2, should_accept_fn=accept)
-    runner.start(submission, version=0)
-    assert submission.task is not None
-    await submission.task
-    await asyncio.sleep(0)
-    assert [group.status for _, group in ended] == [EpisodeStatus.ACCEPTED]
-    assert seen == [(3, [0, 1, 1])]
+    for by in (TurnRewards(), TurnRewards(discount=0.5), TurnRewards("mean"), TurnRewards("last")):
+        runner, ended = make_runner()
+        submission = make(runner, {}, workflow=Forks(), group_size=2, should_accept_fn=accept, turn_rewards=by)
+        runner.start(submission, version=0)
+        assert submission.task is not None
+        await submission.task
+        await asyncio.sleep(0)
+        assert [group.status for _, group in ended] == [EpisodeStatus.ACCEPTED]
+        assert ended[0][1].rewards == seen[-1][2][:2]
+    second = [3.0, 2.0, 1.5, 2.0]  # of the episode whose turns earned 1 and 2
+    assert seen == [(3, [0, 1, 1], [1.0, reward, reward]) for reward in second]
 
 
 @on_a_loop

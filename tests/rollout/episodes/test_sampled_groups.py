@@ -48,11 +48,11 @@ def finished(*calls: ModelResponse, rewards: list[float]) -> Trajectory:
     )  # fmt: skip
 
 
-def test_each_path_of_a_fork_has_the_mean_reward_of_the_episode() -> None:
+def test_each_path_of_a_fork_has_the_reward_of_the_episode() -> None:
     root, left, right = call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 5], [6])
     samples = samples_of(finished(left, right, root, rewards=[1.0, 0.0, 0.5]), EpisodeStatus.ACCEPTED)
     assert [sample.tokens for sample in samples] == [[1, 2, 3, 4], [1, 2, 5, 6]]
-    assert [sample.reward for sample in samples] == [0.5, 0.5]
+    assert [sample.reward for sample in samples] == [1.5, 1.5]
     assert [len(sample.spans) for sample in samples] == [2, 1]  # the shared answer counts once
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest
-from areal_lite.api.trajectory import EpisodeStatus, Trajectory
+from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.processes.channel import BrokenMessageError, decode_reply, encode_reply
 from areal_lite.rollout.workers.messages import Place, pack_call, pack_end, read_end, read_report
@@ -46,6 +46,16 @@ def test_a_trajectory_from_another_process_has_the_same_turns(data: st.DataObjec
     for sequence in arrived.sequences:
         if sequence.loss_mask.any():
             assert any(np.shares_memory(arrived.turns[place].loss_mask, sequence.loss_mask) for place in sequence.path)
+
+
+def test_what_a_sequence_knows_of_its_episodes_reward_arrives() -> None:
+    columns = {"input_ids": np.arange(2), "loss_mask": np.array([False, True])}
+    sequences = [TokenSequence(**columns, reward=0.5, episode_reward=whole) for whole in (0.75, None)]
+    trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, sequences=sequences)
+    end, arrays = pack_end(False, None, [Episode(trajectory=trajectory)])
+    _, _, (reply,) = read_end(*decode_reply(encode_reply(end, arrays)))
+    assert reply.trajectory is not None
+    assert [(s.reward, s.episode_reward) for s in reply.trajectory.sequences] == [(0.5, 0.75), (0.5, None)]
 
 
 def arrived_extras(extras: dict[str, Any]) -> dict[str, Any]:

@@ -42,8 +42,9 @@ def records(run: Path) -> list[dict[str, Any]]:
             "rollout.max_head_offpolicyness=1",
             "trainer.minibatches_per_step=2",
         ],
+        ["workflow=tests.tools.replay.agents.RewardedTurns", "trainer.advantage=dr_grpo"],
     ],
-    ids=["grpo", "ppo-reward-model", "remax-lora", "async-turns"],
+    ids=["grpo", "ppo-reward-model", "remax-lora", "async-turns", "sums-of-turns"],
 )
 def test_an_unchanged_replay_ends_with_the_runs_weights(
     run_yaml: Path,

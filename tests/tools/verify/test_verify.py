@@ -594,6 +594,44 @@ def test_runs_of_other_settings_have_no_finding(change: str, run_yaml: Path, tmp
     assert not report.findings and not [text for text in report.unproved if "advantages" in text]
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["trainer.advantage=turn_returns", "trainer.advantage_kwargs={gamma: 0.5}"], lambda a, b: a + 0.5 * b),
+        (["trainer.advantage=dr_grpo", "rollout.workers=2"], lambda a, b: a + b),
+        (["trainer.advantage=dr_grpo", "rollout.turn_rewards=mean"], lambda a, b: (a + b) / 2),
+        (["trainer.advantage=grpo", "rollout.turn_rewards=last"], lambda a, b: b),
+    ],
+    ids=["discounted", "sum", "mean", "last"],
+)
+def test_the_reward_of_rewarded_turns_is_in_dumps_metrics_and_verified(
+    changes: list[str], expected: Callable[[float, float], float], run_yaml: Path, tmp_path: Path
+) -> None:
+    run = trained(run_yaml, tmp_path, "workflow=tests.e2e.agents.TwoTurns", *changes, "trainer.total_steps=2")
+    assert not findings(run)
+    rewards, evaluated = ([], [])
+    for version, scope, found in ((0, "rollout", rewards), (0, "eval-rollout", evaluated)):
+        for file in (run / scope / str(version)).glob("*.jsonl"):
+            members: dict[int, list[Line]] = {}
+            for one in lines_of(file):
+                members.setdefault(one["member_idx"], []).append(one)
+            for first, second in members.values():
+                found.append(first.get("episode_reward", first["reward"]))
+                assert found[-1] == second.get("episode_reward", second["reward"])
+                assert found[-1] == pytest.approx(expected(first["reward"], second["reward"]))
+    metrics = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len({round(reward, 6) for reward in rewards}) > 1
+    assert next(r["train/reward_mean"] for r in metrics if r["step"] == 1) == pytest.approx(sum(rewards) / 16)
+    assert next(r["eval/reward"] for r in metrics if "eval/reward" in r) == pytest.approx(sum(evaluated) / 4)
+
+    def forged(lines: list[Line]) -> None:
+        for one in lines:
+            one["episode_reward"] = one["reward"] + 1.0
+
+    edit(group_files(run, 0)[0], forged)
+    assert {name for name, _ in findings(run)} >= {"step"}
+
+
 def test_a_killed_and_resumed_run_has_no_finding(run_yaml: Path, tmp_path: Path) -> None:
     """Killed while the checkpoint of step 2 is written: step 2 is lost and trained again."""
     some = [f"fileroot={tmp_path}", "trainer.deterministic=false"]

@@ -315,18 +315,21 @@ def test_turn_grpo_compares_turns_of_the_same_index(tiny: Path) -> None:
     assert tokens.advantages.tolist() == pytest.approx([one for one in expected for _ in range(2)], abs=1e-3)
 
 
-def test_episode_estimators_use_the_mean_of_turn_rewards_and_warn_once(
+def test_episode_estimators_use_the_sum_of_turn_rewards_and_its_metrics_are_those_of_the_sum(
     tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(tiny, advantage="dr_grpo")
-    group = group_of("g", [5, 6], [episode_with_turn_rewards(1, 0), episode_with_turn_rewards(0)])
-    for _ in range(2):
-        assert advantages_of(trainer, [group]) == [0.25, -0.25]
-    (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
-    assert "task g rewards its turns one by one" in record.getMessage()
-
-
-def test_episodes_with_one_reward_do_not_warn(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(tiny)
-    with_advantages(trainer, [group_of("g", [5, 6], [Episode(line(3), 0.1), Episode(line(1), 0.7)])])
+    group = group_of("g", [5, 6], [episode_with_turn_rewards(1, 0, 0.5), episode_with_turn_rewards(0.5)])
+    for batch in ([group], data_proto_of([group])):
+        assert advantages_of(trainer, batch) == [0.5, -0.5]
+        metrics = trainer.train_step(batch, version=VERSION)
+        assert (metrics["reward_mean"], metrics["reward_max"]) == (1.0, 1.5)
     assert not [one for one in caplog.records if one.levelno == logging.WARNING]
+
+
+def test_a_data_proto_without_rewards_of_episodes_has_their_means(tiny: Path) -> None:
+    group = group_of("g", [5, 6], [episode_with_turn_rewards(1, 0), episode_with_turn_rewards(0)])
+    proto = data_proto_of([group])
+    assert proto.batch["episode_rewards"].tolist() == [1.0, 1.0, 0.0]
+    del proto.batch["episode_rewards"]  # as an earlier version saved it
+    assert advantages_of(make_trainer(tiny, advantage="dr_grpo"), proto) == [0.25, -0.25]
