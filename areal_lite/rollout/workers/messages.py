@@ -15,7 +15,7 @@ import sys
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.api.trajectory import COLUMNS, ENDED, RECORDED, EpisodeStatus, ProcessRecord, TokenSequence, Trajectory
+from areal_lite.api.trajectory import RECORDED, EpisodeStatus, ProcessRecord, Recorded, TokenSequence, Trajectory
 from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
@@ -104,7 +104,12 @@ def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Epis
 def read_end(plain: Any, columns: ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
     """Return whether a cancellation ended the group, why it failed, and a reply per episode, if it could send them."""
     was_stopped, failure, replies = from_plain(plain, columns)
-    return was_stopped, failure, [EpisodeReply(*reply) for reply in replies]
+    if not isinstance(failure, Failure | None) or not all(isinstance(reply, EpisodeReply) for reply in replies):
+        raise TypeError("the end of a group has a failure and replies of its episodes")
+    for reply in replies:
+        for name in RECORDED:
+            _RECORDED[name].validate_python(reply.records[name], strict=True)
+    return bool(was_stopped), failure, replies
 
 
 def _reply(episode: Episode) -> EpisodeReply:
@@ -135,7 +140,7 @@ def read_report(body: bytes | memoryview) -> tuple[Any, ...]:
     if kind == "ended":
         return kind, *arguments, columns
     if kind == "log":
-        return kind, logging.makeLogRecord(arguments[0])
+        return kind, logging.makeLogRecord(arguments[0] | {"args": None, "exc_info": None})  # it is formatted already
     return kind, *arguments
 
 
@@ -144,14 +149,24 @@ def _gconfig(text: str) -> GenerationHyperparameters:
     return _GCONFIG.validate_json(text)
 
 
-_FIELDS: dict[type[Any], Sequence[str]] = {
-    Trajectory: ("status", *ENDED, "extras"),
-    TokenSequence: ("reward", *COLUMNS),
-    Failure: tuple(Failure.__dataclass_fields__),
-    ProcessRecord: tuple(ProcessRecord.__dataclass_fields__),
-    EpisodeStatus: ("value",),
-    FailureKind: ("value",),
+_COLUMN_KINDS = {"input_ids": "iu", "loss_mask": "b", "logprobs": "f", "versions": "iu", "token_rewards": "f"}
+"""Kinds of numbers in each array of a sequence, as ``numpy.dtype.kind``."""
+_RECORDED = {name: TypeAdapter(hint) for name, hint in get_type_hints(Recorded).items()}
+_Number = float | int
+_Array = np.ndarray | None
+_FIELDS: dict[type[Any], dict[str, Any]] = {
+    EpisodeReply: {"records": dict, "trajectory": Trajectory | None, "chains": list},
+    Trajectory: {
+        **{"status": EpisodeStatus, "member_idx": int, "reward": _Number | None, "has_loss_mask": bool},
+        **{"failure": Failure | None, "sequences": list, "extras": dict},
+    },
+    TokenSequence: {"reward": _Number | None, **dict.fromkeys(_COLUMN_KINDS, _Array)},
+    Failure: get_type_hints(Failure),
+    ProcessRecord: get_type_hints(ProcessRecord) | {"command": list, "seconds": _Number},
+    EpisodeStatus: {"value": str},
+    FailureKind: {"value": str},
 }
+"""What is sent of each type: its fields, and the type that a worker's must have, as the run counts on them."""
 _TYPES = {cls.__name__: (cls, fields) for cls, fields in _FIELDS.items()}
 _JSON = {type(None), bool, int, float, str}
 
@@ -206,7 +221,13 @@ def from_plain(plain: Any, columns: ReadColumns) -> Any:
     parts = [from_plain(part, columns) if isinstance(part, list) else part for part in content]
     if kind in _TYPES:
         cls, fields = _TYPES[kind]
-        return cls(**dict(zip(fields, parts, strict=True)))
+        values = dict(zip(fields, parts, strict=True))
+        for name, value in values.items():
+            if not isinstance(value, fields[name]):
+                raise TypeError(f"{kind}.{name} of a worker is {value!r:.80}")
+            if isinstance(value, np.ndarray) and (value.ndim != 1 or value.dtype.kind not in _COLUMN_KINDS[name]):
+                raise TypeError(f"{kind}.{name} of a worker is {value.dtype} of {value.ndim} dimensions")
+        return cls(**values)
     return {"list": list, "tuple": tuple, "dict": dict}[kind](parts)
 
 

@@ -84,7 +84,7 @@ class WorkerProcess(InferenceEngine):
         logging.getLogger().addHandler(_LogSender(self._send))
         for name, level in log_levels.items():
             logging.getLogger(name).setLevel(level)
-        self._watchdog = LoopWatchdog(self._loop, self._shared, self._deadline_of)
+        self._watchdog = LoopWatchdog(self._loop, self._shared, self._deadline_of, config.faults.episode_timeout_s)
         garbage_collection.relax()
         self._loop.call(self._connect(connection))
 

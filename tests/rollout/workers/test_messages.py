@@ -96,6 +96,12 @@ def test_a_call_arrives_with_its_sampling_parameters(place: Place | None) -> Non
     assert streams and place_there == (place and [*place])
 
 
+def test_a_log_record_of_a_worker_is_its_text_and_formats_nothing() -> None:
+    record = {"name": "x", "levelno": 30, "msg": "%1000000000d", "args": [1], "exc_info": [1, 2, 3]}
+    _, read = read_report(encode_reply(["log", record]))
+    assert (read.getMessage(), read.args, read.exc_info) == ("%1000000000d", None, None)
+
+
 def test_a_report_that_is_no_message_is_refused() -> None:
     with pytest.raises(BrokenMessageError):
         read_report(b"\x80\x05N.")
