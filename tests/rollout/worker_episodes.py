@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +119,13 @@ class RunsCode:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.mark,)
+
+
+def sends(body: bytes) -> None:
+    """Answer the run with a message of its own, in a child of a pool."""
+    connections = [each for each in gc.get_objects() if type(each) is socket.socket and each.family == socket.AF_UNIX]
+    connections[0].sendall(framed(body))
+    threading.Event().wait()
 
 
 async def misbehave(engine: InferenceEngine, data: dict[str, Any]) -> None:
