@@ -38,6 +38,7 @@ from areal_lite.data.source.sample import with_own_containers
 from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import PickledObject
+from areal_lite.processes.deadlines import Deadlines
 from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.workers.worker_pool import Workers
 
@@ -79,7 +80,6 @@ class Submission:
     start_version: int = 0
     extended: bool = False
     """True if it got its time again, because another episode blocked the event loop at its deadline."""
-    timer: asyncio.TimerHandle | None = None  # of its deadline
     task: asyncio.Task[Group] | None = None
     stopped_by: Failure | None = None  # reason that the run cancelled it for; None otherwise
 
@@ -131,6 +131,7 @@ class GroupRunner:
         self._first_task_id = self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
+        self._deadlines: Deadlines[Submission] = Deadlines(self._timeout_s, self._on_deadline)
 
     def number_from(self, first: int) -> None:
         """Choose task ids from ``first`` on; ids that are beyond it stay as they are."""
@@ -180,7 +181,7 @@ class GroupRunner:
         submission.start_version = version
         submission.task = asyncio.get_running_loop().create_task(self._run(submission))
         submission.task.add_done_callback(lambda task: self._on_done(submission, task))
-        self._start_timer(submission)
+        self._deadlines.add(submission)
 
     def deadline_of(self, task_id: TaskId) -> float | None:
         """Return when a running group must end, on the monotonic clock; from any thread."""
@@ -203,6 +204,7 @@ class GroupRunner:
         await self.stop(list(self.live.values()), reason)
         for submission in list(self.live.values()):
             self._abandon(submission)
+        self._deadlines.close()
         await self.shared.aclose()
 
     async def _run(self, submission: Submission) -> Group:
@@ -263,14 +265,10 @@ class GroupRunner:
         else:
             self._end(submission, task.result())
 
-    def _start_timer(self, submission: Submission) -> None:
-        loop = asyncio.get_running_loop()
-        submission.timer = loop.call_later(self._timeout_s, self._on_deadline, submission)
-
     def _on_deadline(self, submission: Submission) -> None:
         if not submission.extended and time.monotonic() - self.shared.blocked_at < JUST_BLOCKED_S:
             submission.extended = True  # the time was another's, who blocked the loop
-            self._start_timer(submission)
+            self._deadlines.add(submission)
             return
         message = f"the episode ran longer than episode_timeout_s={self._timeout_s:g}"
         self._cancel(submission, Failure(FailureKind.DEADLINE, "", message))
@@ -294,8 +292,7 @@ class GroupRunner:
         self._end(submission, submission.group(status, failure))
 
     def _end(self, submission: Submission, group: Group) -> None:
-        if submission.timer is not None:
-            submission.timer.cancel()
+        self._deadlines.discard(submission)
         del self.live[submission.task_id]
         self._on_end(submission, group)
 

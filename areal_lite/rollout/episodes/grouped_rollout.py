@@ -121,8 +121,8 @@ async def run_group(
 
 
 def _exception(error: BaseException, kind: FailureKind) -> Exception:
-    raised: Any = RuntimeError(f"episode raised {error!r}")
-    raised.failure_kind = kind
+    raised = RuntimeError(f"episode raised {error!r}")
+    raised.failure_kind = kind  # type: ignore[attr-defined]
     return raised
 
 

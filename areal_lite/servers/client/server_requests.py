@@ -18,6 +18,7 @@ import orjson
 
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
+from areal_lite.processes.deadlines import Deadlines
 from areal_lite.servers.client.connector import Connector
 from areal_lite.servers.client.model_identity import read_config
 from areal_lite.servers.dialects import Dialect
@@ -56,8 +57,6 @@ class RefusedError(ServerError):
 
 
 class _Request:
-    timer: asyncio.TimerHandle  # when it counts as silent
-
     def __init__(self, server: Server) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -80,7 +79,7 @@ class ServerRequests:
         self._config = config
         self.dialect = dialect
         self._session: aiohttp.ClientSession | None = None
-        self._requests: set[_Request] = set()
+        self._silences: Deadlines[_Request] = Deadlines(config.faults.request_timeout_s, self._on_silence)
         self._warned_no_version = False
         self.limits = ServerLimits(vocab_size=reported(read_config(config.tokenizer_path), "vocab_size", int))
         """Those of the tokenizer's folder, narrowed by what servers report."""
@@ -104,8 +103,7 @@ class ServerRequests:
         )
 
     async def close(self) -> None:
-        for request in self._requests:
-            request.timer.cancel()
+        self._silences.close()
         if self._session is not None:
             await self._session.close()
 
@@ -136,8 +134,7 @@ class ServerRequests:
         """Have ``reader`` read the reply, a stream as it arrives; raises ErrorReply for a status that is not 200."""
         assert self._session is not None, "open() first"
         request = _Request(server)
-        self._requests.add(request)
-        self._listen(request)
+        self._silences.add(request)
         try:
             url = server.url + self.dialect.generate_path
             async with self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply:
@@ -156,12 +153,7 @@ class ServerRequests:
                 return  # only the connection's end is missing
             raise
         finally:
-            self._requests.discard(request)
-            request.timer.cancel()
-
-    def _listen(self, request: _Request) -> None:
-        timeout_s = self._config.faults.request_timeout_s
-        request.timer = asyncio.get_running_loop().call_later(timeout_s, self._on_silence, request)
+            self._silences.discard(request)
 
     def _on_silence(self, request: _Request) -> None:
         """Give up a request, unless its server answers others meanwhile and it may be in the queue or a long answer.
@@ -170,20 +162,20 @@ class ServerRequests:
         """
         heard = 0.0 if request.server.is_router else request.server.heard
         if not request.begun and time.monotonic() - heard < self._config.faults.request_timeout_s:
-            self._listen(request)
+            self._silences.add(request)
         else:
             request.give_up(f"no answer in {self._config.faults.request_timeout_s:g} s")
 
     def give_up(self, server: Server, reason: str) -> None:
-        for request in self._requests:
+        for request in self._silences.pending():
             if request.server is server:
                 request.give_up(reason)
 
     async def _feed(self, reader: ReplyReader, reply: aiohttp.ClientResponse, request: _Request) -> None:
         try:
             async for data in reply.content.iter_any():
-                request.timer.cancel()
-                self._listen(request)
+                self._silences.discard(request)
+                self._silences.add(request)
                 request.begun = True
                 request.server.heard = time.monotonic()
                 reader.feed(data)
