@@ -1,8 +1,8 @@
 """The end of a process that trains as one of several ranks, without the interpreter's last part.
 
 Torch's process groups run threads in C++, and the code around them takes the GIL. ``destroy_process_group`` only
-forgets a group: whatever still refers to it keeps its threads, such as the device mesh of a sharded model, a cycle, or
-the frames of an error. The interpreter ends by taking objects and C++ state apart under those threads, and now and
+forgets a group of gloo's: whatever still refers to it keeps its threads (``pt_gloo_runloop``, ``gloo_tcp_loop``), such
+as the device mesh of a sharded model, a cycle, or the frames of an error. The interpreter ends by taking objects and C++ state apart under those threads, and now and
 then that aborts a rank whose work is done ("terminate called without an active exception", exit code -6), and with it
 the run. No order of destruction rules it out, as others may refer to groups too.
 
