@@ -35,10 +35,20 @@ class Episode(Recorded):
     interrupted: bool = False
     """True while it is being stopped: its calls keep their tokens and never return."""
     server: Any = None
+    task: Any = None
+    """The task that runs its code on this event loop; None before and after."""
+    error: BaseException | None = None
+    """The error that :meth:`fail` ends it with."""
 
     def record(self, answer: ModelResponse) -> None:
         """Reuse ``answer`` where a call has its prompt."""
         self.recorded.setdefault(answer.input_len, []).append(answer)
+
+    def fail(self, error: BaseException) -> None:
+        """End its code with ``error``, which came up where none of its tasks gets it, as in a callback; on its loop."""
+        if self.task is not None and self.error is None:
+            self.error = error
+            self.task.cancel()
 
     def end(self, status: EpisodeStatus, failure: Failure | None = None) -> Trajectory:
         """End the episode without data, unless it has already ended, and return its trajectory."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_lite.cli.commands import parse
+from areal_lite.cli.rank_end import end_with, is_rank
 from areal_lite.cli.stop_signals import stop_on_signals
 from areal_lite.errors import ArealLiteError
 from areal_lite.files.safe_text import SafeFormatter, printable, without_secrets
@@ -28,8 +29,14 @@ _PRINTS = {"completion", "config", "doctor", "inspect", "rescore", "verify", "vi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit code; without ``argv``, as a rank's program, end the process with it."""
+    if argv is None and is_rank():
+        end_with(lambda: run_command(sys.argv[1:]))
+    return run_command(sys.argv[1:] if argv is None else argv)
+
+
+def run_command(argv: Sequence[str]) -> int:
+    arguments = list(argv)
     for name, value in _THREAD_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(Path.cwd()))

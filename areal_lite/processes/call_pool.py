@@ -127,6 +127,7 @@ class _Slot:
                 message = framed(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
                 await loop.sock_sendall(connection, message)
                 (kind, value), _ = decode_reply(await receive(loop, connection))
+                error = rebuilt(*value) if kind == "error" else None
         except TimeoutError:
             self.kill()
             raise TimeoutError(f"{name} gave no answer in {timeout_s:g} s; its worker process was killed") from None
@@ -138,8 +139,8 @@ class _Slot:
         except BaseException:  # cancelled: the call still runs
             self.kill()
             raise
-        if kind == "error":
-            raise rebuilt(*value)
+        if error is not None:
+            raise error
         return value
 
     def _start(self) -> socket.socket:

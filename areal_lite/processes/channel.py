@@ -110,6 +110,8 @@ def decode_reply(body: bytes | memoryview) -> tuple[Any, list[bytearray]]:
         head, sizes = json.loads(bytes(body[_LENGTH.size : at]))
         columns = []
         for size in sizes:
+            if not 0 <= size <= len(body) - at:  # going back would copy a part again and again
+                raise ValueError("a column outside of the message")
             columns.append(bytearray(body[at : at + size]))  # aligned and writable, as arrays need it
             at += size
     except (ValueError, TypeError, RecursionError, struct.error) as error:

@@ -67,7 +67,8 @@ class EngineLifecycle(InferenceEngine):
             self._dumper = TrajectoryDumper(self.config, self._follow_dumper)
             self._executor.runner.number_from(next_task_id(self.config.run_dir))
         self._loop = LoopThread("areal-lite-rollout")
-        self._watchdog = LoopWatchdog(self._loop, self._executor.runner.shared, self._executor.runner.deadline_of)
+        runner, timeout_s = self._executor.runner, self.config.faults.episode_timeout_s
+        self._watchdog = LoopWatchdog(self._loop, runner.shared, runner.deadline_of, timeout_s)
         garbage_collection.relax()
         try:
             config = self._loop.call(servers_behind(self.config))

@@ -4,12 +4,15 @@ A thread asks the loop to answer a few times a second. If it does not answer for
 for each line of user code that blocks it, and lets the doors of agents refuse calls that wait for themselves
 (``SharedResources.while_blocked``): an SDK client that blocks the loop waits for an answer from that very loop.
 
-An episode that blocks the loop beyond its deadline gets :class:`DeadlineError` raised in its code. Python cannot
-interrupt a call into C, such as ``time.sleep``: if one blocks a minute longer, the process ends with exit code 70.
+An episode that blocks the loop beyond its deadline gets :class:`DeadlineError` raised in its code. Whose code a
+callback is cannot be seen from another thread; it, and what an episode that has ended left behind, may block for as
+long as an episode may last. Python cannot interrupt a call into C, such as ``time.sleep``: if one blocks a minute
+longer, the process ends with exit code 70.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import logging
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import Context
+from typing import Any
 
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import EpisodeContext
@@ -37,23 +41,27 @@ _RAISE_AGAIN_S = 1.0
 
 class DeadlineError(BaseException):
     """Raised in the code of an episode that blocks the event loop beyond its deadline; no ``Exception``, so that user
-    code does not catch it by accident."""
+    code does not catch it by accident. Python makes it there, in the context of that code: in a callback, or a task
+    that nobody awaits, asyncio would only log it, so it ends the episode itself."""
 
     failure_kind = "deadline"
 
-    def __str__(self) -> str:
-        return "the episode blocked the event loop beyond rollout.faults.episode_timeout_s"
+    def __init__(self) -> None:
+        super().__init__("the episode blocked the event loop beyond rollout.faults.episode_timeout_s")
+        episode = episode_context.current().episode
+        if episode is not None and episode.task is not asyncio.current_task():
+            asyncio.get_running_loop().call_soon(episode.fail, self)
 
 
 class LoopWatchdog:
     """Watches one event loop from a thread of its own; counts ``blocked_s`` in ``shared``. ``deadline_of`` returns the
-    deadline of a running group on the monotonic clock."""
+    deadline of a running group on the monotonic clock; ``timeout_s`` is how long an episode may last."""
 
     def __init__(
-        self, loop: LoopThread, shared: SharedResources, deadline_of: Callable[[TaskId], float | None]
+        self, loop: LoopThread, shared: SharedResources, deadline_of: Callable[[TaskId], float | None], timeout_s: float
     ) -> None:
         self._loop = loop
-        self._deadline_of = deadline_of
+        self._deadline_of, self._timeout_s = deadline_of, timeout_s
         self._raised_at = 0.0
         self._shared = shared
         self._named: set[str] = set()
@@ -74,18 +82,19 @@ class LoopWatchdog:
             if beat.wait(BLOCKED_S):
                 continue
             while not self._stopped.is_set():
-                self._look()
+                self._look(asked)
                 if beat.wait(_LOOK_S):
                     break
             self._shared.counts["blocked_s"] += time.monotonic() - asked
 
-    def _look(self) -> None:
+    def _look(self, asked: float) -> None:
         self._shared.blocked_at = time.monotonic()
         place = place_of(self._loop.thread)
         if place is None:  # not the user's doing
             return
         name, line = place
-        context = _running_context(self._loop)
+        task = self._loop.current_task()
+        context = _context_of(task)
         agent = context.agent
         fix = "set rollout.agents.isolation: thread" if agent else "move it into asyncio.to_thread"
         message = f"{name} blocks the event loop of all episodes at {line}: await an async call there, or {fix}"
@@ -95,8 +104,8 @@ class LoopWatchdog:
         for refuse in self._shared.while_blocked:
             refuse(agent, message)
         deadline = None if context.task_id is None else self._deadline_of(context.task_id)
-        if deadline is not None:
-            self._enforce(time.monotonic() - deadline, message)
+        if task is None or context.task_id is not None:
+            self._enforce(time.monotonic() - (deadline or asked + self._timeout_s), message)
 
     def _enforce(self, late_s: float, message: str) -> None:
         if late_s > EXIT_AFTER_S:
@@ -108,7 +117,6 @@ class LoopWatchdog:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(DeadlineError))
 
 
-def _running_context(loop: LoopThread) -> EpisodeContext:
-    task = loop.current_task()
+def _context_of(task: asyncio.Task[Any] | None) -> EpisodeContext:
     contexts = [] if task is None else [held for held in gc.get_referents(task) if isinstance(held, Context)]
     return episode_context.of(contexts[0]) if contexts else EpisodeContext()

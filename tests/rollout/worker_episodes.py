@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from areal_lite.api import (
     ModelRequest,
     RolloutWorkflow,
 )
+from areal_lite.processes.channel import framed
 from areal_lite.rollout import workflow_context
 
 
@@ -54,6 +57,75 @@ class Scripted(RolloutWorkflow):
                 model_response=second, reward=2.0, parent=interaction, concat=context.member_idx == 0
             )
         }
+
+
+def spin() -> None:
+    """Compute for ever."""
+    while True:
+        sum(range(1000))
+
+
+class Blocks(Scripted):
+    """Blocks in its group's first member as the row says; the others answer."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """Block, or answer."""
+        loop, way = asyncio.get_running_loop(), data.get("way", "")
+        answer = await super().arun_episode(engine, data)
+        if way and workflow_context.get().member_idx == 0:
+            if way == "coroutine":
+                spin()
+            elif way == "callback":
+                loop.call_soon(spin)
+            elif way == "timer":
+                loop.call_later(0.01, spin)
+            elif way == "done callback":
+                future = loop.create_future()
+                future.add_done_callback(lambda _: spin())
+                future.set_result(None)
+            elif way == "task nobody awaits":
+                self.task = asyncio.create_task(in_a_task())
+            elif way == "task":
+                await asyncio.create_task(in_a_task())
+            elif way == "after its end":
+                loop.call_later(0.3, spin)
+                return answer
+            await asyncio.Event().wait()
+        return answer
+
+
+async def in_a_task() -> None:
+    """Spin."""
+    await asyncio.sleep(0)
+    spin()
+
+
+class Hostile(Scripted):
+    """Sends the run a message of its own through the connection of its worker, and hangs."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        """Send ``row["body"]``, or answer."""
+        if "body" not in data:
+            return await super().arun_episode(engine, data)
+        engine._sender.sendall(framed(data["body"]))
+        await asyncio.Event().wait()
+
+
+class RunsCode:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def sends(body: bytes) -> None:
+    """Answer the run with a message of its own, in a child of a pool."""
+    connections = [each for each in gc.get_objects() if type(each) is socket.socket and each.family == socket.AF_UNIX]
+    connections[0].sendall(framed(body))
+    threading.Event().wait()
 
 
 async def misbehave(engine: InferenceEngine, data: dict[str, Any]) -> None:

@@ -9,15 +9,19 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from areal_lite.agents.doors.http_transport import socket_client
 from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
-from areal_lite.api.trajectory import ProcessRecord
+from areal_lite.api.trajectory import Recorded
 from areal_lite.processes.call_pool import CallPool
 from areal_lite.processes.child_process import PickledObject, pickled_object
 from areal_lite.processes.sent_error import describe, rebuilt
+
+_RECORDED = TypeAdapter(Recorded)
 
 
 def pickled_agent(agent: Any) -> PickledObject:
@@ -42,9 +46,11 @@ class AgentProcesses:
         sent = context._replace(episodes=None, episode=None, shared=None, agent=None)
         reply = await self._pool.call(agent, (data, replace(access, http_client=None), sent))
         if context.episode is not None:
-            context.episode.processes += [ProcessRecord(**record) for record in reply["processes"]]
-            context.episode.reward_extra |= reply["facts"]
-            context.episode.scalars += [(name, value) for name, value in reply["scalars"]]
+            # The process runs users' code and chooses the types.
+            recorded = _RECORDED.validate_python(reply["recorded"])
+            context.episode.processes += recorded.processes
+            context.episode.reward_extra |= recorded.reward_extra
+            context.episode.scalars += recorded.scalars
         if "error" in reply:
             raise rebuilt(*reply["error"])
         return reply["reward"]
@@ -63,12 +69,9 @@ def _run_episode(agent: Any, data: dict[str, Any], access: AgentAccess, context:
     except BaseException as error:  # SystemExit too: the exception is the answer, beside what was recorded
         explain_misrouted_call(error, access.base_url)
         end = {"error": describe(error)}
-    return {
-        **end,
-        "processes": [asdict(record) for record in episode.processes],
-        "scalars": episode.scalars,
-        "facts": episode.reward_extra,
-    }
+    processes = [asdict(record) for record in episode.processes]
+    recorded = {"processes": processes, "scalars": episode.scalars, "reward_extra": episode.reward_extra}
+    return {**end, "recorded": recorded}
 
 
 def _reward(agent: Any, data: dict[str, Any], access: AgentAccess, context: EpisodeContext) -> Any:

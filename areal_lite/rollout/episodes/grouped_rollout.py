@@ -56,14 +56,15 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         async def run_one(episode: Episode) -> dict[str, Any] | None:
             episode_context.enter(context._replace(member_idx=episode.member_idx, episode=episode, episodes=[episode]))
             try:
-                returned = await self.workflow.arun_episode(engine, with_own_containers(dict(data)))
+                returned = await _run_code(self.workflow, engine, with_own_containers(dict(data)), episode)
                 returned = _with_keyed_rewards(returned, [episode])
                 episode.trajectory = trajectory_of(returned, episode.calls, member_idx=episode.member_idx)
             except BaseException as error:  # the boundary where an episode's error becomes data
                 if isinstance(error, asyncio.CancelledError) and _cancelled_from_outside():
                     raise
-                episode.end(EpisodeStatus.FAILED, Failure.of(error))
-                errors.append(error if isinstance(error, Exception) else RuntimeError(f"episode raised {error!r}"))
+                failure = Failure.of(error)
+                episode.end(EpisodeStatus.FAILED, failure)
+                errors.append(error if isinstance(error, Exception) else _exception(error, failure.kind))
                 if self.on_error == "drop_episode":
                     return None
                 raise errors[-1] from None
@@ -108,7 +109,7 @@ async def run_group(
     if isinstance(workflow, GroupedRolloutWorkflow):
         await workflow.run_episodes(engine, data, episodes)
         return
-    returned = _with_keyed_rewards(await workflow.arun_episode(engine, data), episodes)
+    returned = _with_keyed_rewards(await _run_code(workflow, engine, data, episodes[0]), episodes)
     if len(episodes) == 1 and episodes[0].trajectory is None:
         episodes[0].trajectory = trajectory_of(returned, episodes[0].calls)
     else:  # a workflow around a group: it may have changed what the group returned
@@ -117,6 +118,31 @@ async def run_group(
         for episode, part, count in zip(episodes, parts, counts, strict=True):
             if part is not None or count:
                 episode.trajectory = trajectory_of(part, episode.calls, member_idx=episode.member_idx)
+
+
+def _exception(error: BaseException, kind: FailureKind) -> Exception:
+    raised = RuntimeError(f"episode raised {error!r}")
+    raised.failure_kind = kind  # type: ignore[attr-defined]
+    return raised
+
+
+async def _run_code(
+    workflow: RolloutWorkflow, engine: InferenceEngine, data: dict[str, Any], episode: Episode
+) -> dict[str, Any] | None:
+    """Run the code of ``episode``; the error of :meth:`Episode.fail` comes before what the code returned or raised."""
+    episode.task = task = asyncio.current_task()
+    assert task is not None
+    try:
+        try:
+            returned = await workflow.arun_episode(engine, data)
+        except BaseException:
+            if episode.error is None or task.uncancel():  # the run stops it as well
+                raise
+        if episode.error is not None:
+            raise episode.error
+        return returned
+    finally:
+        episode.task = episode.error = None  # the error's frames refer to the episode: a cycle would keep its tokens
 
 
 def _with_keyed_rewards(returned: dict[str, Any] | None, episodes: Sequence[Episode]) -> dict[str, Any] | None:

@@ -1,9 +1,10 @@
 """Messages between the run and a rollout worker (:mod:`areal_lite.processes.channel` has the framing).
 
 Towards the worker, a message is a pickled tuple. From the worker, which runs users' code, it is JSON: its kind and
-arguments, and arrays as bytes beside it, which it names by number. :func:`read_report` and :func:`from_plain` make
-our types of it and nothing else, so the run never loads an object that an episode made. Turns and the model calls that
-they come from are not sent back: the run made the calls.
+arguments, and arrays as bytes beside it, which it names by number (:mod:`areal_lite.rollout.workers.reports`).
+:func:`read_report` and :func:`from_plain` make our types of it and nothing else, with the types of values that the run
+counts on, so it never loads an object that an episode made. Turns and the model calls that they come from are not sent
+back: the run made the calls.
 """
 
 from __future__ import annotations
@@ -11,20 +12,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-import sys
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from pydantic import TypeAdapter
 
-from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.api.trajectory import COLUMNS, ENDED, RECORDED, EpisodeStatus, ProcessRecord, TokenSequence, Trajectory
-from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
+from areal_lite.api.trajectory import RECORDED, EpisodeStatus, ProcessRecord, Recorded, TokenSequence, Trajectory
+from areal_lite.api.turn_tree import call_key, link_turns
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
 
@@ -35,7 +34,7 @@ RESPONSE_FIELDS = (
     *("latency", "ttft", "started", "attempts", "server"),
 )
 """Fields of the answer to a call beside those of its request."""
-_GCONFIG = TypeAdapter(GenerationHyperparameters)
+GCONFIG = TypeAdapter(GenerationHyperparameters)
 
 Columns = list[bytes]
 """Arrays as bytes, in the order in which they were packed."""
@@ -72,14 +71,6 @@ Place = tuple[int, int, int]
 """A prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``."""
 
 
-def pack_call(request: ModelRequest, ids: list[int], place: Place | None) -> tuple[Any, Columns]:
-    """Return a model call. ``ids`` are those of its prompt that its group has not sent before; the prompt if ``place``
-    is None, as outside a group. ``metadata["agent"]`` must have a JSON form."""
-    gconfig = _GCONFIG.dump_json(request.gconfig).decode()
-    agent, streams = request.metadata.get("agent"), request.on_tokens is not None
-    return (request.rid, gconfig, request.top_logprobs, agent, streams, place), [array("i", ids).tobytes()]
-
-
 class EpisodeReply(NamedTuple):
     """An episode's record in its worker; its model calls are in the run's process."""
 
@@ -95,25 +86,15 @@ class EpisodeReply(NamedTuple):
         link_turns(trajectory, chains, calls)
 
 
-def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Any, Columns]:
-    """Return the end of a group as plain data and bytes; a TypeError for what no process can send."""
-    columns: Columns = []
-    return to_plain((was_stopped, failure, [_reply(episode) for episode in episodes]), columns), columns
-
-
 def read_end(plain: Any, columns: ReadColumns) -> tuple[bool, Failure | None, list[EpisodeReply]]:
     """Return whether a cancellation ended the group, why it failed, and a reply per episode, if it could send them."""
     was_stopped, failure, replies = from_plain(plain, columns)
-    return was_stopped, failure, [EpisodeReply(*reply) for reply in replies]
-
-
-def _reply(episode: Episode) -> EpisodeReply:
-    chains, _ = (episode.trajectory and turn_sources(episode.trajectory)) or ((), ())
-    return EpisodeReply(
-        records={name: getattr(episode, name) for name in RECORDED},
-        trajectory=episode.trajectory,
-        chains=[[call_key(call) for call in chain] for chain in chains],
-    )
+    if not isinstance(failure, Failure | None) or not all(isinstance(reply, EpisodeReply) for reply in replies):
+        raise TypeError("the end of a group has a failure and replies of its episodes")
+    for reply in replies:
+        for name in RECORDED:
+            _RECORDED[name].validate_python(reply.records[name], strict=True)
+    return bool(was_stopped), failure, replies
 
 
 def read_report(body: bytes | memoryview) -> tuple[Any, ...]:
@@ -135,63 +116,38 @@ def read_report(body: bytes | memoryview) -> tuple[Any, ...]:
     if kind == "ended":
         return kind, *arguments, columns
     if kind == "log":
-        return kind, logging.makeLogRecord(arguments[0])
+        return kind, logging.makeLogRecord(arguments[0] | {"args": None, "exc_info": None})  # it is formatted already
     return kind, *arguments
 
 
 @lru_cache(256)
 def _gconfig(text: str) -> GenerationHyperparameters:
-    return _GCONFIG.validate_json(text)
+    return GCONFIG.validate_json(text)
 
 
-_FIELDS: dict[type[Any], Sequence[str]] = {
-    Trajectory: ("status", *ENDED, "extras"),
-    TokenSequence: ("reward", "episode_reward", *COLUMNS),
-    Failure: tuple(Failure.__dataclass_fields__),
-    ProcessRecord: tuple(ProcessRecord.__dataclass_fields__),
-    EpisodeStatus: ("value",),
-    FailureKind: ("value",),
+_COLUMN_KINDS = {"input_ids": "iu", "loss_mask": "b", "logprobs": "f", "versions": "iu", "token_rewards": "f"}
+"""Kinds of numbers in each array of a sequence, as ``numpy.dtype.kind``."""
+_RECORDED = {name: TypeAdapter(hint) for name, hint in get_type_hints(Recorded).items()}
+_Number = float | int
+_Array = np.ndarray | None
+FIELDS: dict[type[Any], dict[str, Any]] = {
+    EpisodeReply: {"records": dict, "trajectory": Trajectory | None, "chains": list},
+    Trajectory: {
+        **{"status": EpisodeStatus, "member_idx": int, "reward": _Number | None, "has_loss_mask": bool},
+        **{"failure": Failure | None, "sequences": list, "extras": dict},
+    },
+    TokenSequence: {"reward": _Number | None, "episode_reward": _Number | None, **dict.fromkeys(_COLUMN_KINDS, _Array)},
+    Failure: get_type_hints(Failure),
+    ProcessRecord: get_type_hints(ProcessRecord) | {"command": list, "seconds": _Number},
+    EpisodeStatus: {"value": str},
+    FailureKind: {"value": str},
 }
-_TYPES = {cls.__name__: (cls, fields) for cls, fields in _FIELDS.items()}
-_JSON = {type(None), bool, int, float, str}
-
-
-def to_plain(value: Any, columns: Columns) -> Any:
-    """Return ``value`` as JSON values, with its arrays added to ``columns``: a list has the kind of what it stands for
-    before the content. TypeError for what no process can send."""
-    kind = type(value)
-    if kind in _FIELDS:
-        return [kind.__name__, *_plain_parts([getattr(value, name) for name in _FIELDS[kind]], columns)]
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        columns.append(value.tobytes())
-        return ["array", len(columns) - 1, value.dtype.str, value.shape]
-    if isinstance(value, list | tuple):
-        return ["list" if isinstance(value, list) else "tuple", *_plain_parts(value, columns)]
-    if isinstance(value, dict):
-        return ["dict", *[["tuple", *_plain_parts(item, columns)] for item in value.items()]]
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes):
-        columns.append(value)
-        return ["bytes", len(columns) - 1]
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        columns.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return ["tensor", len(columns) - 1, str(value.dtype).removeprefix("torch."), value.shape]
-    raise TypeError(
-        f"the workflow's dict holds a {kind.__name__}, which a worker cannot send: return tensors, arrays, numbers, "
-        "texts, and lists and dicts of them, or set rollout.workers: 1"
-    )
-
-
-def _plain_parts(values: Iterable[Any], columns: Columns) -> list[Any]:
-    return [value if type(value) in _JSON else to_plain(value, columns) for value in values]  # a call costs more
+"""What is sent of each type: its fields, and the type that a worker's must have, as the run counts on them."""
+_TYPES = {cls.__name__: (cls, fields) for cls, fields in FIELDS.items()}
 
 
 def from_plain(plain: Any, columns: ReadColumns) -> Any:
-    """Return the value of :func:`to_plain`."""
+    """Return the value of ``reports.to_plain``; a TypeError or ValueError if a worker did not make it so."""
     if not isinstance(plain, list):
         return plain
     kind, *content = plain
@@ -206,7 +162,13 @@ def from_plain(plain: Any, columns: ReadColumns) -> Any:
     parts = [from_plain(part, columns) if isinstance(part, list) else part for part in content]
     if kind in _TYPES:
         cls, fields = _TYPES[kind]
-        return cls(**dict(zip(fields, parts, strict=True)))
+        values = dict(zip(fields, parts, strict=True))
+        for name, value in values.items():
+            if not isinstance(value, fields[name]):
+                raise TypeError(f"{kind}.{name} of a worker is {value!r:.80}")
+            if isinstance(value, np.ndarray) and (value.ndim != 1 or value.dtype.kind not in _COLUMN_KINDS[name]):
+                raise TypeError(f"{kind}.{name} of a worker is {value.dtype} of {value.ndim} dimensions")
+        return cls(**values)
     return {"list": list, "tuple": tuple, "dict": dict}[kind](parts)
 
 

@@ -24,7 +24,7 @@ from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, TokenPrefix
 from areal_lite.api.shared_resources import SharedResources
-from areal_lite.api.trajectory import EpisodeStatus
+from areal_lite.api.trajectory import RECORDED, EpisodeStatus
 from areal_lite.errors import ServerError
 from areal_lite.processes.channel import MAX_MESSAGE, BrokenMessageError
 from areal_lite.processes.child_process import ChildProcess, PickledObject, start_python
@@ -44,6 +44,7 @@ START_S = 120.0
 CLOSE_S = 10.0  # seconds for a worker to close what its episodes shared
 UNREAD_S = 1.0  # seconds to read what a process that has ended sent
 _MAX_WORKFLOWS = 64  # workflows that a worker keeps loaded
+_MAX_EPISODES = 100_000  # episodes of a group, as a worker numbers them
 
 
 class WorkerGroup:
@@ -58,6 +59,8 @@ class WorkerGroup:
 
     def member(self, member_idx: int) -> Episode:
         """Return an episode; a workflow may run more of them than were drawn."""
+        if not 0 <= member_idx < _MAX_EPISODES:  # the process runs users' code and chooses the number
+            raise BrokenMessageError(f"a worker reports of episode {member_idx} of a group")
         while len(self._episodes) <= member_idx:
             self._episodes.append(Episode(member_idx=len(self._episodes), seed_name=self._episodes[0].seed_name))
         return self._episodes[member_idx]
@@ -75,8 +78,8 @@ class WorkerGroup:
         """Take over what its episodes left; none if the worker died."""
         for member_idx, reply in enumerate(replies):
             episode, trajectory = self.member(member_idx), reply.trajectory
-            for name, value in reply.records.items():
-                setattr(episode, name, value)
+            for name in RECORDED:
+                setattr(episode, name, reply.records[name])
             if trajectory is None:
                 continue
             unfinished = trajectory.status in (EpisodeStatus.FAILED, EpisodeStatus.CANCELLED)

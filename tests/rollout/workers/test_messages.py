@@ -18,7 +18,8 @@ from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.processes.channel import BrokenMessageError, decode_reply, encode_reply
-from areal_lite.rollout.workers.messages import Place, pack_call, pack_end, read_end, read_report
+from areal_lite.rollout.workers.messages import Place, read_end, read_report
+from areal_lite.rollout.workers.reports import pack_call, pack_end
 from tests.api.test_trajectory import check_paths
 from tests.api.test_turn_tree import as_interactions, as_rows, conversation_ids, conversations, sequences
 
@@ -104,6 +105,12 @@ def test_a_call_arrives_with_its_sampling_parameters(place: Place | None) -> Non
     assert where == ["generate", 1, None, 0]
     assert arrived == replace(call, input_ids=[5, 6, 7], on_tokens=None)
     assert streams and place_there == (place and [*place])
+
+
+def test_a_log_record_of_a_worker_is_its_text_and_formats_nothing() -> None:
+    record = {"name": "x", "levelno": 30, "msg": "%1000000000d", "args": [1], "exc_info": [1, 2, 3]}
+    _, read = read_report(encode_reply(["log", record]))
+    assert (read.getMessage(), read.args, read.exc_info) == ("%1000000000d", None, None)
 
 
 def test_a_report_that_is_no_message_is_refused() -> None:

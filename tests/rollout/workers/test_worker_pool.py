@@ -8,8 +8,10 @@ import json
 import logging
 import os
 import pickle
+import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,19 +20,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from areal_lite.api import EpisodeStatus, InferenceEngineConfig, ModelRequest
 from areal_lite.api.episode_context import Episode, EpisodeContext
-from areal_lite.api.failure import FailureKind
+from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.shared_resources import SharedResources
-from areal_lite.api.trajectory import Group
+from areal_lite.api.trajectory import Group, TokenSequence, Trajectory
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.processes import child_process
-from areal_lite.processes.channel import read_message
+from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject, pickled_object
 from areal_lite.rollout import garbage_collection, workflow_context
 from areal_lite.rollout.episodes import group_runner
@@ -38,12 +41,13 @@ from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from areal_lite.rollout.workers import worker as workers
 from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, read_end, read_report, request
+from areal_lite.rollout.workers.reports import pack_end
 from areal_lite.rollout.workers.worker_process import WorkerProcess
 from tests.agents.isolated_agents import AsyncAgent, OneConversation, RecordingAgent
 from tests.agents.scripted_engine import tokenizer
 from tests.rollout.episodes.test_partial_rollout import hold, let_go
 from tests.rollout.scripted import on_a_loop, until
-from tests.rollout.worker_episodes import Judged, OutOfReach, Scripted, number_of_tokens
+from tests.rollout.worker_episodes import Hostile, Judged, OutOfReach, RunsCode, Scripted, number_of_tokens
 from tests.stub_server import StubThread, answer_tokens
 
 StartStub = Callable[..., StubThread]
@@ -675,6 +679,87 @@ def test_a_message_waits_until_it_is_read(line: Line) -> None:
         sent = thread.submit(line.process._send, "said", " " * 10_000_000)
         assert len(line.next()[1]) == 10_000_000
         sent.result(20)
+
+
+def spread(head: Any, sizes: list[int], content: bytes) -> bytes:
+    """Return a message whose columns have those sizes."""
+    text = json.dumps([head, sizes]).encode()
+    return framed(text) + content
+
+
+CALL = ["rid", "{}", 0, None, False, None]
+HOSTILE = {
+    "a pickle": None,
+    "no reply": b"\x00" * 100,
+    "a method that is no report": encode_reply(["_finish"]),
+    "a kind that is no text": encode_reply([["ended"], 0]),
+    "one episode too many for memory": encode_reply(["generate", 1, 0, 10**12, CALL], [b""]),
+    "an episode before the first": encode_reply(["generate", 1, 0, -1, CALL], [b""]),
+    "one column many times": spread(["log", {"name": "x", "levelno": 10}], [2**20, -(2**20)] * 5_000, bytes(2**20)),
+    "the end of another's group": encode_reply(["ended", 7, {}, None]),
+    "counts that are texts": encode_reply(["ended", 0, {"calls": "many"}, ["tuple", False, None, ["list"]]]),
+    "more than fits": struct.pack("!Q", 2**62),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_message_is_an_error_of_its_worker_and_never_code(
+    name: str, start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(workers, "CLOSE_S", 0.2)
+    engine = start_engine(start_stub(), workers=2, faults={"episode_timeout_s": 60.0})
+    body = HOSTILE[name]
+    body = pickle.dumps(RunsCode(tmp_path / "mark")) if body is None else body
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    group, other = engine.rollout_batch([{"body": body}, {}], Hostile)
+    assert (group.status, other.status) == ("failed", "accepted")
+    assert group.failure is not None and group.failure.kind is FailureKind.WORKER
+    assert not (tmp_path / "mark").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
+    assert [each.status for each in engine.rollout_batch([{}] * 2, Hostile)] == ["accepted"] * 2
+
+
+def with_wrong(**changes: Any) -> Episode:
+    """Return an episode with one sequence, in which values have another type than the run counts on."""
+    ids, mask = np.ones(3, np.int32), np.array([False, True, True])
+    sequence = TokenSequence(input_ids=ids, loss_mask=mask, logprobs=np.zeros(3, np.float32), reward=1.0)
+    episode = Episode(trajectory=Trajectory(status=EpisodeStatus.ACCEPTED, sequences=[sequence], reward=1.0))
+    for name, value in changes.items():
+        owner = next(each for each in (episode, sequence, episode.trajectory) if hasattr(each, name))
+        setattr(episode.trajectory if name == "reward" else owner, name, value)
+    return episode
+
+
+WRONG_PARTS: dict[str, dict[str, Any]] = {
+    "counts": {"counts": {"forks": "many"}},
+    "facts": {"reward_extra": {"why": [1]}},
+    "scalars": {"scalars": [("rollout/x", "y")]},
+    "processes": {"processes": [5]},
+    "no list of sequences": {"sequences": 5},
+    "no sequence": {"sequences": [5]},
+    "status": {"status": "accepted"},
+    "reward": {"reward": "1"},
+    "failure": {"failure": "broken"},
+    "failure's text": {"failure": Failure(FailureKind.AGENT, "E", None)},  # type: ignore[arg-type]
+    "a mask of numbers": {"loss_mask": np.zeros(3, np.int32)},
+    "ids of two dimensions": {"input_ids": np.ones((3, 2), np.int32)},
+    "ids that are texts": {"input_ids": np.array(["a", "b", "c"])},
+    "log-probs of another length": {"logprobs": np.zeros(2, np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", ["", *WRONG_PARTS])
+@on_a_loop
+async def test_an_episode_of_a_worker_has_the_types_that_the_run_counts_on(name: str) -> None:
+    worker, episode = a_worker(), Episode()
+    worker.groups[3] = group = workers.WorkerGroup(3, EpisodeContext(episodes=[episode]))
+    end, columns = pack_end(False, None, [with_wrong(**WRONG_PARTS.get(name, {}))])
+    report = read_report(encode_reply(["ended", 3, {}, end], columns))
+    worker._on_ended(*report[1:])
+    was_stopped, failure = group.end.result()
+    assert (was_stopped, failure and failure.kind) == (False, FailureKind.OUTPUT if name else None)
+    assert (episode.trajectory is None) == bool(name)
+    assert not episode.counts and not episode.processes and not episode.scalars
 
 
 def a_worker(shared: SharedResources | None = None) -> workers.Worker:

@@ -1,0 +1,73 @@
+"""The end of a process that trains as one of several ranks, without the interpreter's last part.
+
+Torch's process groups run threads in C++, and the code around them takes the GIL. ``destroy_process_group`` only
+forgets a group of gloo's: whatever still refers to it keeps its threads (``pt_gloo_runloop``, ``gloo_tcp_loop``), such
+as the device mesh of a sharded model, a cycle, or the frames of an error. The interpreter ends by taking objects and
+C++ state apart under those threads, and now and then that aborts a rank whose work is done ("terminate called without
+an active exception", exit code -6), and with it the run. No order of destruction rules it out, as others may refer to
+groups too.
+
+So a rank does all that the interpreter does for users' and third parties' code, in its order: it waits for threads,
+calls what is registered with ``atexit`` (logging, trackers, pools) and writes what is buffered. Then it leaves at
+once, and its memory, sockets and GPU go to the system. ``multiprocessing`` ends its children in the same way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from areal_lite.runs.stopping import stopping_signal
+
+
+def is_rank() -> bool:
+    """Return whether this process is one of several ranks, as torchrun starts them."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def end_with(program: Callable[[], int]) -> NoReturn:
+    """Run the program of this process and end with the exit code that it returns, as ``sys.exit(program())`` does."""
+    code: Any
+    try:
+        code = program()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # a signal as the program ends
+        traceback.print_exc()
+        code = 128 + number if (number := stopping_signal()) else 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    end_rank(code or 0)
+
+
+def end_rank(code: int) -> NoReturn:
+    """End this process with an exit code; for programs of your own too. Nothing of them runs afterwards."""
+    try:
+        for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+            with contextlib.suppress(BaseException):  # as at the interpreter's end; a signal ends the step it meets
+                step()
+    finally:
+        os._exit(code & 0xFF)
+
+
+def _flush() -> None:
+    """Write what files, the standard streams and C code hold in buffers; a file that cannot be written is left."""
+    gc.unfreeze()  # what was loaded with torch is hidden from the line below
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    files = [each for each in gc.get_objects() if issubclass(type(each), kinds)]  # isinstance may run users' code
+    files.sort(key=lambda file: not isinstance(file, io.TextIOWrapper))  # texts first: they write into the others
+    for file in (sys.stdout, sys.stderr, *files):
+        with contextlib.suppress(Exception):
+            if not file.closed and file.writable():
+                file.flush()
+    ctypes.CDLL(None).fflush(None)
