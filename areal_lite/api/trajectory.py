@@ -292,10 +292,6 @@ class Trajectory(Recorded):
         return sum(len(turn.ids) for turn in self.turns if turn.role is TurnRole.ASSISTANT)
 
 
-ENDED = ("member_idx", "reward", "has_loss_mask", "failure", "sequences")
-"""Fields of a trajectory, beside its status, that say how its episode ended."""
-
-
 def _range_of(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
     if len(ranges) == 1:
         return ranges[0]

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
-from areal_lite.api.trajectory import COLUMNS, ENDED, RECORDED, EpisodeStatus, Group, TokenSequence, Trajectory, Turn
+from areal_lite.api.trajectory import COLUMNS, RECORDED, EpisodeStatus, Group, TokenSequence, Trajectory, Turn
 from areal_lite.api.turn_tree import link_turns, turn_sources
 
 File = tuple[str, str, bytes]  # folder and name of a file, and its group; see pack_group
@@ -34,7 +34,7 @@ _GROUP = (
     *("task_id", "group_id", "rejection", "is_eval", "start_version"),
     *("queued_s", "run_s", "finished_at", "trajectories"),
 )
-_TRAJECTORY = *ENDED, *RECORDED
+_TRAJECTORY = "member_idx", "reward", "has_loss_mask", "failure", "sequences", *RECORDED
 _CALL = (
     *("output_tokens", "output_logprobs", "output_versions"),
     *("stop_reason", "latency", "started", "rid", "server"),
