@@ -449,7 +449,9 @@ def test_a_stream_without_top_log_probs_asks_for_none_and_its_receiver_may_fail(
 
 
 def test_an_aborted_answer_without_tokens_needs_no_prompt_count() -> None:
-    stream_of([]).feed(event_of(finish="abort", prompt_tokens=0, id="r"))
+    stream = stream_of([])
+    stream.feed(event_of(finish="abort", prompt_tokens=0, id="r"))
+    assert stream.chunk().tokens == []
 
 
 @pytest.mark.parametrize(("incremental", "last"), [(True, 6), (True, 5), (False, 6)])
