@@ -42,9 +42,9 @@ def test_samples_follow_the_renormalised_distribution_of_the_kept_ids(
 ) -> None:
     expected = torch.zeros(4)
     expected[support] = torch.tensor(PROBABILITIES)[support]
-    frequencies = draw(torch.tensor(PROBABILITIES).log(), 20_000, **params)
+    frequencies = draw(torch.tensor(PROBABILITIES).log(), 5_000, **params)
     assert set(frequencies.nonzero()[:, 0].tolist()) == set(support)
-    torch.testing.assert_close(frequencies, expected / expected.sum(), atol=0.015, rtol=0)
+    torch.testing.assert_close(frequencies, expected / expected.sum(), atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_penalties_and_biases_change_the_choice_and_not_the_logprobs(
             seed=seed,
             output_ids=[0, 2],
         )
-        for seed in range(20_000)
+        for seed in range(5_000)
     ]
     sampled = sample(logits.expand(len(requests), -1), requests, frozenset())
     frequencies = torch.bincount(torch.tensor(sampled.tokens), minlength=4) / len(requests)
     wanted = ((logits + torch.tensor(expected)) / 0.8).softmax(-1)
-    torch.testing.assert_close(frequencies, wanted, atol=0.015, rtol=0)
+    torch.testing.assert_close(frequencies, wanted, atol=0.03, rtol=0)
     plain = (logits / 0.8).log_softmax(-1)
     torch.testing.assert_close(torch.tensor(sampled.logprobs), plain[sampled.tokens])
 

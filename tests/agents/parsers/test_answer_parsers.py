@@ -40,7 +40,7 @@ def parser_of(name: str, reasoning: str = "none") -> AnswerParser:
 
 
 @pytest.mark.parametrize("family_name", [name for name in TOOL_FAMILIES if name != "smollm2"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_calls_rendered_by_a_template_are_parsed_back(family_name: str, data: st.DataObject) -> None:
     family = TOOL_FAMILIES[family_name]
@@ -62,7 +62,7 @@ def test_calls_rendered_by_a_template_are_parsed_back(family_name: str, data: st
     assert (parsed.content.strip(), parsed.reasoning, parsed.unparsable) == (content, "", False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(drawn=st.lists(calls, min_size=1, max_size=3), before=st.booleans())
 def test_function_tags_and_fences_are_parsed_back(drawn: list[tuple[str, Any]], before: bool) -> None:
     tools = [tool(*call) for call in drawn]
@@ -177,7 +177,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14), thinking=st.booleans())
 def test_no_text_fails_and_what_is_streamed_is_the_beginning_of_the_content(
     name: str, pieces: list[str], thinking: bool

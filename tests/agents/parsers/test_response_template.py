@@ -149,7 +149,7 @@ FRAGMENTS = [
 
 @pytest.mark.parametrize("spec", [QWEN, QWEN_CODER], ids=["json", "xml"])
 @pytest.mark.parametrize("prefill", ["", "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_no_text_fails_and_what_is_streamed_is_the_plain_answer(spec: Any, prefill: str, data: st.DataObject) -> None:
     parser = parser_of(spec)

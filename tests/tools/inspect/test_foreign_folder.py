@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -89,17 +90,19 @@ def command(name: str, run: Path) -> list[str]:
     return [name.split()[0], str(run), *READERS[name]]
 
 
-def in_time(run: Path) -> dict[str, str]:
-    """Run every command in a process that is killed if one of them waits for ever; return what each one said."""
+def in_time(runs: list[Path]) -> dict[str, list[str]]:
+    """Run every command on each folder, in a process that is killed if one waits for ever; return their words."""
     code = (
         "import json, sys\nfrom areal_lite.cli.main import main\nsys.stderr = sys.stdout\n"
         "for arguments in json.loads(sys.argv[1]):\n    print('exit code', main(arguments), end='\\0', flush=True)"
     )
-    commands = json.dumps([command(name, run) for name in READERS])
+    commands = json.dumps([command(name, run) for name in READERS for run in runs])
     done = subprocess.run(
         [sys.executable, "-c", code, commands], stdout=subprocess.PIPE, text=True, timeout=3 * SECONDS
     )
-    return dict(zip(READERS, done.stdout.split("\0")[:-1], strict=True))
+    said = done.stdout.split("\0")[:-1]
+    assert len(said) == len(READERS) * len(runs), said[-1:]
+    return {name: said[place * len(runs) : (place + 1) * len(runs)] for place, name in enumerate(READERS)}
 
 
 # -- code
@@ -222,19 +225,21 @@ FILES = (
 
 
 @pytest.mark.timeout(4 * SECONDS)
-@pytest.mark.parametrize("plant", [fifo, endless, link_out, sparse])
-def test_nothing_waits_for_or_follows_what_is_not_a_file_of_the_folder(
-    plant: Callable[[Path], None], run: Path, tmp_path: Path
-) -> None:
-    for name in FILES:
-        (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).unlink(missing_ok=True)
-        plant(run / name)
-    if plant is not sparse:  # a whole line before what must not be read
-        write(run / "rollout/0/8.jsonl", line(8))
-    said = in_time(run)
-    assert not any("PLANTED" in text or "Traceback" in text for text in said.values()), said
-    assert "not read: config.yaml" in said["verify"] and said["verify"][-1] in "12", said["verify"]
+def test_nothing_waits_for_or_follows_what_is_not_a_file_of_the_folder(run: Path) -> None:
+    runs = []
+    for plant in (fifo, endless, link_out, sparse):
+        runs.append(run.parent / plant.__name__)
+        shutil.copytree(run, runs[-1])
+        for name in FILES:
+            place = runs[-1] / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.unlink(missing_ok=True)
+            plant(place)
+        if plant is not sparse:  # a whole line before what must not be read
+            write(runs[-1] / "rollout/0/8.jsonl", line(8))
+    said = in_time(runs)
+    assert not any("PLANTED" in text or "Traceback" in text for texts in said.values() for text in texts), said
+    assert all("not read: config.yaml" in text and text[-1] in "12" for text in said["verify"]), said["verify"]
     secrets = [path.read_text() for path in Path.cwd().parent.glob("secret*")]
     assert all(json.loads(text)["task_id"] == 666 for text in secrets)
 

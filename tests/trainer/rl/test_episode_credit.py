@@ -168,7 +168,7 @@ WHOLE_EPISODES = sorted(set(ESTIMATORS) - NEEDS_MORE)
 
 
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=lambda changes: ",".join(map(str, changes.values()))[:60])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(drawn=batches(), small=st.booleans())
 def test_no_objective_depends_on_how_an_episode_is_cut(
     tiny: Path, changes: dict[str, Any], drawn: tuple[list[Group], list[Group], int], small: bool
@@ -177,7 +177,7 @@ def test_no_objective_depends_on_how_an_episode_is_cut(
 
 
 @pytest.mark.parametrize("name", WHOLE_EPISODES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(drawn=batches())
 def test_no_episode_estimator_depends_on_how_an_episode_is_cut(
     tiny: Path, name: str, drawn: tuple[list[Group], list[Group], int]
@@ -222,7 +222,7 @@ def test_gae_runs_through_the_branches_of_a_fork_in_their_order(tiny: Path) -> N
         assert not same or first[0] == pytest.approx(1.0, abs=1e-5)  # the reward
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(drawn=batches(), place=st.sampled_from(["loss", "reward"]))
 def test_entropy_and_kl_terms_do_not_depend_on_how_an_episode_is_cut(
     tiny: Path, drawn: tuple[list[Group], list[Group], int], place: str
@@ -243,7 +243,7 @@ def test_entropy_and_kl_terms_do_not_depend_on_how_an_episode_is_cut(
 # -- groups and DataProto ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(drawn=batches(), name=st.sampled_from(["grpo", "remax", "turn_grpo", "turn_returns"]))
 def test_a_data_proto_of_groups_trains_bit_for_bit_like_the_groups(
     tiny: Path,

@@ -335,7 +335,7 @@ def test_the_axes_name_every_loss_and_estimator() -> None:
 choices = st.fixed_dictionaries({name: st.sampled_from(options) for name, options in AXES.items()})
 
 
-@settings(max_examples=60, derandomize=True, database=None, phases=[Phase.generate])  # to shrink would take minutes
+@settings(max_examples=40, derandomize=True, database=None, phases=[Phase.generate])  # to shrink would take minutes
 @given(choice=choices, seed=st.integers(0, 999))
 def test_a_step_is_that_of_the_naive_reference(tiny: Path, choice: Choice, seed: int) -> None:
     assume(agrees(tiny, choice, seed))
