@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM: the first asks the command to stop, the second ends the process.
 
-A process that does not stop in time prints its stack. What stopping means for a run is in
+A process that does not stop in time prints the stacks of its threads and tasks. What stopping means for a run is in
 :mod:`areal_lite.runs.stopping`.
 """
 
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+from areal_lite.cli.task_stacks import task_stacks
 from areal_lite.runs.stopping import ask_to_stop, is_finishing, stop_for
 
 STOP_SECONDS = 11.0
@@ -58,6 +59,7 @@ def _watch(watched: socket.socket, waker: socket.socket) -> None:
             if not shown:
                 print(f"still running after {STOP_SECONDS:g} s, here:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(_STDERR)
+                print(task_stacks(), file=sys.stderr, flush=True)
                 shown = True
             if not is_finishing():
                 print(f"not stopped after {STOP_SECONDS:g} s: ending here", file=sys.stderr, flush=True)
