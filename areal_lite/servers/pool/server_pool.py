@@ -97,12 +97,12 @@ class Server:
         """It gets no requests until it is repaired."""
         return self.state in ("down", "behind")
 
-    def say_once(self, text: str) -> None:
-        """Log the first of each form of what no change of state tells, such as a bad reply that was asked for again."""
+    def say_once(self, text: str, level: int = logging.INFO) -> None:
+        """Log the first of each form of what changes no state, such as a bad reply that is asked for again."""
         form = re.sub(r"(?s)(?<!HTTP )\b\d+|['\"].*", "", text)  # numbers and quotes differ, but not a status
         if form not in self.said_once and len(self.said_once) < MAX_REPORTED:
             self.said_once.add(form)
-            logger.info("server %s %s", self.url, text)
+            logger.log(level, "server %s %s", self.url, text)
 
     def metrics(self) -> dict[str, float]:
         latencies = sorted(self.latencies) or [0.0]
@@ -231,13 +231,11 @@ class ServerPool:
         server.last_failure = reason
         server.unhealthy = True
         enough = server.failures >= max(FAILURES_TO_OPEN, server.outstanding // REQUESTS_PER_FAILURE)
-        if server.state == "down":
+        if server.state == "down" or not (at_once or server.state == "trial" or enough):
+            server.say_once(f"{reason}; such requests are sent again")
             return False
-        if at_once or server.state == "trial" or enough:
-            self.rest(server, reason)
-            return True
-        server.say_once(f"{reason}; such requests are sent again")
-        return False
+        self.rest(server, reason)
+        return True
 
     def rest(self, server: Server, reason: str) -> None:
         """Send no requests until it has answered a probe, after a longer time for each rest in a row."""
