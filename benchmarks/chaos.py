@@ -92,7 +92,7 @@ NAMED_BY = {
     "block": "blocks the event loop",
     "raise": "KeyError",
     "exit": "SystemExit",
-    "cancel itself": "cancelled itself",
+    "cancel itself": "CancelledError",
     "hang": "episode_timeout_s",
     "swallow": "episode_timeout_s",
 }
@@ -376,7 +376,9 @@ class Chaos:
 
     def _disturb(self, server: ServerProcess, kind: str, seconds: float) -> None:
         now = time.time()
-        if kind in ("kill", "partition") or seconds >= STOP_S:
+        if (
+            kind == "kill" or (kind == "partition" and seconds >= 1) or seconds >= STOP_S
+        ):  # the rest is too short to see
             self.causes.append(Cause(kind, f"http://127.0.0.1:{server.port}", now, now + seconds))
         if kind in ("kill", "stop"):
             server.away = True

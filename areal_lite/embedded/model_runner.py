@@ -209,5 +209,5 @@ def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
             f"{model_path} is a {config.model_type} model with {unsupported}: the embedded server computes full "
             "attention and sliding windows. Serve it with SGLang or vLLM instead."
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype)  # nosec B615 # a folder
+    model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype, use_safetensors=True)  # nosec B615 # a folder
     return model.to(device).eval().requires_grad_(False)
