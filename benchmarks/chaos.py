@@ -435,6 +435,18 @@ def read_lines(path: Path) -> list[Any]:
     return [orjson.loads(line) for line in lines[:-1] if line]
 
 
+def read_misdeeds(path: Path) -> dict[Any, tuple[int, str]]:
+    """Return member and misdeed by task id. A trainer that starts uses the ids again that its killed predecessor did
+    not dump."""
+    misdeeds: dict[Any, tuple[int, str]] = {}
+    for task_id, member, do in read_lines(path):
+        if do == "start":
+            misdeeds = {known: each for known, each in misdeeds.items() if known < task_id}
+        else:
+            misdeeds[task_id] = (member, do)
+    return misdeeds
+
+
 def read_dumps(folder: Path, misdeeds: dict[Any, tuple[int, str]]) -> dict[str, Any]:
     """Return what the dump says: groups by their end, twins, episodes that the infrastructure lost, tokens of those
     that misbehaved, and which misdeeds it names."""
@@ -550,7 +562,7 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
     summary = trainer.summary
     assert summary is not None
     journal, rolled_back = read_lines(folder / "journal.jsonl"), read_lines(folder / "rolled_back.jsonl")
-    misdeeds = {task_id: (member, do) for task_id, member, do in read_lines(folder / "misdeeds.jsonl")}
+    misdeeds = read_misdeeds(folder / "misdeeds.jsonl")
     dump = read_dumps(folder / "runs", misdeeds)
     trained = [number for step in journal for _, number in step["groups"]]
     trained_ids = [task_id for step in journal for task_id, _ in step["groups"]]

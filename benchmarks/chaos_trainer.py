@@ -282,6 +282,7 @@ def main(folder: Path) -> None:
     config = InferenceEngineConfig(fileroot=str(folder / "runs"), **settings["rollout"])
     uvloop.new_event_loop().close()  # the first one of a process opens files that stay open
     files, first_id = open_files(), next_task_id(config.run_dir)
+    os.write(misdeeds, json.dumps([first_id, -1, "start"]).encode() + b"\n")
     engine = RemoteInfEngine(config).initialize()
     tasks = count_tasks(engine)
     memory = _train(engine, source, journal, orders, ToolAgent(orders, misdeeds, settings["grace_s"]))

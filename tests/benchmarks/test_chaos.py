@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import chaos
-from benchmarks.chaos import Cause, capacity_s, effective_s, log_lines, read_dumps, unnamed_causes
+from benchmarks.chaos import Cause, capacity_s, effective_s, log_lines, read_dumps, read_misdeeds, unnamed_causes
 from benchmarks.chaos_trainer import Orders
 
 URL = "http://127.0.0.1:4000"
@@ -54,6 +54,12 @@ def test_a_cause_is_named_by_the_lines_of_its_own_server_in_its_time() -> None:
 def test_a_log_is_read_by_time_and_text(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("12 3.250 WARNING server a is down: x\nTraceback\n12 4.5 INFO b\n")
     assert log_lines(tmp_path / "log") == [(3.25, "server a is down: x"), (4.5, "b")]
+
+
+def test_misdeeds_of_ids_that_a_resumed_trainer_uses_again_do_not_count(tmp_path: Path) -> None:
+    lines = [[0, -1, "start"], [3, 1, "raise"], [7, 0, "exit"], [5, -1, "start"], [6, 2, "hang"]]
+    (tmp_path / "misdeeds").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert read_misdeeds(tmp_path / "misdeeds") == {3: (1, "raise"), 6: (2, "hang")}
 
 
 def test_a_dump_names_a_misdeed_by_the_error_of_its_own_episode(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_links_tests_and_functions_in_documentation_exist(path):
     for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
         source = file if (REPOSITORY / file).exists() else f"areal_lite/{file}"
         assert re.search(rf"(def|class) {name}\b", (REPOSITORY / source).read_text()), f"{file}::{name}"
-    for name in re.findall(r"`(?:::)?(test_\w+)`", text):
+    for name in re.findall(r"`(?:::)?(test_(?:\w+_){3}\w+)`", text):
         assert name in names_of_tests(), name
 
 
