@@ -32,7 +32,7 @@ from areal_lite.api import (
     RolloutWorkflow,
 )
 from areal_lite.api.trajectory import Group
-from areal_lite.cli.task_stacks import task_stacks
+from areal_lite.cli.stop_signals import task_stacks
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.rollout import workflow_context

@@ -6,15 +6,19 @@ A process that does not stop in time prints the stacks of its threads and tasks.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
+import gc
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
-from areal_lite.cli.task_stacks import task_stacks
 from areal_lite.runs.stopping import ask_to_stop, is_finishing, stop_for
 
 STOP_SECONDS = 11.0
@@ -71,3 +75,17 @@ def _next_signal(watched: socket.socket) -> int:
     while (number := watched.recv(1)[0]) not in (signal.SIGINT, signal.SIGTERM):
         pass
     return number
+
+
+def task_stacks() -> str:
+    """Return the stack of each asyncio task of this process, outermost call first, equal ones once with their number;
+    for any thread."""
+    tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
+    stacks = Counter("".join(_calls(task.get_coro())) for task in tasks)
+    return "\n".join(f"{count} x\n{stack}" for stack, count in stacks.most_common())
+
+
+def _calls(awaited: Any) -> Iterator[str]:
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        yield f"  {frame.f_code.co_qualname} at {frame.f_code.co_filename}:{frame.f_lineno}\n"
+        awaited = awaited.cr_await

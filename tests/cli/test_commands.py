@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.cli.main import main
-from areal_lite.cli.task_stacks import task_stacks
+from areal_lite.cli.stop_signals import task_stacks
 
 CONFIG = """\
 experiment_name: exp
