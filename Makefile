@@ -90,6 +90,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/structure.py
+	$(BIN)/bandit -q -ll -r areal_lite workflows examples
 
 format: install
 	$(BIN)/ruff check --fix .

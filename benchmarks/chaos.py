@@ -11,7 +11,10 @@ with a tool between them; a seed decides their lengths and every fault:
 - of the trainer: killed and resumed from its checkpoint, a slow disk under the dumps
 - of episodes: raise, SystemExit, cancel themselves, hang, swallow their cancellation, leak a task, block the event loop
 
-Before and after the faults the same run goes undisturbed, which measures its speed without them.
+Before and after the faults the same run goes undisturbed, which measures its speed without them. From that comes the
+effective training time: the seconds in which an undisturbed run would have trained the tokens that were kept, as a
+share of all seconds (RobustRL, arXiv:2512.22492), and of the seconds that the faults left. The log must name each fault
+that a request or an episode met (``NAMED_BY``).
 
     python benchmarks/chaos.py [--smoke | --episodes 100000] [--seed 1]
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import queue
 import random
 import re
@@ -39,7 +43,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -54,8 +58,64 @@ QUIET_SHARE = 0.1
 """Share of the groups before the faults, and again after them."""
 RESTART_S = 1.0
 """Seconds for which a killed server stays away."""
+STOP_S = 15.0
+"""Seconds for which a server is stopped: longer than it takes to tell a hung server from a slow one."""
+PATIENCE_S = 120.0
+"""Seconds without an ended group after which the run counts as hung."""
+NOTICE_S = 15.0
+"""Seconds in which the log must say that a server is out."""
 LASTING = ("kill", "stop", "503", "429", "stays old", "partition", "slow disk", "kill trainer")
 """Faults that last; each round has all of them in a random order."""
+
+NAMED_BY = {
+    "reset": "ServerDisconnectedError|Connection reset",
+    "500": "HTTP 500",
+    "truncated": "payload is not completed",
+    "garbage": "not JSON",
+    "lengths": "output_ids that differ",
+    "nan": "log-probs that are not numbers",
+    "vocabulary": "not in the vocabulary",
+    "empty": "no tokens, with the finish reason",
+    "long": "tokens for a request of at most",
+    "newer": "tokens of version",
+    "flood": "a reply of more than",
+    "other id": "the answer to another request",
+    "other prompt": "prompt tokens instead of",
+    "first newer": "tokens of version",
+    "negative version": "the weight version '",
+    "fraction": "the weight version 3.7",
+    "30 digits": "the weight version '",
+    "overflow": "log-probs that are not finite",
+    "503": "HTTP 503",
+    "429": "HTTP 429",
+    "stays old": "it acknowledged version",
+    "block": "blocks the event loop",
+    "raise": "KeyError",
+    "exit": "SystemExit",
+    "cancel itself": "CancelledError",
+    "hang": "episode_timeout_s",
+    "swallow": "episode_timeout_s",
+}
+"""What the log says of a server or, of an episode, its record in the dump, by the fault that it names.
+
+What fails nothing is not named: a reply that drips within its time, a disk that the queue of the dumps makes up for, a
+rejection, a task that is left behind and ends by itself. Nor is the trainer's own death, which its parent sees.
+"""
+OUT = r" is (down|behind|slow): "
+"""What the log says of a server that was killed, stopped or cut off."""
+
+
+Away = tuple[float, float]
+"""From and until when a process could not work."""
+
+
+class Cause(NamedTuple):
+    """An injected fault that the log must name: of a server, if it has an address, and between two times."""
+
+    kind: str
+    address: str = ""
+    start: float = 0.0
+    end: float = math.inf
 
 
 class ServerProcess:
@@ -64,7 +124,8 @@ class ServerProcess:
     def __init__(self, port: int, *, seed: int, tokens_per_s: float) -> None:
         self.port = port
         self.faults: Counter[str] = Counter()
-        self.replies = 0
+        self.counts: Counter[str] = Counter()
+        """Replies and tokens, see ChaosServer."""
         self.down: list[tuple[float, float]] = []
         """When it could not serve."""
         self._seed = seed
@@ -107,8 +168,8 @@ class ServerProcess:
     def count(self) -> None:
         """Add the faults that this process injected."""
         counts = self._ask()
-        self.faults.update(counts["faults"])
-        self.replies += counts["replies"]
+        self.faults.update(counts.pop("faults"))
+        self.counts.update(counts)
 
     def _ask(self, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else orjson.dumps(body)
@@ -133,6 +194,7 @@ class TrainerProcess:
         self.up = 0.0
         self.summary: dict[str, Any] | None = None
         self.down: list[tuple[float, float]] = []
+        self.stacks: str | None = None
         self._down_since: float | None = None
         self._folder = folder
         self._chaos = False
@@ -168,6 +230,14 @@ class TrainerProcess:
         self.ended_before, self.ended = self.ended_before + self.ended, 0
         self.start()
 
+    def ask_for_stacks(self) -> str:
+        """Return where its tasks wait; its threads are in its stderr."""
+        self.order(stacks=True)
+        until = time.monotonic() + 10
+        while self.stacks is None and time.monotonic() < until:
+            self.listen(0.5)
+        return self.stacks or f"it does not answer: see {self._folder}/stderr.txt"
+
     def listen(self, timeout_s: float) -> None:
         """Take in the news of at most ``timeout_s``."""
         try:
@@ -181,6 +251,7 @@ class TrainerProcess:
         if "ready" in news and self._down_since is not None:
             self.down.append((self._down_since, time.time()))
             self._down_since = None
+        self.stacks = news.get("stacks", self.stacks)
         if "done" in news:
             self.summary = news
         self.ended = news["ended"] if "step" in news and "ended" in news else self.ended
@@ -202,6 +273,8 @@ class Chaos:
         self.faults: Counter[str] = Counter()
         self.windows: dict[str, tuple[float, float]] = {}
         """Beginning and end of each phase."""
+        self.causes: list[Cause] = []
+        """Of the faults that took a server away."""
         self.recovered_s = -1.0
         self._later: list[tuple[float, Callable[[], None]]] = []
         """Ends of faults: time, function."""
@@ -259,7 +332,11 @@ class Chaos:
             self._look()
             if now != last:
                 last, changed = now, time.monotonic()
-            assert time.monotonic() < changed + 120, f"nothing has ended for 120 s, at {now} of {groups:.0f} groups"
+            if time.monotonic() > changed + PATIENCE_S:
+                where = (
+                    f"{now} of {groups:.0f} groups; the tasks of the trainer are at\n{self.trainer.ask_for_stacks()}"
+                )
+                raise SystemExit(f"nothing has ended for {PATIENCE_S:g} s, at {where}")
 
     def _look(self) -> None:
         self.trainer.listen(0.05)
@@ -290,6 +367,8 @@ class Chaos:
         sound = [server for server in self.servers if not self._is_down(server)]
         if kind in ("kill trainer", "slow disk") or not sound:
             return
+        if kind == "stop":
+            seconds = self.args.stop_s
         half = len(self.servers) // 2
         for server in self.draw.sample(sound, min(len(sound), half)) if kind == "partition" else [sound[0]]:
             self._disturb(server, kind, seconds)
@@ -297,6 +376,10 @@ class Chaos:
 
     def _disturb(self, server: ServerProcess, kind: str, seconds: float) -> None:
         now = time.time()
+        if (
+            kind == "kill" or (kind == "partition" and seconds >= 1) or seconds >= STOP_S
+        ):  # the rest is too short to see
+            self.causes.append(Cause(kind, f"http://127.0.0.1:{server.port}", now, now + seconds))
         if kind in ("kill", "stop"):
             server.away = True
             server.down.append((now, float("inf")))
@@ -352,11 +435,26 @@ def read_lines(path: Path) -> list[Any]:
     return [orjson.loads(line) for line in lines[:-1] if line]
 
 
-def read_dumps(folder: Path, misdeeds: dict[Any, str]) -> dict[str, Any]:
-    """Return what the dump says: groups by their end, twins, and episodes that the infrastructure lost."""
+def read_misdeeds(path: Path) -> dict[Any, tuple[int, str]]:
+    """Return member and misdeed by task id. A trainer that starts uses the ids again that its killed predecessor did
+    not dump."""
+    misdeeds: dict[Any, tuple[int, str]] = {}
+    for task_id, member, do in read_lines(path):
+        if do == "start":
+            misdeeds = {known: each for known, each in misdeeds.items() if known < task_id}
+        else:
+            misdeeds[task_id] = (member, do)
+    return misdeeds
+
+
+def read_dumps(folder: Path, misdeeds: dict[Any, tuple[int, str]]) -> dict[str, Any]:
+    """Return what the dump says: groups by their end, twins, episodes that the infrastructure lost, tokens of those
+    that misbehaved, and which misdeeds it names."""
     ends: Counter[str] = Counter()
     lost: Counter[str] = Counter()
-    episodes = twins = torn = 0
+    named: Counter[str] = Counter()
+    unnamed: Counter[str] = Counter()
+    episodes = twins = torn = wasted = 0
     ids: set[int] = set()
     for path in folder.rglob("rollout/*/*.jsonl"):
         if path.parts[-3] != "rollout":
@@ -370,31 +468,63 @@ def read_dumps(folder: Path, misdeeds: dict[Any, str]) -> dict[str, Any]:
         for line in lines:
             episodes += 1
             ends[line["status"]] += 1
-            do = misdeeds.get(line["task_id"])
+            member, do = misdeeds.get(line["task_id"], (-1, None))
             if line["status"] == "failed" and (line["error_kind"] == "engine" or do is None):
                 lost[f"{line['error_kind']}: {line['error'].strip().splitlines()[-1][:160]}"] += 1
-    return {"groups": ids, "episodes": episodes, "ends": dict(ends), "twins": twins, "torn": torn, "lost": lost}
+            elif member == line["member_idx"] and line["status"] != "accepted":
+                wasted += sum(len(turn["ids"]) for turn in line["turns"] if turn["role"] == "assistant")
+                if line["status"] == "failed" and do in NAMED_BY:
+                    (named if re.search(NAMED_BY[do], line["error"]) else unnamed)[do] += 1
+    return {
+        **{"groups": ids, "episodes": episodes, "ends": dict(ends), "twins": twins, "torn": torn, "lost": lost},
+        **{"wasted": wasted, "named": named, "unnamed": unnamed},
+    }
 
 
-def tokens_per_s(steps: list[dict[str, Any]], window: tuple[float, float], capacity_s: float | None = None) -> float:
-    """Return the speed at which batches came in a window, per second of ``capacity_s`` if given."""
+def unnamed_causes(causes: list[Cause], log: list[tuple[float, str]]) -> list[str]:
+    """Return the causes that no line (time, text) of the log names."""
+
+    def is_named(cause: Cause) -> bool:
+        lines = [line for line in log if not cause.address or f"server {cause.address} " in line[1]]
+        if cause.kind in NAMED_BY:
+            return any(re.search(NAMED_BY[cause.kind], text) for _, text in lines)
+        said = [text for at, text in lines if at < cause.start and re.search(r" is \w+: ", text)][-1:]  # its last state
+        said += [text for at, text in lines if cause.start <= at <= cause.end + NOTICE_S]
+        return any(re.search(OUT, text) for text in said)
+
+    return [f"{cause.kind} {cause.address}".rstrip() for cause in causes if not is_named(cause)]
+
+
+def log_lines(log: Path) -> list[tuple[float, str]]:
+    """Return time and text of each line of a trainer's log."""
+    found = (re.match(r"\d+ ([\d.]+) [A-Z]+ (.*)", line) for line in log.read_text().splitlines())
+    return [(float(match[1]), match[2]) for match in found if match]
+
+
+def tokens_per_s(steps: list[dict[str, Any]], window: tuple[float, float]) -> float:
+    """Return the speed at which batches came in a window without faults."""
     inside = [step for step in steps if window[0] <= step["time"] <= window[1]]
     if len(inside) < 2:
         return 0.0
-    if capacity_s is None:  # the first batch was begun before the window
-        capacity_s = inside[-1]["time"] - inside[0]["time"]
-        inside = inside[1:]
-    return float(sum(step["tokens"] for step in inside)) / max(capacity_s, 1e-9)
+    # the first batch was begun before the window
+    return float(sum(step["tokens"] for step in inside[1:])) / max(inside[-1]["time"] - inside[0]["time"], 1e-9)
 
 
-def capacity_s(chaos: Chaos) -> float:
-    """Return the seconds of the chaos in which servers and trainer could work; a server's count by its share."""
-    started, ended = chaos.windows["chaos"]
-    tick, total, now = 0.02, 0.0, started
-    while now < ended:
-        if not any(low <= now < high for low, high in chaos.trainer.down):
-            up = sum(not any(low <= now < high for low, high in server.down) for server in chaos.servers)
-            total += tick * up / len(chaos.servers)
+def effective_s(kept: list[dict[str, Any]], window: tuple[float, float], quiet_tokens_per_s: float) -> float:
+    """Return the seconds in which a run without faults would have trained the tokens of a window's kept steps: what a
+    killed trainer had trained since its checkpoint does not count."""
+    tokens = sum(step["tokens"] for step in kept if window[0] <= step["time"] <= window[1])
+    return float(tokens) / max(quiet_tokens_per_s, 1e-9)
+
+
+def capacity_s(window: tuple[float, float], trainer: list[Away], servers: list[list[Away]]) -> float:
+    """Return the seconds of a window in which servers and trainer could work, from when each was away; a server's count
+    by its share."""
+    tick, total, now = 0.02, 0.0, window[0]
+    while now < window[1]:
+        if not any(low <= now < high for low, high in trainer):
+            up = sum(not any(low <= now < high for low, high in server) for server in servers)
+            total += tick * up / len(servers)
         now += tick
     return total
 
@@ -432,22 +562,34 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
     summary = trainer.summary
     assert summary is not None
     journal, rolled_back = read_lines(folder / "journal.jsonl"), read_lines(folder / "rolled_back.jsonl")
-    misdeeds = {task_id: do for task_id, _, do in read_lines(folder / "misdeeds.jsonl")}
+    misdeeds = read_misdeeds(folder / "misdeeds.jsonl")
     dump = read_dumps(folder / "runs", misdeeds)
     trained = [number for step in journal for _, number in step["groups"]]
     trained_ids = [task_id for step in journal for task_id, _ in step["groups"]]
     faults: Counter[str] = sum((server.faults for server in chaos.servers), Counter())
-    replies = sum(server.replies for server in chaos.servers)
+    counts: Counter[str] = sum((server.counts for server in chaos.servers), Counter())
+    replies = counts["replies"]
     missing = {kind: f"{faults[kind]} of {share * replies:.0f}" for kind, share in REPLY_FAULTS.items()}
     rare = [k for k, share in REPLY_FAULTS.items() if faults[k] < 0.8 * share * replies - 3 * (share * replies) ** 0.5]
     states, repeated, others = state_lines(folder / "trainer.log")
     both = sorted([*journal, *rolled_back], key=lambda step: float(step["time"]))
     quiet = [tokens_per_s(both, chaos.windows[name]) for name in ("before", "after")]
-    left_s = capacity_s(chaos)
-    speed = tokens_per_s(both, chaos.windows["chaos"], left_s)
+    window = chaos.windows["chaos"]
+    good_share = 1 - (counts["spoiled"] + dump["wasted"]) / max(counts["generated"], 1)
+    left_s = capacity_s(window, trainer.down, [server.down for server in chaos.servers]) * good_share
+    useful_s = effective_s(journal, window, sum(quiet) / 2)
+    causes = [*chaos.causes, *([Cause("block")] if any(do == "block" for _, do in misdeeds.values()) else [])]
+    causes += [
+        Cause(kind, f"http://127.0.0.1:{server.port}")
+        for server in chaos.servers
+        for kind, count in server.faults.items()
+        if count and kind in NAMED_BY
+    ]
+    unnamed = unnamed_causes(causes, log_lines(folder / "trainer.log")) + list(dump["unnamed"].elements())
+    named_share = 1 - len(unnamed) / max(len(causes) + sum((dump["named"] + dump["unnamed"]).values()), 1)
     lost_share = sum(dump["lost"].values()) / dump["episodes"]
     last_ids = {task_id for task_id in dump["groups"] if task_id >= summary["first_id"]}
-    ratio = speed / (sum(quiet) / 2)
+    ratio = useful_s / left_s
     slope = slope_mb(summary["memory"], args.group_size)
     checks = {
         "no episode ended twice": dump["twins"] == dump["torn"] == 0,
@@ -459,7 +601,8 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
         "tokens, versions and log-probs are the servers'": not any(step["wrong"] for step in both),
         # one episode of a small run is more than its share
         "lost to the infrastructure <= 0.05 %": lost_share <= (0.005 if args.smoke else 0.0005),
-        "throughput >= 0.8 of the capacity left": args.smoke or ratio >= 0.8,
+        "effective training time >= 0.9 of the capacity left": args.smoke or ratio >= 0.9,
+        "the log names every cause": args.smoke or not unnamed,
         "one line per change of a server's state": repeated == 0,
         "no task left": summary["tasks_left"] <= 0,
         "no thread or file left": summary["threads_left"] == 0 and summary["files_left"] == 0,
@@ -478,13 +621,15 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
         "lost %": round(100 * lost_share, 4),
         "largest staleness": max(step["staleness"] for step in both),
         "tokens/s without faults, before and after": [round(value) for value in quiet],
-        "tokens/s of the capacity left": round(speed),
-        "throughput": round(ratio, 3),
-        "capacity left": round(left_s / (chaos.windows["chaos"][1] - chaos.windows["chaos"][0]), 3),
+        "effective training time": round(useful_s / (window[1] - window[0]), 3),
+        "effective training time of the capacity left": round(ratio, 3),
+        "capacity left": round(left_s / (window[1] - window[0]), 3),
+        "causes named": round(named_share, 4),
+        "causes not named": dict(Counter(unnamed)),
         "faults that lasted": dict(chaos.faults),
         "faults of replies": missing,
         "503 and 429": {kind: faults[kind] for kind in ("503", "429")},
-        "misdeeds of episodes": dict(Counter(misdeeds.values())),
+        "misdeeds of episodes": dict(Counter(do for _, do in misdeeds.values())),
         "seconds until all servers were up": round(chaos.recovered_s, 1),
         "lines on servers": dict(states),
         "other lines": dict(others.most_common(8)),
@@ -505,10 +650,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="folder for the dumps, the journal and the log")
     args = parser.parse_args()
     args.group_size, args.staleness = 4, 4
-    args.batch, args.fault_s, args.timeout_s, args.grace_s, args.more = 96, 3.0, 30.0, 1.0, 1
+    args.batch, args.fault_s, args.stop_s, args.timeout_s, args.grace_s, args.more = 96, 3.0, STOP_S, 30.0, 1.0, 1
     if args.smoke:
         args.episodes, args.servers, args.tokens_per_s = 800, 4, 3000.0
-        args.batch, args.fault_s, args.timeout_s, args.grace_s, args.more = 16, 0.3, 20.0, 0.3, 5
+        args.batch, args.fault_s, args.stop_s, args.timeout_s, args.grace_s, args.more = 16, 0.3, 0.3, 20.0, 0.3, 5
     args.rounds = max(1, round(args.episodes / 10_000))
     return args
 
@@ -543,9 +688,10 @@ def main() -> None:
     if args.keep is None:
         shutil.rmtree(folder)
     print(json.dumps(figures, indent=2))
-    speed = "tokens/s of the capacity left"
+    of_left = "effective training time of the capacity left"
     report_figures = [
-        Figure("trained, with faults", figures[speed], "tokens/s", ratio=figures["throughput"]),
+        Figure("effective training time", figures["effective training time"], "", ratio=figures[of_left]),
+        Figure("causes that the log names", figures["causes named"], ""),
         Figure("episodes that ended", figures["episodes"], ""),
     ]
     write_figures(args.json, report_figures)

@@ -42,6 +42,8 @@ REPLY_FAULTS = {
     **dict.fromkeys(LIES, 0.001),
 }
 """Faults of one reply and their share of all replies."""
+SOUND = (None, "drip")
+"""Faults after which the client has the tokens."""
 DRIP_S = 2.0
 """Seconds in which a dripping reply arrives."""
 
@@ -63,6 +65,8 @@ class ChaosServer(StubServer):
         self.sites: list[web.TCPSite] = []
         self.replies = 0
         """Replies that could have failed."""
+        self.generated = self.spoiled = 0
+        """Tokens generated while replies could fail, and those of them in replies that a fault spoiled."""
         self._token_s = 1 / tokens_per_s
         self._free_at = 0.0
         self._draw = random.Random(seed)
@@ -80,7 +84,8 @@ class ChaosServer(StubServer):
     async def counts(self, _: web.Request) -> web.Response:
         """Tell how often each fault was injected."""
         faults = {name.removeprefix("fault "): n for name, n in self.seen.items() if name.startswith("fault ")}
-        return _json({"replies": self.replies, "faults": faults})
+        counts = {name: getattr(self, name) for name in ("replies", "generated", "spoiled")}
+        return _json({"faults": faults, **counts})
 
     async def chaos(self, request: web.Request) -> web.Response:
         """Begin a fault that lasts, or turn those of single replies on or off."""
@@ -150,6 +155,9 @@ class ChaosServer(StubServer):
             request.transport.abort()
             return web.Response()
         done = await self._in_turn(body, length)
+        if self.replies_fail:
+            self.generated += done
+            self.spoiled += done if fault not in SOUND else 0
         if done < length:
             length, finish = done, {"type": "abort", "message": "Aborted"}
         if fault == "empty":
@@ -166,6 +174,11 @@ class ChaosServer(StubServer):
         if fault in ("truncated", "drip"):
             return await _slowly(request, orjson.dumps(reply), cut=fault == "truncated")
         return _json(reply)
+
+    async def update(self, request: web.Request) -> web.Response:
+        """Take a new version, or only say so."""
+        self.seen["fault stays old"] += self.stays_old
+        return await super().update(request)
 
     @property
     def _label(self) -> str:

@@ -7,6 +7,7 @@ weights. Its orders come on stdin and its news leave on stdout, both as JSON lin
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from areal_lite.api import (
     RolloutWorkflow,
 )
 from areal_lite.api.trajectory import Group
+from areal_lite.cli.stop_signals import task_stacks
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.rollout import workflow_context
@@ -50,13 +52,13 @@ MISDEEDS = {
     "hang": 0.003,
     "swallow": 0.003,
     "leak": 0.005,
-    "block": 0.002,
+    "block": 0.0005,
 }
 """What one episode of a group does, and the share of the groups."""
-BLOCK_S = 0.3
+BLOCK_S = 1.3
 SLOW_WRITE_S = 0.03
-CHECKPOINT_EVERY = 3
-"""Steps between two checkpoints."""
+CHECKPOINT_EVERY = 1
+"""Steps between two checkpoints: trainers are killed every hundred seconds here, not every few hours."""
 
 
 class Orders:
@@ -73,6 +75,9 @@ class Orders:
             self.chaos = order.get("chaos", self.chaos)
             self.finish = order.get("finish", self.finish)
             self.slow_until = time.monotonic() + order.get("slow_s", 0.0)
+            if "stacks" in order:
+                say(stacks=task_stacks())
+                faulthandler.dump_traceback()  # of all threads, to stderr
         os._exit(3)  # the parent is gone
 
 
@@ -262,6 +267,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     settings = json.loads((folder / "settings.json").read_text())
     logging.basicConfig(filename=folder / "trainer.log", format="%(process)d %(created).3f %(levelname)s %(message)s")
+    logging.getLogger("areal_lite").setLevel(logging.INFO)  # as the command line has it
     shorten_waits(settings)
     orders = Orders()
     slow_disk(orders)
@@ -276,6 +282,7 @@ def main(folder: Path) -> None:
     config = InferenceEngineConfig(fileroot=str(folder / "runs"), **settings["rollout"])
     uvloop.new_event_loop().close()  # the first one of a process opens files that stay open
     files, first_id = open_files(), next_task_id(config.run_dir)
+    os.write(misdeeds, json.dumps([first_id, -1, "start"]).encode() + b"\n")
     engine = RemoteInfEngine(config).initialize()
     tasks = count_tasks(engine)
     memory = _train(engine, source, journal, orders, ToolAgent(orders, misdeeds, settings["grace_s"]))

@@ -24,12 +24,12 @@ def smollm2(folder: Path = FOLDER) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)  # nosec B615 # a folder
     del model.config.quantization_config, model.hf_quantizer  # the weights are dequantized
     model.is_quantized = False
     aside = folder.with_name(folder.name + ".tmp")
     model.to(torch.bfloat16).save_pretrained(aside)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(aside)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(aside)  # nosec B615 # a folder
     aside.rename(folder)
     return folder
 

@@ -1,11 +1,13 @@
 """The structure lint finds what it promises to find, in a package made up for the purpose."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.structure import check, main
 
+ROOT = Path(__file__).parents[1]
 ROOM = '"""Rooms for made-up things, and nothing else."""\n'
 
 
@@ -90,3 +92,11 @@ def test_an_exception_covers_its_violation_and_one_that_nothing_needs_is_an_erro
     (package / "room/long.py").write_text("x = 1\n")
     (unneeded,) = check(package.parent, {key: "a reason"})
     assert unneeded.startswith(f"{key}: nothing needs this exception")
+
+
+def test_each_exception_from_bandit_names_its_check_and_its_reason() -> None:
+    texts = [
+        path.read_text() for room in ("areal_lite", "workflows", "examples") for path in (ROOT / room).rglob("*.py")
+    ]
+    lines = [line for text in texts if "nosec" in text for line in text.splitlines() if "nosec" in line]
+    assert [line for line in lines if not re.search(r"# nosec B\d{3} # \w", line)] == []

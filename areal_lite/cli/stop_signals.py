@@ -1,18 +1,23 @@
 """SIGINT and SIGTERM: the first asks the command to stop, the second ends the process.
 
-A process that does not stop in time prints its stack. What stopping means for a run is in
+A process that does not stop in time prints the stacks of its threads and tasks. What stopping means for a run is in
 :mod:`areal_lite.runs.stopping`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
+import gc
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 from areal_lite.runs.stopping import ask_to_stop, is_finishing, stop_for
 
@@ -58,6 +63,7 @@ def _watch(watched: socket.socket, waker: socket.socket) -> None:
             if not shown:
                 print(f"still running after {STOP_SECONDS:g} s, here:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(_STDERR)
+                print(task_stacks(), file=sys.stderr, flush=True)
                 shown = True
             if not is_finishing():
                 print(f"not stopped after {STOP_SECONDS:g} s: ending here", file=sys.stderr, flush=True)
@@ -69,3 +75,17 @@ def _next_signal(watched: socket.socket) -> int:
     while (number := watched.recv(1)[0]) not in (signal.SIGINT, signal.SIGTERM):
         pass
     return number
+
+
+def task_stacks() -> str:
+    """Return the stack of each asyncio task of this process, outermost call first, equal ones once with their number;
+    for any thread."""
+    tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
+    stacks = Counter("".join(_calls(task.get_coro())) for task in tasks)
+    return "\n".join(f"{count} x\n{stack}" for stack, count in stacks.most_common())
+
+
+def _calls(awaited: Any) -> Iterator[str]:
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        yield f"  {frame.f_code.co_qualname} at {frame.f_code.co_filename}:{frame.f_lineno}\n"
+        awaited = awaited.cr_await

@@ -203,11 +203,11 @@ def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
     Raises:
         ConfigError: Before the weights are read, if the layers have another attention than full or sliding windows.
     """
-    config = AutoConfig.from_pretrained(str(model_path))
+    config = AutoConfig.from_pretrained(str(model_path))  # nosec B615 # a folder
     if unsupported := unsupported_layers(config):
         raise ConfigError(
             f"{model_path} is a {config.model_type} model with {unsupported}: the embedded server computes full "
             "attention and sliding windows. Serve it with SGLang or vLLM instead."
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype, use_safetensors=True)  # nosec B615 # a folder
     return model.to(device).eval().requires_grad_(False)

@@ -81,7 +81,7 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
     try:
         with quiet_transformers():
             model, report = auto_class.from_pretrained(
-                model_path, dtype=torch.float32, output_loading_info=True, **options
+                model_path, dtype=torch.float32, output_loading_info=True, use_safetensors=True, **options
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(

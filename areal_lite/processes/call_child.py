@@ -31,14 +31,14 @@ def main(descriptor: int, memory_bytes: int) -> None:
     targets: dict[bytes, Callable[..., Any]] = {}
     while (message := read_message(requests)) is not None:
         try:
-            key, load, call = pickle.loads(message)
+            key, load, call = pickle.loads(message)  # nosec B301 # sent by the run's process
             value = None
             if load is not None:
                 preparation, pickled = load
                 spawn.prepare(preparation)
-                targets[key] = pickle.loads(pickled)
+                targets[key] = pickle.loads(pickled)  # nosec B301 # sent by the run's process
             else:
-                args, kwargs = pickle.loads(call)
+                args, kwargs = pickle.loads(call)  # nosec B301 # sent by the run's process
                 value = targets[key](*args, **kwargs)
             reply = encode_reply(["value", value])
         except BaseException as error:  # SystemExit too: the exception is the answer

@@ -66,6 +66,8 @@ def test_faults_of_every_kind_break_no_invariant(run, tmp_path):
     seen = [kind for kind, count in figures["faults of replies"].items() if not count.startswith("0 ")]
     assert len(seen) > 5
     assert sum(figures["misdeeds of episodes"].values()) > 5
+    assert 0 < figures["effective training time"] < figures["effective training time of the capacity left"] < 1.5
+    assert figures["causes named"] > 0.85, figures["causes not named"]
 
 
 def test_the_index_of_dumps_counts_every_episode(run):

@@ -1,16 +1,19 @@
 """Output and exit code of each command; a stand-in does the work."""
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 from areal_lite.cli.main import main
+from areal_lite.cli.stop_signals import task_stacks
 
 CONFIG = """\
 experiment_name: exp
@@ -394,6 +397,36 @@ def test_a_process_that_does_not_stop_is_killed_after_the_grace_period(body):
     code, _, error = signalled(body, signal.SIGTERM)
     assert code == 143
     assert error.endswith("not stopped after 1 s: ending here\n")
+
+
+def test_the_stacks_of_all_tasks_are_told_once_per_place_with_the_calls_that_wait():
+    async def inner(ready):
+        ready.release()
+        await asyncio.Event().wait()
+
+    async def outer(ready):
+        await inner(ready)
+
+    async def main():
+        ready, loop = threading.Semaphore(0), asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        others = [asyncio.run_coroutine_threadsafe(outer(ready), loop) for _ in range(3)]
+        for _ in others:
+            assert await asyncio.to_thread(ready.acquire, timeout=5)
+        try:
+            return task_stacks()
+        finally:
+            for other in others:
+                other.cancel()
+            loop.call_soon_threadsafe(loop.call_later, 0.05, loop.stop)
+            await asyncio.to_thread(thread.join)
+            loop.close()
+
+    (stack,) = re.findall(r"^3 x\n((?:  .+\n)+)", asyncio.run(main()), re.MULTILINE)
+    names = [re.fullmatch(r"  (\S+) at (\S+):\d+", line).groups() for line in stack.splitlines()]
+    assert [name.rpartition(".")[2] for name, _ in names] == ["outer", "inner", "wait"]
+    assert [file == __file__ for _, file in names] == [True, True, False]
 
 
 def test_config_explains_a_key_a_section_and_a_last_part():

@@ -1,5 +1,6 @@
 """README.md and docs/ are true: their code runs, and the files, tests and names they list exist."""
 
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from areal_lite.config.run_config import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 
 def blocks(text, language):
@@ -112,11 +113,26 @@ def test_the_tree_lists_exactly_the_existing_rooms():
     assert set(rooms) == {str(folder) for folder in folders} - {"areal_lite"}
 
 
-def test_every_invariant_names_its_tests():
-    rows = re.findall(r"^\| (.+) \| (.+) \|$", (REPOSITORY / "docs/invariants.md").read_text(), re.MULTILINE)[1:]
-    assert len(rows) > 60
-    for invariant, tests in rows:
-        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", tests), invariant
+@pytest.mark.parametrize(("page", "least"), [("docs/invariants.md", 60), ("docs/security.md", 16)])
+def test_every_promise_names_its_tests(page, least):
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (REPOSITORY / page).read_text(), re.MULTILINE)[1:]
+    assert len(rows) > least
+    for promise, tests in rows:
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", tests), promise
+
+
+def test_each_trial_of_the_security_page_has_its_row():
+    trials = re.findall(r"^\| T(\d+) ", (REPOSITORY / "docs/security.md").read_text(), re.MULTILINE)
+    assert trials == [str(number) for number in range(1, 18)]
+
+
+@functools.cache
+def names_of_tests():
+    return {
+        name
+        for path in (REPOSITORY / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -129,6 +145,8 @@ def test_links_tests_and_functions_in_documentation_exist(path):
     for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
         source = file if (REPOSITORY / file).exists() else f"areal_lite/{file}"
         assert re.search(rf"(def|class) {name}\b", (REPOSITORY / source).read_text()), f"{file}::{name}"
+    for name in re.findall(r"`(?:::)?(test_(?:\w+_){3}\w+)`", text):
+        assert name in names_of_tests(), name
 
 
 def test_every_item_of_the_five_systems_has_a_place_a_test_and_existing_keys():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.embedded.model_runner import load_model
 from areal_lite.errors import ConfigError
 from areal_lite.models import policy_model
 from areal_lite.models.policy_model import has_bfloat16, load_policy, resolve_device, resolve_dtype
@@ -93,3 +98,38 @@ def test_the_error_gives_the_reason_why_a_model_does_not_load(tiny: Path, tmp_pa
         (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"cannot be loaded as a causal LM \(.*\w.*\): give a folder"):
         load_policy(str(tmp_path), device=CPU)
+
+
+class _Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("what", ["code of a known model", "code of its own", "pickle"])
+def test_the_folder_of_a_model_runs_no_code(tiny: Path, tmp_path: Path, what: str) -> None:
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(tiny, folder)
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
+    named: dict[str, Any] = {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    named["auto_map"]["AutoTokenizer"] = ["evil.T", None]
+    if what == "code of its own":
+        named["model_type"] = "evil"
+    if what == "pickle":
+        (folder / "model.safetensors").unlink()
+        torch.save({"lm_head.weight": _Evil(ran)}, folder / "pytorch_model.bin")
+        named = {}
+    for file in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps(settings | named))
+    with suppress(ConfigError):
+        load_policy(str(folder), device=CPU)
+    with suppress(ConfigError):
+        load_tokenizer(str(folder))
+    with suppress(ValueError, OSError):  # the server's own checks of a folder come first
+        load_model(folder, dtype=torch.float32, device="cpu")
+    assert not ran.exists()

@@ -160,10 +160,9 @@ class WorkflowExecutor:
 
     def _pump(self) -> None:
         """Start what the gate allows: evaluation and rollout_batch first, then submissions, then the feed."""
-        gate = self.gate
-        while self._waiting_free and gate.may_start():
+        while self._waiting_free and self.gate.may_start():
             self._start(self._waiting_free.popleft())
-        while self._waiting and gate.may_start_training():
+        while self._waiting and self.gate.may_start_training():
             self._start(self._waiting.popleft())
         while (submission := self.batches.next_submission()) is not None:
             self._start(submission)

@@ -178,8 +178,6 @@ def _tensor(data: bytes | bytearray, name: str, shape: Sequence[int]) -> Any:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype: {name}")
-    return (
-        torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
-        if data
-        else torch.empty(shape, dtype=dtype)
-    )
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -267,7 +267,7 @@ class Worker:
 
 def _sendable(error: Exception) -> Exception:
     try:
-        copy: Exception = pickle.loads(pickle.dumps(error))
+        copy: Exception = pickle.loads(pickle.dumps(error))  # nosec B301 # our own copy
         return copy
     except Exception:  # a class whose constructor takes more than a text
         return ServerError(f"{type(error).__name__}: {error}")

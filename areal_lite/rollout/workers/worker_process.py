@@ -101,7 +101,7 @@ class WorkerProcess(InferenceEngine):
             self._sender.sendall(report)
 
     def _on_message(self, body: memoryview) -> None:
-        kind, *arguments = pickle.loads(body)
+        kind, *arguments = pickle.loads(body)  # nosec B301 # sent by the run's process
         getattr(self, f"_on_{kind}")(*arguments)
 
     def _on_workflow(self, sent: PickledObject) -> None:
@@ -110,7 +110,7 @@ class WorkerProcess(InferenceEngine):
 
     def _load(self, sent: PickledObject) -> RolloutWorkflow:
         spawn.prepare(sent.preparation)
-        workflow, kwargs = pickle.loads(sent.pickled)
+        workflow, kwargs = pickle.loads(sent.pickled)  # nosec B301 # sent by the run's process
         return resolve_workflow(workflow, kwargs, self.config)
 
     def _on_forget_workflows(self) -> None:
@@ -172,7 +172,7 @@ class WorkerProcess(InferenceEngine):
             if group.stopped:
                 raise asyncio.CancelledError
             workflow = await asyncio.shield(loading)  # other groups may wait for it, too
-            await run_group(workflow, self, pickle.loads(data), episodes, self.config.faults.on_error)
+            await run_group(workflow, self, pickle.loads(data), episodes, self.config.faults.on_error)  # nosec B301 # sent by the run's process
         except asyncio.CancelledError:
             was_stopped = group.stopped
             if not was_stopped:
@@ -254,8 +254,8 @@ def main(descriptor: int) -> None:
     with connection.makefile("rb", 0) as unbuffered:  # the event loop reads what follows
         settings = read_message(unbuffered)
     assert settings is not None
-    (sent,) = pickle.loads(settings)
+    (sent,) = pickle.loads(settings)  # nosec B301 # sent by the run's process
     spawn.prepare(sent.preparation)
-    WorkerProcess(connection, *pickle.loads(sent.pickled)).ended.wait()
+    WorkerProcess(connection, *pickle.loads(sent.pickled)).ended.wait()  # nosec B301 # sent by the run's process
     sys.stdout.flush()
     os._exit(0)  # an orderly exit takes seconds where torch is loaded, and waits for threads of episodes

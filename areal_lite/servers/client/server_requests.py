@@ -38,8 +38,7 @@ from areal_lite.servers.dialects.dialect import (
 from areal_lite.servers.dialects.reply_reader import Receiver, ReplyReader
 from areal_lite.servers.pool.server_pool import Server
 
-logger = logging.getLogger(__name__)
-
+_NO_VERSION = "does not report the weight version of its tokens; they get the one at which the request was sent"
 REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 """Raised by a request whose server cannot be reached or stays silent."""
 CONTROL_TIMEOUT_S = 25.0
@@ -139,11 +138,7 @@ class ServerRequests:
             raise BadResponse(f"no tokens, with the finish reason {chunk.finish!r}")
         if not reader.reports_versions and not self._warned_no_version:
             self._warned_no_version = True
-            logger.warning(
-                "%s does not report the weight version of its tokens; they are labelled with the version at which the "
-                "request was sent",
-                server.url,
-            )
+            server.say_once(_NO_VERSION, logging.WARNING)
         return chunk
 
     async def _post(self, server: Server, body: bytes, reader: ReplyReader, headers: Mapping[str, str]) -> None:

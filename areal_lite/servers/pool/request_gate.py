@@ -47,8 +47,7 @@ class Outage:
             return ServerError(f"{self._what} for {self._patience_s:g} s: {reason}")
         if now - self._said_at >= OUTAGE_LINE_S:
             self._said_at = now
-            text = "%s for %.0f s; the run ends after %.0f s: %s"
-            logger.warning(text, self._what, lasted, self._patience_s, reason)
+            logger.warning("%s for %.0f s; the run ends after %.0f s: %s", self._what, lasted, self._patience_s, reason)
         return None
 
 

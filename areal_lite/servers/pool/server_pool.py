@@ -10,6 +10,7 @@ import heapq
 import itertools
 import logging
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class Server:
     openings: int = 0
     rest_s: float = 0.0
     bad_replies: int = 0
+    said_once: set[str] = field(default_factory=set)
 
     outstanding: int = 0
     load: int = 0
@@ -94,6 +96,13 @@ class Server:
     def out(self) -> bool:
         """It gets no requests until it is repaired."""
         return self.state in ("down", "behind")
+
+    def say_once(self, text: str, level: int = logging.INFO) -> None:
+        """Log the first of each form of what changes no state, such as a bad reply that is asked for again."""
+        form = re.sub(r"(?s)(?<!HTTP )\b\d+|['\"].*", "", text)  # numbers and quotes differ, but not a status
+        if form not in self.said_once and len(self.said_once) < MAX_REPORTED:
+            self.said_once.add(form)
+            logger.log(level, "server %s %s", self.url, text)
 
     def metrics(self) -> dict[str, float]:
         latencies = sorted(self.latencies) or [0.0]
@@ -223,6 +232,7 @@ class ServerPool:
         server.unhealthy = True
         enough = server.failures >= max(FAILURES_TO_OPEN, server.outstanding // REQUESTS_PER_FAILURE)
         if server.state == "down" or not (at_once or server.state == "trial" or enough):
+            server.say_once(f"{reason}; such requests are sent again")
             return False
         self.rest(server, reason)
         return True
@@ -246,6 +256,7 @@ class ServerPool:
         """Halve the limit of a server that said HTTP 429, once for all requests that were running then."""
         server.unhealthy = True
         server.last_failure = reason
+        server.say_once(f"{reason}; it gets fewer requests")
         if sent >= server.limited_at:
             server.limit = max(1.0, min(server.limit, server.outstanding) / 2)
             server.limited_at = now

@@ -32,13 +32,11 @@ SYNC_S = 0.2
 """Seconds between two looks while the router's servers are not as they should be."""
 IDLE_SYNC_S = 5.0
 _ERRORS = (ServerError, ValueError, KeyError, TypeError, *REQUEST_ERRORS)
-_PASSED_ON = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids"),
-        *("ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "json_schema", "regex", "ebnf"),
-        *("skip_special_tokens", "sampling_seed", "no_stop_trim"),
-    }
-)
+_PASSED_ON = {
+    *("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids"),
+    *("ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "json_schema", "regex", "ebnf"),
+    *("skip_special_tokens", "sampling_seed", "no_stop_trim"),
+}
 """Sampling parameters that sglang-router 0.3.2 passes on; it drops all others without a word."""
 
 

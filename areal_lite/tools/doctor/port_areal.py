@@ -45,7 +45,7 @@ AREAL = (
     Rule("experiment_name", UNUSED, "experiment_name"),
     Rule("trial_name", UNUSED, "trial_name"),
     Rule("seed", 1, "seed"),
-    Rule("cluster.fileroot", "/tmp/areal/", "fileroot"),
+    Rule("cluster.fileroot", "/tmp/areal/", "fileroot"),  # nosec B108 # AReaL's default, only compared
     Rule("tokenizer_path", UNUSED, "rollout.tokenizer_path"),
     Rule("total_train_epochs", 1, "trainer.total_epochs"),
     Rule("total_train_steps", None, "trainer.total_steps", given),

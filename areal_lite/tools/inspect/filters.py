@@ -334,10 +334,10 @@ def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | 
             found = "SELECT id FROM files WHERE"
             condition, values = _match_sql("path", op, text)
         case Kind.NAMES:
-            found = f"SELECT texts.id FROM texts, json_each(text) AS each WHERE field = '{key.name}' AND"
+            found = f"SELECT texts.id FROM texts, json_each(text) AS each WHERE field = '{key.name}' AND"  # nosec B608 # our columns, bound values
             condition, values = _match_sql("each.value", op, text)
         case Kind.NAME:
             of_hash = f"hash = {text_hash(text)} AND " if op == "=" else ""
-            found = f"SELECT id FROM texts WHERE field = '{key.name}' AND {of_hash}"
+            found = f"SELECT id FROM texts WHERE field = '{key.name}' AND {of_hash}"  # nosec B608 # our columns, bound values
             condition, values = _match_sql("text", op, text)
     return f"+{column} IN ({found} {condition})", values

