@@ -652,6 +652,7 @@ def groups_of_two_steps_are_swapped(run: Path) -> None:
     for file, lines, task in zip((other, one), dumped, tasks[::-1], strict=True):
         named = [line | {"task_id": task, "group_id": str(task)} for line in lines]
         file.unlink()
+        chained(file.parent)
         write(run / "rollout" / str(max(line["tail_version"] for line in lines)) / file.name, named)
 
 
