@@ -12,6 +12,4 @@ def positive_integer(text: str) -> int:
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add the flag without which nothing is imported that the config in a run's folder names."""
-    parser.add_argument(
-        "--trust-config", action="store_true", help="run the code and read the rows that RUN/config.yaml names"
-    )
+    parser.add_argument("--trust-config", action="store_true", help="run the code that RUN/config.yaml names")

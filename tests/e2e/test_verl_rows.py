@@ -224,7 +224,7 @@ def test_rewards_of_tokens_are_what_trains(verl_yaml: Path, packer: str | None) 
     if packer is not None:
         return
     assert check_run(run_dir).findings == []
-    path = next((run_dir / "rollout" / "0").iterdir())
+    path = next((run_dir / "rollout" / "0").glob("*.jsonl"))
     changed = json_lines(path)
     changed[0]["turns"][1]["rewards"][0] += 0.25
     path.write_text("".join(json.dumps(line) + "\n" for line in changed))

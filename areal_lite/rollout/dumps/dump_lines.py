@@ -13,6 +13,7 @@ from areal_lite.api.trajectory import Group, ProcessRecord, TokenSequence, Traje
 from areal_lite.files.safe_text import command_without_secrets, without_secrets
 
 SCHEMA = 2  # version of the line format
+CHAIN = ".chain-"  # prefix of the files beside dumps that note them; see dump_writer
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _RECORDED = ("logprobs", "versions")  # columns that a workflow may leave out
 

@@ -154,8 +154,7 @@ class TrajectoryDumper:
         return self._ended - self._done
 
     def _main(self) -> None:
-        while self._wait_for_groups():
-            files = self._next_batch()
+        while files := self._next_batch():
             if self.error is None:
                 self._write(files)
             with self._changed:
@@ -169,8 +168,10 @@ class TrajectoryDumper:
             self._pipe.write(framed(b""))
         self._process.wait()
 
-    def _wait_for_groups(self) -> bool:
-        """Let groups gather; return False at the end."""
+    def _next_batch(self) -> list[File]:
+        """Let groups gather, and return the first of them; none at the end."""
+        files: list[File] = []
+        size = 0
 
         def hurries() -> bool:
             return self._closing or self._done < self._wanted or len(self._queue) >= MANY
@@ -178,12 +179,6 @@ class TrajectoryDumper:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             self._changed.wait_for(hurries, GATHER_S)
-            return bool(self._queue)
-
-    def _next_batch(self) -> list[File]:
-        files: list[File] = []
-        size = 0
-        with self._changed:
             while self._queue and size < BATCH_BYTES:
                 files.append(self._queue.popleft())
                 size += len(files[-1][2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -44,7 +45,8 @@ def run(options: argparse.Namespace) -> int:
     if code:
         print("fix the lines that begin with fix, and run doctor again")
     else:
-        print("nothing to fix" + (f"; next: areal-lite plan {options.config}" if options.config else ""))
+        again = shlex.join([options.config, *options.overrides]) if options.config else ""
+        print("nothing to fix" + (f"; next: areal-lite plan {again}" if again else ""))
     return code
 
 

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,6 +253,19 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
             if run.name == name:
                 return run
         raise ConfigError(f"no run {name!r} is open; there are: {', '.join(self.runs)}")
+
+
+def dataset_row(dumps: Dumps, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dataset row of a record of ``dumps``: a dump has it on its first line; raises ConfigError."""
+    file = record["id"].rpartition(":")[0]
+    row = (record if "row" in record else dumps.record(record["run"], f"{file}:1")).get("row")
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{record['run']} {file} has no dataset row, which an agent needs, and a reward function unless it takes "
+            "exactly prompt, completion, prompt_ids and completion_ids: the row has no JSON form, or an older version "
+            "wrote the dump. Choose another episode"
+        )
+    return row
 
 
 def _sort(sort: str) -> tuple[str, bool, str] | None:

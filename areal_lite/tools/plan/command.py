@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -37,5 +38,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     Console().print(plan_table(made))
     print(f"not in it: {'; '.join(made.unknown)}")
-    print(f"next: areal-lite {getattr(config, 'kind', 'train').replace('_', '-')} {options.config}")
+    command = getattr(config, "kind", "train").replace("_", "-")
+    print(f"next: areal-lite {shlex.join([command, options.config, *options.overrides])}")
     return 0

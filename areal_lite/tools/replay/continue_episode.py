@@ -30,7 +30,7 @@ from areal_lite.runs.evaluation import no_success
 from areal_lite.runs.folder.resuming import CHECKPOINTS
 from areal_lite.runs.folder.run_directory import run_directory
 from areal_lite.runs.run_data import WorkflowChoice, tokenizer_path
-from areal_lite.tools.inspect.dumps import Dumps
+from areal_lite.tools.inspect.dumps import Dumps, dataset_row
 from areal_lite.tools.inspect.episode_row import SCOPES
 from areal_lite.tools.inspect.episode_text import episode_text
 from areal_lite.tools.inspect.last_answer import CONFIG
@@ -60,14 +60,8 @@ class Options:
 def continue_episode(options: Options, *, console: Console | None = None) -> Path:
     """Continue an episode, print it, and return the folder of the run that holds the branches."""
     console = console or Console(highlight=False)
-    root, lines = _episode(options)
+    root, lines, row = _episode(options)
     fork = Fork.at(lines, options.turn)
-    row = lines[0].get("row")
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"the dump of task {options.task} has no row, which the agent needs: its row has no JSON form, or an older "
-            "version wrote the dump"
-        )
     config = _config(root, options)
     is_eval = lines[0]["scope"] == SCOPES[1]
     continuation = _continuation(config, fork, options, is_eval=is_eval)
@@ -94,8 +88,8 @@ def continue_episode(options: Options, *, console: Console | None = None) -> Pat
     return run_dir
 
 
-def _episode(options: Options) -> tuple[Path, list[dict[str, Any]]]:
-    """Return the run's folder and the lines of the episode; the first has the row."""
+def _episode(options: Options) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
+    """Return the run's folder, the lines of the episode, and its dataset row."""
     with Dumps.open(options.path) as dumps:
         found = list(dumps.rows(f'task="{options.task}" member={options.member}'))
         if not found:
@@ -107,11 +101,8 @@ def _episode(options: Options) -> tuple[Path, list[dict[str, Any]]]:
             raise ConfigError(
                 f"{options.path} has {len(files)} dumps of task {options.task}: name one run, or one dump"
             )
-        run, id = found[0]["run"], found[0]["id"]
-        lines = dumps.episode(run, id)
-        first = dumps.record(run, f"{found[0]['file']}:1")
-        root = dumps.runs[run]
-    return root, [{**lines[0], "row": first.get("row")}, *lines[1:]]
+        lines = dumps.episode(found[0]["run"], found[0]["id"])
+        return dumps.runs[found[0]["run"]], lines, dataset_row(dumps, lines[0])
 
 
 def _config(root: Path, options: Options) -> RunConfig:

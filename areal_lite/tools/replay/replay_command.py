@@ -37,5 +37,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"{options.path} has the batches of {recorded} steps, and trainer.total_steps is {wanted}")
     if replay.is_same and (same := same_weights(options.path, summary.run_dir)) is not None:
         print(f"the weights {'equal' if same else 'differ from'} those of {options.path}/model")
-    print(printable(f"written to {summary.run_dir}\nnext: areal-lite plot {options.path} {summary.run_dir}"))
+    plot = f"plot {options.path} {summary.run_dir} --out {summary.run_dir / 'metrics.png'}"
+    print(printable(f"written to {summary.run_dir}\nnext: areal-lite {plot}"))
     return 0

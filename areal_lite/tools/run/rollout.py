@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +29,9 @@ def run(options: argparse.Namespace) -> int:
         else:
             _rollout(config, on_step)
     if is_first_rank():
-        dumped = config.rollout.dump_to_file
-        print(f"next: areal-lite {f'inspect {config.run_dir}' if dumped else f'train {options.config}'}")
+        again = ["train", options.config, *options.overrides]
+        following = ["inspect", str(config.run_dir)] if config.rollout.dump_to_file else again
+        print(f"next: areal-lite {shlex.join(following)}")
     return 0
 
 

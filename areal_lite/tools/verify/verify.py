@@ -2,7 +2,8 @@
 
 Guarantees that nothing is written but the index of the dumps, and that what the folder cannot prove is said. Each check
 is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mod:`.verify_steps` steps against dumps,
-:mod:`.verify_weights` folders with weights, :mod:`.verify_tokens` what each token trained with.
+:mod:`.verify_weights` folders with weights, :mod:`.verify_tokens` what each token trained with, :mod:`.verify_chain`
+whether dumps were changed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from areal_lite.config.dotted_path import UntrustedError, importing
+from areal_lite.config.dotted_path import importing
 from areal_lite.files.safe_text import printable
 from areal_lite.tools.argument_types import add_trust
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.index_update import UNREADABLE
+from areal_lite.tools.inspect.last_answer import run_tokenizer
 from areal_lite.tools.inspect.rescore import Rescored, scored
+from areal_lite.tools.verify.verify_chain import CHAIN_CHECKS
 from areal_lite.tools.verify.verify_episodes import GROUP_CHECKS, LINE_CHECKS
 from areal_lite.tools.verify.verify_run import DumpedGroup, Run, differs
 from areal_lite.tools.verify.verify_steps import METRICS_CHECKS
@@ -25,7 +28,7 @@ from areal_lite.tools.verify.verify_tokens import TOKEN_CHECKS, token_findings
 from areal_lite.tools.verify.verify_weights import WEIGHT_CHECKS
 
 SHOWN = 20
-_TABLES = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, TOKEN_CHECKS)
+_TABLES = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, CHAIN_CHECKS, TOKEN_CHECKS)
 _NUM_CHECKS = sum(len(table) for table in _TABLES) + 1  # dumps
 
 
@@ -70,29 +73,31 @@ def check_run(path: Path, *, reward: str | None = None, trust_config: bool = Fal
                 run.unread.append(": ".join(filter(None, (problem["file"], problem["message"]))))
             else:
                 run.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
+        run.tokenizer = run_tokenizer(path)
         for group in run.dumped(dumps):
             run.lines += len(group.records)
             run.findings += _group_findings(group, run)
             group.records = ()
             run.groups.append(group)
         if reward is not None:
-            try:
-                run.findings += _reward_findings(dumps, reward, trust_config=trust_config)
-            except UntrustedError as error:
-                run.unproved.append(f"the rewards of the episodes: {error}")
+            run.findings += _reward_findings(dumps, reward)
         run.unproved.extend(dumps.notes())
+    different = sum(name == "texts" for name, _ in run.findings)
+    if run.tokenizer is None or 2 * different > run.lines:
+        run.findings = [finding for finding in run.findings if finding[0] != "texts"]
+        run.unproved.append("that texts are those of their ids: the run's tokenizer is not on this machine")
     if not run.groups:
         run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
     with importing(allowed=trust_config):
         run.findings += token_findings(run)
-        for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
+        for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS, **CHAIN_CHECKS}.items():
             run.findings.extend((name, finding) for finding in _found(check(run), run))
     return run
 
 
-def _reward_findings(dumps: Dumps, reward: str, *, trust_config: bool) -> Iterator[tuple[str, str]]:
+def _reward_findings(dumps: Dumps, reward: str) -> Iterator[tuple[str, str]]:
     """Yield the accepted lines whose reward is not the one that the reward function gives."""
-    for record, new in scored(dumps, reward, Rescored(), filter="status=accepted", trust_config=trust_config):
+    for record, new in scored(dumps, reward, Rescored(), filter="status=accepted"):
         if isinstance(new, Exception):
             yield "rewards", f"{record['id']}: {reward} raised {type(new).__name__}: {new}"
         elif differs(record.get("reward"), new):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from areal_lite.tools.verify.verify_run import EVALUATION, TRAINING, DumpedGroup, Record, Run, differs, some
@@ -84,8 +85,8 @@ def outcome_is_consistent(record: Record) -> Iterator[str]:
             yield "it is accepted, and has an error"
     elif status not in ("rejected", "failed", "cancelled"):
         yield f"its status is {status!r}"
-    elif status != "rejected" and record["schema"] > 1 and record.get("error_kind") is None:
-        yield f"it is {status} without a kind of failure"
+    elif record["schema"] > 1 and (status == "rejected") != (record.get("error_kind") is None):
+        yield f"it is {status}, and its kind of failure is {record.get('error_kind')}"
     if status == "failed" and (reward is not None or any(sum(turn["loss_mask"]) for turn in record["turns"])):
         yield "it failed, but has a reward or trains tokens: a failure is never a reward of 0"
 
@@ -177,9 +178,26 @@ def reward_is_the_sum_of_its_parts(group: DumpedGroup, run: Run) -> Iterator[str
             yield f"the reward is {record['reward']}, and its parts sum to {total}"
 
 
+def texts_are_of_their_ids(group: DumpedGroup, run: Run) -> Iterator[str]:
+    """Texts are what the run's tokenizer makes of the ids."""
+
+    @lru_cache  # members share a prompt
+    def text_of(ids: tuple[int, ...]) -> str:
+        return str(run.tokenizer.decode(list(ids)))
+
+    for record in group.records if run.tokenizer is not None else ():
+        ids, length = [id for turn in record["turns"] for id in turn["ids"]], record["prompt_len"]
+        parts = [("prompt", record["prompt"], ids[:length]), ("completion", record["completion"], ids[length:])]
+        parts += [(f"turn {index}", turn["text"], turn["ids"]) for index, turn in enumerate(record["turns"])]
+        wrong = [name for name, text, part in parts if text is not None and text != text_of(tuple(part))]
+        if wrong and record["prompt"] is not None:  # else the writer had no tokenizer
+            yield f"line {record['sample_idx']}: the text of {some(wrong)} is not that of its ids"
+
+
 GROUP_CHECKS: dict[str, GroupCheck] = {
     "members": members_are_whole,
     "shared turns": shared_turns_agree,
     "folder": folder_fits,
     "reward parts": reward_is_the_sum_of_its_parts,
+    "texts": texts_are_of_their_ids,
 }

@@ -105,6 +105,8 @@ class Run:
     """Name of the check, and what it found."""
     lines: int = 0
     """Dumped lines that were checked."""
+    tokenizer: Any = None
+    """The run's tokenizer; None if it is not on this machine."""
 
     @classmethod
     def open(cls, root: Path) -> Run:

@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, Token
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.processes.child_process import start_python
 from areal_lite.rollout.dumps import dump_writer, trajectory_dumper
-from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
-from areal_lite.rollout.dumps.dump_writer import write_file
+from areal_lite.rollout.dumps.dump_lines import CHAIN, dump_lines, dump_text
+from areal_lite.rollout.dumps.dump_writer import Chain, write_file
 from areal_lite.rollout.dumps.packed_group import File, Report, pack_group
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
@@ -584,8 +586,9 @@ def test_groups_gather_until_a_flush_unless_there_are_many(tmp_path: Path, monke
     next_batch = TrajectoryDumper._next_batch
 
     def recorded(self: TrajectoryDumper) -> list[File]:
+        batch = next_batch(self)
         loops.append(self._thread.name)
-        return next_batch(self)
+        return batch
 
     monkeypatch.setattr(TrajectoryDumper, "_next_batch", recorded)
     monkeypatch.setattr(trajectory_dumper, "GATHER_S", 600.0)
@@ -716,6 +719,7 @@ def test_the_end_waits_while_the_disk_takes_groups(
 def test_a_batch_that_takes_long_is_reported_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ticks:
         now = 0.0
+        time_ns = staticmethod(time.time_ns)
 
         def monotonic(self) -> float:
             self.now += 0.06
@@ -724,7 +728,7 @@ def test_a_batch_that_takes_long_is_reported_in_parts(tmp_path: Path, monkeypatc
     reports: list[Report] = []
     monkeypatch.setattr(dump_writer, "time", Ticks())
     batch = [(str(tmp_path), str(number), pack_group(group_of(number))) for number in range(5)]
-    dump_writer._write_batch(batch, None, None, reports.append)
+    dump_writer._write_batch(batch, None, None, reports.append, Chain())
     assert reports == [Report(written=2), Report(written=2), Report(written=1)]
     assert len(files_in(tmp_path)) == 5
 
@@ -741,11 +745,32 @@ def test_a_file_is_whole_or_absent_and_its_folder_may_come_from_another_process(
         raise FileNotFoundError
 
     monkeypatch.setattr(os, "open", open_late)
-    write_file(str(tmp_path / "0"), "a", b"text")
+    assert write_file(str(tmp_path / "0"), "a", b"text") == str(tmp_path / "0" / "a.jsonl")
     with pytest.raises(OSError, match="No such file"):
         write_file(str(tmp_path / "0"), "no/b", b"text")
     assert {path.name for path in (tmp_path / "0").iterdir()} == {"a.jsonl"}
     assert open_files() == before
+
+
+def test_each_writer_notes_its_files_in_a_chain_of_its_own(tmp_path: Path) -> None:
+    noted: list[str] = []
+    for number in (0, 1):  # the second is a resumed run, or another engine
+        dumper = TrajectoryDumper(config_of(tmp_path))
+        for task in (number, 2, 2):
+            dumper.put(group_of(task))
+        dumper.close()
+    folder = tmp_path / "experiment" / "trial" / "rollout" / "0"
+    chains = sorted(folder.glob(f"{CHAIN}*"))
+    assert len(chains) == 2
+    for chain in chains:
+        previous = b""
+        for line in chain.read_bytes().splitlines(keepends=True):
+            note = json.loads(line)
+            assert note["previous"] == sha256(previous).hexdigest()
+            assert note["sha256"] == sha256((folder / note["file"]).read_bytes()).hexdigest()
+            noted.append(note["file"])
+            previous = line
+    assert sorted(noted) == files_in(tmp_path) == [f"{name}.jsonl" for name in ("0", "1", "2.1", "2.2", "2.3", "2")]
 
 
 def test_the_writer_makes_text_of_ids_without_torch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -160,12 +160,15 @@ def test_verify_says_what_it_did_not_import_and_the_flag_imports_it(
         sys.path[:] = path
 
 
-def test_rows_that_a_folder_names_are_read_only_with_the_flag(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    counted = ["--reward", "tests.tools.verify.test_rescore.counted"]
-    assert main(["rescore", str(run), *counted]) == 64
-    assert "--trust-config" in capsys.readouterr().err
-    main(["verify", str(run), *counted])
-    assert "not proved: the rewards of the episodes" in capsys.readouterr().out
+def test_a_reward_function_gets_the_dumped_row_and_no_rows_that_a_folder_names(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--reward", "tests.tools.verify.test_rescore.asked"]
+    assert main(["rescore", str(run), *asked]) == 0
+    assert "mean 0.500 -> 1.000" in capsys.readouterr().out
+    main(["verify", str(run), *asked])
+    assert "rewards: rollout/0/7.jsonl:2: the reward is 0.5, and" in capsys.readouterr().out
+    assert not Path("owned").exists() and "evil" not in sys.modules
 
 
 def test_a_recorded_config_does_not_read_the_environment(

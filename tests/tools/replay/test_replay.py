@@ -80,7 +80,7 @@ def test_another_learning_rate_gives_other_weights_from_the_same_batches(
     assert len(list(copy.glob("training/*.parquet"))) == len(now) == 3
     said = capsys.readouterr().out
     assert f"{plain_run} has the batches of 3 steps, and trainer.total_steps is 5" in said
-    assert said.endswith(f"written to {copy}\nnext: areal-lite plot {plain_run} {copy}\n")
+    assert said.endswith(f"written to {copy}\nnext: areal-lite plot {plain_run} {copy} --out {copy}/metrics.png\n")
 
 
 def first_dump(run: Path) -> Path:

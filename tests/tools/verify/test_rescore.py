@@ -1,4 +1,4 @@
-"""``areal-lite rescore``: another reward function over dumped episodes, with the rows that are certainly theirs."""
+"""``areal-lite rescore``: another reward function over dumped episodes, with their dumped rows."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def counted(prompt: str, completions: str, prompt_ids: list[int], completion_ids
     """Return a number that only the right row and tokens give."""
     assert f"user\n{row['question']}<|im_end|>" in prompt and len(prompt_ids) > 20
     return int(row["question"].removeprefix("say ")) + len(completion_ids) / 100
+
+
+def asked(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
+    """Return 1 if the prompt has the row's question."""
+    return float(row["question"] in prompt)
+
+
+def parts(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int]) -> dict[str, float]:
+    """Return two parts of a reward."""
+    return {"length": float(len(completions)), "score": -1.0}
 
 
 def broken(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int]) -> float:
@@ -58,28 +68,36 @@ def test_the_rewards_of_the_run_itself_come_out_again_and_nothing_changes(
     assert {"run", "id", "task_id", "group_id", "member_idx", "status", "old", "new", "error"} == found[0].keys()
 
 
-def test_each_episode_gets_its_own_row(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rescore", str(run), "--reward", f"{HERE}.counted", "--json", "--trust-config"]) == 0
-    news = {int(each["new"]) for each in objects(capsys)}
+def test_each_episode_gets_the_row_of_its_dump(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rescore", str(run), "--reward", f"{HERE}.counted", "--json"]) == 0
+    found = objects(capsys)
+    assert len(found) == 60 and {each["error"] for each in found} == {None}
+    news = {int(each["new"]) for each in found}
     assert news <= set(range(len(rows()))) and len(news) > 8
+    assert main(["rescore", str(run), "--reward", f"{HERE}.counted", "--json", "member=3"]) == 0
+    by_id = {each["id"]: each["new"] for each in found}
+    assert all(each["new"] == by_id[each["id"]] for each in objects(capsys))  # its first line is filtered out
 
 
-def test_a_row_that_is_not_certain_is_refused_with_the_fix(
-    run: Path, run_yaml: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    other = tmp_path / "other.yaml"
-    other.write_text(run_yaml.read_text().replace("path: tests.e2e.agents.rows", f"path: {HERE}.ambiguous"))
-    for extra, says in ((["--dataset", str(other)], "several, with different values,"), (None, "cannot be read")):
-        if extra is None:
-            (run / "config.yaml").unlink()
-        assert main(["rescore", str(run), "--reward", f"{HERE}.counted", *(extra or [])]) == 64
+def test_a_dump_without_a_row_is_an_error_with_the_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for row in ({}, {"row": None}):
+        write(tmp_path / "e/t/rollout/1/7.jsonl", line(7) | row, line(7, 1))
+        assert main(["rescore", str(tmp_path / "e/t"), "--reward", f"{HERE}.counted"]) == 64
         error = capsys.readouterr().err
-        assert says in error and "--dataset" in error
+        assert "e/t rollout/1/7.jsonl has no dataset row, which" in error and "takes exactly prompt," in error
+        assert main(["rescore", str(tmp_path / "e/t"), "--reward", f"{HERE}.same"]) == 0
 
 
-def ambiguous(size: int = 16) -> list[dict[str, Any]]:
-    """Return each question twice, with two answers."""
-    return [{**row, "answer": answer} for row in rows(size) for answer in (1, 2)]
+def test_a_reward_of_parts_is_the_part_that_the_runs_config_names(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "config.yaml"
+    for key, is_length in (("key: null", False), ("key: length", True)):
+        path.write_text(path.read_text().replace("    key: null", f"    {key}"))
+        assert main(["rescore", str(run), "--reward", f"{HERE}.parts", "--json", "task=0"]) == 0
+        assert {each["new"] == -1.0 for each in objects(capsys)} == {not is_length}
+    assert main(["rescore", str(run), "--reward", f"{HERE}.same", "task=0"]) == 70
+    assert "rollout.rewards.key is 'length', so return a dict with it" in capsys.readouterr().err
 
 
 def test_few_values_give_a_confusion_table_and_failures_are_counted(

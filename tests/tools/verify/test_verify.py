@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -23,11 +24,16 @@ from safetensors.torch import load_file, save_file
 from areal_lite.cli.main import main
 from areal_lite.config.loader import class_of, load_config
 from areal_lite.files.atomic_folder import _digest
+from areal_lite.rollout.dumps.dump_lines import CHAIN
+from areal_lite.rollout.dumps.dump_writer import Chain
 from areal_lite.runs.entry_points import run_rollout, run_training
 from areal_lite.runs.folder.run_directory import BATCHES
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.tools.inspect.dumps import Dumps
+from areal_lite.tools.inspect.episode_row import SCOPES
+from areal_lite.tools.verify import verify
 from areal_lite.tools.verify.verify import SHOWN, check_run
+from areal_lite.tools.verify.verify_chain import CHAIN_CHECKS
 from areal_lite.tools.verify.verify_episodes import GROUP_CHECKS, LINE_CHECKS
 from areal_lite.tools.verify.verify_steps import METRICS_CHECKS
 from areal_lite.tools.verify.verify_tokens import TOKEN_CHECKS
@@ -47,7 +53,19 @@ def lines_of(file: Path) -> list[Line]:
 
 
 def write(file: Path, lines: list[Line]) -> None:
+    """Write lines as a program that makes wrong ones would: a dump with its note in a chain."""
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if file.parent.parent.name in SCOPES:
+        chained(file.parent)
+
+
+def chained(folder: Path) -> None:
+    """Note the dumps of a folder as they are."""
+    for chain in folder.glob(f"{CHAIN}*"):
+        chain.unlink()
+    notes = Chain()
+    for dump in sorted(folder.glob("*.jsonl")):
+        notes.add(str(dump), dump.read_bytes())
 
 
 def edit(file: Path, change: Callable[[list[Line]], object]) -> None:
@@ -286,6 +304,15 @@ def a_held_out_reward_is_wrong(run: Path) -> None:
     edit(group_files(run, 2, "eval-rollout")[0], lambda lines: lines[0].update(reward=lines[0]["reward"] + 1))
 
 
+def a_dump_is_changed_later(run: Path) -> None:
+    file = group_files(run)[0]
+    file.write_text(file.read_text().replace("\n", " \n"))
+
+
+def a_text_is_of_other_ids(run: Path) -> None:
+    edit(group_files(run)[0], lambda lines: lines[1].update(completion=lines[1]["completion"] + "!"))
+
+
 def a_line_is_torn(run: Path) -> None:
     file = group_files(run)[0]
     file.write_bytes(file.read_bytes()[:-100])
@@ -400,6 +427,8 @@ DEFECTS: dict[Callable[[Path], None], str] = {
     a_field_is_missing: "columns",
     reward_parts_sum_to_another_reward: "reward parts",
     a_held_out_reward_is_wrong: "evaluations",
+    a_dump_is_changed_later: "chain",
+    a_text_is_of_other_ids: "texts",
     a_line_is_torn: "dumps",
     a_step_is_missing: "steps",
     a_step_says_another_reward: "dumps and metrics",
@@ -429,14 +458,14 @@ def test_a_planted_defect_is_found(defect: Callable[[Path], None], run: Path) ->
 
 
 def test_every_check_has_a_defect() -> None:
-    checks = {*LINE_CHECKS, *GROUP_CHECKS, *METRICS_CHECKS, *WEIGHT_CHECKS, *TOKEN_CHECKS, "dumps"}
+    checks = {*LINE_CHECKS, *GROUP_CHECKS, *METRICS_CHECKS, *WEIGHT_CHECKS, *CHAIN_CHECKS, *TOKEN_CHECKS, "dumps"}
     assert checks - set(DEFECTS.values()) == {"batches"}  # of asynchronous runs, below
 
 
 def test_a_sound_run_has_no_finding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main(["verify", str(run)]) == 0
-    assert capsys.readouterr().out == "sound: 28 checks over 24 groups, 60 lines and 3 steps\n"
+    assert capsys.readouterr().out == "sound: 30 checks over 24 groups, 60 lines and 3 steps\n"
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert after == before
 
@@ -483,6 +512,112 @@ def test_what_cannot_be_proved_is_said(run: Path, capsys: pytest.CaptureFixture[
     assert "not proved: anything about episodes: there are no dumps" in out
 
 
+# -- what somebody changes by hand
+
+
+def a_token_has_another_id(line: Line) -> None:
+    answer(line)["ids"][2] += 1
+
+
+def a_completion_has_another_text(line: Line) -> None:
+    line["completion"] = "42"
+
+
+def a_failure_is_called_rejected(line: Line) -> None:
+    line["status"] = "rejected"
+
+
+def a_row_is_another(line: Line) -> None:
+    line["row"]["question"] = "say 99"
+
+
+@pytest.mark.parametrize(
+    ("change", "without_chain"),
+    [
+        (a_token_has_another_id, {"texts"}),
+        (a_completion_has_another_text, {"texts"}),
+        (a_failure_is_called_rejected, {"outcome"}),
+        (a_row_is_another, set()),
+    ],
+)
+def test_a_line_that_was_changed_by_hand_is_noticed_where_no_number_tells(
+    change: Callable[[Line], None], without_chain: set[str], run: Path
+) -> None:
+    def fail(lines: list[Line]) -> None:
+        lines[0].update(status="failed", error="x", error_kind="agent", reward=None)
+        answer(lines[0])["loss_mask"] = [0] * len(answer(lines[0])["ids"])
+        lines[0].update(head_version=None, tail_version=None)
+
+    file = group_files(run)[0]
+    if change is a_failure_is_called_rejected:
+        edit(file, fail)
+    before = {name for name, _ in findings(run)}
+    assert "chain" not in before
+    lines = lines_of(file)
+    change(lines[0])
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = findings(run)
+    assert {name for name, _ in found} == before | without_chain | {"chain"}
+    assert ("chain", f"{file.relative_to(run)} was changed after it was written") in found
+    chained(file.parent)
+    assert {name for name, _ in findings(run)} == before | without_chain
+
+
+def first_chain(run: Path) -> Path:
+    (chain,) = (run / "rollout/1").glob(f"{CHAIN}*")
+    return chain
+
+
+def without_lines(file: Path, *places: int) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(line for place, line in enumerate(lines) if place not in places))
+
+
+NOT_NOTED = "that {} of 24 dumps are as they were written: they are in no chain"
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "unproved"),
+    [
+        (lambda run: shutil.rmtree(run / "rollout/0"), None, None),  # old folders may be removed
+        (lambda run: [chain.unlink() for chain in run.glob(f"*rollout/*/{CHAIN}*")], None, 24),  # an older version
+        (lambda run: without_lines(first_chain(run), 3), None, 1),  # killed between a file and its note
+        (lambda run: os.truncate(first_chain(run), first_chain(run).stat().st_size - 9), None, 1),
+        (lambda run: Chain().add(*second_writer(run)), None, None),
+        (lambda run: group_files(run)[0].unlink(), r"\.jsonl was removed after it was written", None),
+        (lambda run: without_lines(first_chain(run), 1), r"/\.chain-.*:2: the notes before it were changed", 1),
+        (lambda run: first_chain(run).write_text("[]\n"), "it cannot be checked: TypeError", None),
+    ],
+)
+def test_a_chain_holds_over_kills_resumes_and_removed_folders(
+    change: Callable[[Path], object], found: str | None, unproved: int | None, run: Path
+) -> None:
+    change(run)
+    report = check_run(run)
+    of_chain = [text for name, text in report.findings if name == "chain"]
+    assert bool(of_chain) == (found is not None) and all(re.search(str(found), text) for text in of_chain), of_chain
+    said = [text for text in report.unproved if "in no chain" in text]
+    assert (len(said) == 1 and said[0].startswith(NOT_NOTED.format(unproved))) if unproved else not said
+
+
+def second_writer(run: Path) -> tuple[str, bytes]:
+    """Write a dump as a resumed run or another engine does, beside those of the first."""
+    lines = lines_of(group_files(run)[0])
+    text = "".join(json.dumps(line | {"task_id": 24, "group_id": "24"}) + "\n" for line in lines).encode()
+    path = run / "rollout/1/24.jsonl"
+    path.write_bytes(text)
+    return str(path), text
+
+
+def test_texts_are_not_compared_with_those_of_another_tokenizer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unproved = "that texts are those of their ids: the run's tokenizer is not on this machine"
+    assert unproved not in check_run(run).unproved
+    for tokenizer in (None, SimpleNamespace(decode=str)):
+        monkeypatch.setattr(verify, "run_tokenizer", lambda root, tokenizer=tokenizer: tokenizer)
+        report = check_run(run)
+        assert not report.findings and unproved in report.unproved
+
+
 # -- other sound runs
 
 
@@ -517,6 +652,7 @@ def groups_of_two_steps_are_swapped(run: Path) -> None:
     for file, lines, task in zip((other, one), dumped, tasks[::-1], strict=True):
         named = [line | {"task_id": task, "group_id": str(task)} for line in lines]
         file.unlink()
+        chained(file.parent)
         write(run / "rollout" / str(max(line["tail_version"] for line in lines)) / file.name, named)
 
 
