@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    from areal_lite.tools.inspect.episode_text import stdout_console
     from areal_lite.tools.plan.plan import plan, plan_table
 
     config: Any = load_config(options.config, options.overrides, root=ExperimentConfig)
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(made)))
         return 0
-    Console().print(plan_table(made))
+    stdout_console().print(plan_table(made))
     print(f"not in it: {'; '.join(made.unknown)}")
     print(f"next: areal-lite {getattr(config, 'kind', 'train').replace('_', '-')} {options.config}")
     return 0

@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from areal_lite.cli.main import main
 from areal_lite.config.loader import class_of, load_config
 from areal_lite.files.atomic_folder import _digest
-from areal_lite.runs.entry_points import run_rollout, run_training
+from areal_lite.runs.entry_points import run_training
 from areal_lite.runs.folder.run_directory import BATCHES
+from areal_lite.runs.rollouts_alone import run_rollout
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.verify.verify import SHOWN, check_run
