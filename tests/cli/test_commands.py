@@ -383,7 +383,9 @@ def test_threads_wait_awake_where_no_other_process_computes_meanwhile(run_file, 
 
 
 def signalled(body, *numbers, options=()):
-    with subprocess.Popen([*stand_in(body), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*stand_in(body), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         for number in numbers:
             assert process.stdout.readline() == "running\n"
             process.send_signal(number)

@@ -32,7 +32,7 @@ _TOKEN = ("turn", "index", "role", "mask", "logprob", "version")
 
 
 class RunFrames(Generic[Frame]):
-    """Frames, made when first asked for. The ``run`` and ``id`` of an episode are ``run`` and ``episode`` of its turns."""
+    """Frames, made when first asked for. ``run`` and ``episode`` of a turn are ``run`` and ``id`` of its episode."""
 
     def __init__(self, path: str | Path, filter: str, frame_of: Callable[[Any], Frame]) -> None:
         self._path, self._filter, self._frame_of = path, filter, frame_of
