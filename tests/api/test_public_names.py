@@ -61,7 +61,7 @@ def test_the_names_of_the_top_level_are_listed_and_a_wrong_one_is_an_error() -> 
     "checker",
     [
         ["mypy", "--config-file", "mypy.ini", "--cache-dir", str(ROOT / ".mypy_cache" / "public_names")],
-        ["basedpyright", "--level", "error", "--pythonpath", sys.executable],
+        pytest.param(["basedpyright", "--level", "error", "--pythonpath", sys.executable], marks=pytest.mark.slow),
     ],
     ids=["mypy", "pyright"],
 )
