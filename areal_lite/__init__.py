@@ -8,37 +8,38 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
+from areal_lite.areal import import_paths
+from areal_lite.areal.names import missing_name
+
+if TYPE_CHECKING:
+    from areal_lite import api
+    from areal_lite.rollout import workflow_context
+    from areal_lite.tools.export.frames import load_run
+    from areal_lite.tools.notebook import Trainer, train
+
+__all__ = ["Trainer", "__version__", "api", "load_run", "train", "workflow_context"]
 __version__ = "0.1.0"
 
 _LAZY = {
-    "workflow_context": "areal_lite.rollout.workflow_context",
-    "api": "areal_lite.api",
-    "train": "areal_lite.tools.notebook",
     "Trainer": "areal_lite.tools.notebook",
+    "api": "areal_lite.api",
+    "load_run": "areal_lite.tools.export.frames",
+    "train": "areal_lite.tools.notebook",
+    "workflow_context": "areal_lite.rollout.workflow_context",
 }
 
+sys.meta_path.append(import_paths)  # asked last, for the import paths of AReaL
 
-class _ArealPaths:
-    """Import finder, asked last, for the import paths of AReaL (``areal_lite.areal.import_paths``)."""
+if not TYPE_CHECKING:
 
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> Any:
-        if name.startswith("areal_lite."):
-            from areal_lite.areal.import_paths import find_spec
-
-            return find_spec(name)
-        return None
+    def __getattr__(name: str) -> object:
+        if name in _LAZY:
+            module = importlib.import_module(_LAZY[name])
+            return getattr(module, name, module)
+        raise missing_name(__name__, name)
 
 
-sys.meta_path.append(_ArealPaths)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        module = importlib.import_module(_LAZY[name])
-        return getattr(module, name) if module.__name__ == "areal_lite.tools.notebook" else module
-    from areal_lite.areal.names import missing_name
-
-    raise missing_name(__name__, name)
+def __dir__() -> list[str]:
+    return __all__

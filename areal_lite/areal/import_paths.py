@@ -74,10 +74,12 @@ class _Loader:
             sys.modules[module.__name__] = importlib.import_module(target)
 
 
-def find_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of ``areal_lite.PATH`` if the table has PATH."""
-    path = name.removeprefix("areal_lite.")
-    if path in PATHS:
-        return ModuleSpec(name, _Loader, is_package=isinstance(PATHS[path], Mapping))  # type: ignore[arg-type]
+def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    """Return the spec of ``areal_lite.PATH`` if the table has PATH; this module is an import finder."""
+    if not name.startswith("areal_lite."):
+        return None
+    module = name.removeprefix("areal_lite.")
+    if module in PATHS:
+        return ModuleSpec(name, _Loader, is_package=isinstance(PATHS[module], Mapping))  # type: ignore[arg-type]
     check_module(name)
     return None

@@ -7,8 +7,9 @@ for its own command, so that ``areal-lite --help`` loads none of them.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, NoReturn
 
 from areal_lite import __version__
@@ -73,12 +74,15 @@ def command_parser(names: Collection[str]) -> argparse.ArgumentParser:
             arguments.set_defaults(run=module.run)
             if command.dry_run:
                 arguments.add_argument("--dry-run", action="store_true", help="check everything and start nothing")
+            arguments.add_argument("-v", "--verbose", action="store_true", help="show where errors and hangs come from")
     return parser
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse a command; ``key=value``, filters and configs may follow options, and ``--sort`` takes ``-KEY``."""
     parser = command_parser(arguments[:1])
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        parser.error(f"unknown command {arguments[0]!r}{_hint(arguments[0], COMMANDS)}")
     for index in range(len(arguments) - 1, 0, -1):
         if arguments[:1] == ["inspect"] and arguments[index - 1] == "--sort":
             arguments[index - 1 : index + 1] = [f"--sort={arguments[index]}"]
@@ -88,7 +92,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     unknown = [word for word in words if word.startswith("-") or not several]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        known = commands.choices[options.command]._option_string_actions
+        hint = _hint(unknown[0], known, takes_keys=several == "overrides")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if several:
         getattr(options, several).extend(words)
     return options
+
+
+def _hint(word: str, known: Iterable[str], *, takes_keys: bool = False) -> str:
+    """Return what was probably meant by an unknown ``word``; empty if nothing comes close."""
+    name, _, value = word.partition("=")
+    close = difflib.get_close_matches(name, known, 1)
+    if not close and takes_keys and {".", "="} & set(word):
+        close = [f"{name.lstrip('-')}={value or 'VALUE'}"]
+    return f" (did you mean {close[0]}?)" if close else ""

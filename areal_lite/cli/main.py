@@ -16,7 +16,7 @@ from pathlib import Path
 
 from areal_lite.cli.commands import parse
 from areal_lite.cli.rank_end import end_with, is_rank
-from areal_lite.cli.stop_signals import stop_on_signals
+from areal_lite.cli.stop_signals import DEBUG, stop_on_signals
 from areal_lite.errors import ArealLiteError
 from areal_lite.files.safe_text import SafeFormatter, printable, without_secrets
 from areal_lite.processes.quick_import import is_first_rank
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    arguments = list(argv)
+    arguments = list(argv) or ["--help"]
     for name, value in _THREAD_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(Path.cwd()))
@@ -61,6 +61,8 @@ def run_command(argv: Sequence[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     options = parse(arguments)
+    if options.verbose:
+        os.environ[DEBUG] = "1"
     if getattr(options, "dry_run", False):
         from areal_lite.tools.doctor.doctor import dry_run
 
@@ -78,7 +80,7 @@ def _start_logging() -> None:
 
 
 def _report(error: ArealLiteError) -> None:
-    if os.environ.get("AREAL_LITE_DEBUG") == "1":
+    if os.environ.get(DEBUG) == "1":
         _print_error("".join(traceback.format_exception(error)))
     for line in "\n".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
         _print_error(f"error: {line}\n")

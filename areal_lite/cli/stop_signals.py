@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM: the first asks the command to stop, the second ends the process.
 
-A process that does not stop in time prints the stacks of its threads and tasks. What stopping means for a run is in
+Each says what it waits for or skips. A process that does not stop in time prints the stacks of its threads and tasks with
+``-v``, and as one of several ranks, whose hang nobody sees. What stopping means for a run is in
 :mod:`areal_lite.runs.stopping`.
 """
 
@@ -19,6 +20,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from areal_lite.cli.rank_end import is_rank
+from areal_lite.runs import stopping
 from areal_lite.runs.stopping import ask_to_stop, is_finishing, stop_for
 
 STOP_SECONDS = 11.0
@@ -29,6 +32,8 @@ _ECHO_SECONDS = 1.0
 """The same signal again within this time is ignored: a scheduler may signal all processes, and their launcher
 forwards it."""
 _STDERR = 2
+DEBUG = "AREAL_LITE_DEBUG"
+"""Environment variable that ``-v`` sets to 1: errors show where they come from, and so do processes that hang."""
 
 
 def stop_on_signals() -> None:
@@ -50,25 +55,32 @@ def _watch(watched: socket.socket, waker: socket.socket) -> None:
     """End the process after a second signal, or when the first has no effect; ``waker`` stays open meanwhile."""
     first, began, shown = _next_signal(watched), time.monotonic(), False
     last = first
-    # One write: the process may end at any moment.
-    sys.stderr.write("stopping; signal again to stop at once\n")
-    sys.stderr.flush()
+    waits = f": waiting for {', then '.join(left)}" if (left := stopping.work_left()) else ""
+    _say(f"stopping{waits}; signal again to stop at once")
     watched.settimeout(STOP_SECONDS)
     while True:
         try:
             last = _next_signal(watched)
             if last != first or time.monotonic() > began + _ECHO_SECONDS:
+                _say(f"stopped at once, without {' and '.join(stopping.work_left()) or 'cleaning up'}")
                 break
         except TimeoutError:
             if not shown:
-                print(f"still running after {STOP_SECONDS:g} s, here:", file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(_STDERR)
-                print(task_stacks(), file=sys.stderr, flush=True)
+                stack = is_rank() or os.environ.get(DEBUG) == "1"
+                _say(f"still running after {STOP_SECONDS:g} s{', here:' if stack else ' (-v shows where)'}")
+                if stack:
+                    faulthandler.dump_traceback(_STDERR)
+                    print(task_stacks(), file=sys.stderr, flush=True)
                 shown = True
             if not is_finishing():
-                print(f"not stopped after {STOP_SECONDS:g} s: ending here", file=sys.stderr, flush=True)
+                _say(f"not stopped after {STOP_SECONDS:g} s: ending here")
                 break
     os._exit(128 + last)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")  # one write: the process may end at any moment
+    sys.stderr.flush()
 
 
 def _next_signal(watched: socket.socket) -> int:

@@ -244,6 +244,8 @@ def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
         return f"unknown key {name!r}: write {_MOVED[name]}"
     known = list(owner.__pydantic_fields__)
     elsewhere = [field.key for field in describe_fields(root) if field.key.rpartition(".")[2] == name]
+    if name in elsewhere:
+        return f"unknown key {name!r}: it is a top-level key; write it outside of the sections"
     if close := elsewhere or difflib.get_close_matches(name, known, 1):
         return f"unknown key {name!r}; did you mean {close[0]!r}?"
     return f"unknown key {name!r}; the keys here are {', '.join(known)}"

@@ -12,7 +12,7 @@ from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import EpisodeError
-from areal_lite.rollout.episodes.ended_groups import PASSING
+from areal_lite.rollout.episodes.ended_groups import PASSING, advice
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.trainer.rl.validation_metrics import validation_metrics
@@ -65,6 +65,8 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row], wo
 def no_success(groups: Sequence[Group]) -> EpisodeError:
     causes = Counter(group.failure.summary if group.failure else group.rejection for group in groups)
     text = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
+    if fix := advice(group.rejection for group in groups if group.rejection):
+        text += f": {fix}"
     kinds = {group.failure.kind for group in groups if group.failure is not None}
     may_pass = bool(kinds) and kinds <= PASSING
     return EpisodeError(f"no episode on the {len(groups)} rows gave a reward: {text}", may_pass=may_pass)

@@ -84,7 +84,7 @@ class RLRun(TrainingRun[Evaluation]):
                 began = time.monotonic()
                 probed = self.probe_if_due()
                 batch = self.generate()
-                generated = time.monotonic()
+                generated, self.under_way = time.monotonic(), self.step + 1
                 metrics = self.trainer.train_step(batch, version=self.step) | probed
                 self.step += 1
                 if self.driver is not None:

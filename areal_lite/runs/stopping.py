@@ -7,7 +7,7 @@ Guarantees that ranks which train together stop after the same step, whichever r
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from areal_lite.errors import ConfigError
@@ -25,17 +25,24 @@ class Stopped(KeyboardInterrupt):
 _signal = 0
 """The first signal that asked this process, or a rank it trains with, to stop."""
 _finishing = 0
+work_left: Callable[[], Sequence[str]] = tuple
+"""Returns what a stop of this process waits for, in order and in words."""
 
 
 @contextmanager
-def finishing() -> Iterator[None]:
-    """Delay :class:`Stopped` until the block has ended; for the main thread, where signals arrive."""
-    global _finishing
+def finishing(left: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
+    """Delay :class:`Stopped` until the block has ended; for the main thread, where signals arrive.
+
+    ``left`` is :data:`work_left` meanwhile; any thread may call it.
+    """
+    global _finishing, work_left
     _finishing += 1
+    work_left = left
     try:
         yield
     finally:
         _finishing -= 1
+        work_left = tuple
     if _signal and not _finishing:
         raise Stopped
 

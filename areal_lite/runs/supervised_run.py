@@ -62,7 +62,7 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
     def fit(self) -> None:
         batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
         while self.step < self.total_steps:
-            began = time.monotonic()
+            began, self.under_way = time.monotonic(), self.step + 1
             metrics = self.trainer.train_step(next(batches))
             self.step += 1
             self.record_step(with_prefix("train", metrics), began=began)

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -139,6 +139,8 @@ class TrainingRun(ABC, Generic[E]):
     """Start of :attr:`Summary.seconds`, on the monotonic clock."""
     step: int = field(init=False)
     """Steps done. In RL, this is also the policy version."""
+    under_way: int | None = field(init=False, default=None)
+    """Step that is being trained, for which a stop waits; None while its batch is generated."""
     evaluations: dict[int, E] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -155,7 +157,7 @@ class TrainingRun(ABC, Generic[E]):
         if self.start.checkpoint is not None:
             logger.info("resuming after step %d of %d from %s", self.step, self.total_steps, self.start.checkpoint)
             self.resume_from(self.start.checkpoint)
-        with finishing():
+        with finishing(self.work_left):
             try:
                 if self.start.evaluates:
                     self.evaluate_if_due()
@@ -221,6 +223,7 @@ class TrainingRun(ABC, Generic[E]):
 
     def save_if_due(self) -> None:
         """Save a checkpoint if this step is due for one, the last save is long ago, or the machine expires soon."""
+        self.under_way = None
         config = self.config.checkpoint
         self.files.checkpoints.check()  # a failed write ends the run now, not at the next save
         if config.enabled and (self.is_due(config.every_steps or self.total_steps) or self.save_is_urgent()):
@@ -261,6 +264,12 @@ class TrainingRun(ABC, Generic[E]):
         self.files.checkpoints.save(self.step, snapshot(self.trainer), files)
         self._saved_step, self._saved_at, self._saved_clock = self.step, time.time(), time.monotonic()
         self._save_wait_s = self._saved_clock - began
+
+    def work_left(self) -> Sequence[str]:
+        """Return what a stop waits for, in words."""
+        step = [] if self.under_way is None else [f"step {self.under_way}"]
+        saves = self.config.checkpoint.enabled and (step or self.step > self.start.step)
+        return [*step, "a checkpoint"] if saves else step
 
     def save_stopped(self) -> None:
         """Save the last whole step, if the run makes checkpoints, and wait until it is written."""

@@ -30,6 +30,7 @@ from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.stopping import Stopped, ask_to_stop
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.runs.training_run import Summary
+from areal_lite.tools.inspect.episode_text import stdout_console
 from areal_lite.tools.inspect.plot import metrics_figure
 from areal_lite.tools.run.progress import TrainingProgress, progress_line
 from areal_lite.trainer.metrics import OnStep
@@ -79,7 +80,7 @@ class Trainer:
             ArealLiteError: As the run itself.
         """
         choice = _choice(self.config, workflow, workflow_kwargs)
-        show = _Lines(self.config, Console()).on_step
+        show = _Lines(self.config, stdout_console()).on_step
         return run_training(_recorded(self.config, choice), on_step=on_step or show, workflow=choice)
 
 
@@ -105,7 +106,7 @@ async def train(
     loaded = _loaded(config, overrides, RunConfig if passes else ExperimentConfig)
     choice = _choice(loaded, workflow, workflow_kwargs) if passes else None
     loaded = loaded if choice is None else _recorded(loaded, choice)
-    show = _Notebook(loaded) if _in_notebook() else _Lines(loaded, Console())
+    show = _Notebook(loaded) if _in_notebook() else _Lines(loaded, stdout_console())
     run = asyncio.ensure_future(asyncio.to_thread(_run, loaded, show.on_step, choice))
     try:
         await asyncio.shield(run)

@@ -47,7 +47,7 @@ def run_training(config, on_step):
 
 run.run_training = run_training
 sys.modules |= {{run.__name__: run, progress.__name__: progress}}
-sys.exit(main(["train", "run.yaml"]))
+sys.exit(main(["train", "run.yaml", *sys.argv[1:]]))
 """
 # On a signal, the main thread stops, refuses, or is stuck in a C call.
 WAITS = """
@@ -64,6 +64,13 @@ REFUSES = """
             threading.Event().wait()
         except KeyboardInterrupt:
             pass
+"""
+FINISHES = """
+    from areal_lite.runs.stopping import finishing
+    with finishing(lambda: ["step 2", "a checkpoint"]):
+        while True:
+            print("running", flush=True)
+            threading.Event().wait(0.1)
 """
 STUCK = """
     import contextlib, ctypes
@@ -171,14 +178,18 @@ def test_a_bad_config_ends_with_64_and_one_line_per_error():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "the following arguments are required: COMMAND"),
-        (("trian", "run.yaml"), "invalid choice: 'trian'"),
+        (("trian", "run.yaml"), "unknown command 'trian' (did you mean train?). See areal-lite --help"),
+        (("quux",), "unknown command 'quux'. See areal-lite --help"),
         (("train",), "the following arguments are required: CONFIG.yaml"),
         (("train", "run.yml"), "run.yml: no such file; did you mean run.yaml?"),
         (("view", "run.yaml", "--port", "0"), "invalid positive_integer value: '0'"),
         (("view", "nothing"), "nothing: No such file or directory"),
         (("plot", "runs", "--colour", "red"), "unrecognized arguments: --colour"),
-        (("train", "run.yaml", "--fast"), "unrecognized arguments: --fast"),
+        (("train", "run.yaml", "--fast"), "unrecognized arguments: --fast. See"),
+        (("train", "run.yaml", "--dry-rum"), "unrecognized arguments: --dry-rum (did you mean --dry-run?)"),
+        (("train", "run.yaml", "--seed=1"), "unrecognized arguments: --seed=1 (did you mean seed=1?)"),
+        (("train", "run.yaml", "--trainer.x", "1"), "--trainer.x (did you mean trainer.x=VALUE?)"),
+        (("inspect", "runs", "--reward=1"), "unrecognized arguments: --reward=1. See"),
     ],
 )
 def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
@@ -210,6 +221,13 @@ def test_help_of_all_shows_every_config_key_within_eighty_columns(command, key):
     assert done.returncode == 0
     assert key in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_areal_lite_alone_shows_the_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: areal-lite")
 
 
 def test_help_lists_the_sections_and_shows_the_keys_of_one():
@@ -367,8 +385,10 @@ def test_threads_wait_awake_where_no_other_process_computes_meanwhile(run_file, 
     assert run_training_that(body, env={**without, "GOMP_SPINCOUNT": "7"}).stdout.startswith("7\n")
 
 
-def signalled(body, *numbers):
-    with subprocess.Popen(stand_in(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def signalled(body, *numbers, options=()):
+    with subprocess.Popen(
+        [*stand_in(body), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         for number in numbers:
             assert process.stdout.readline() == "running\n"
             process.send_signal(number)
@@ -389,14 +409,27 @@ def test_a_first_signal_cleans_up_and_exits_with_its_code(number, code):
 def test_a_second_signal_exits_at_once():
     code, _, error = signalled(REFUSES, signal.SIGINT, signal.SIGTERM)
     assert code == 143
-    assert "not stopped" not in error
+    assert error.endswith("signal again to stop at once\nstopped at once, without cleaning up\n")
+
+
+def test_the_first_signal_says_what_it_waits_for_and_the_second_what_it_skips():
+    code, _, error = signalled(FINISHES, signal.SIGINT, signal.SIGTERM)
+    assert code == 143
+    assert error.partition(" loading torch and transformers\n")[2] == (
+        "stopping: waiting for step 2, then a checkpoint; signal again to stop at once\n"
+        "stopped at once, without step 2 and a checkpoint\n"
+    )
 
 
 @pytest.mark.parametrize("body", [REFUSES, STUCK])
 def test_a_process_that_does_not_stop_is_killed_after_the_grace_period(body):
     code, _, error = signalled(body, signal.SIGTERM)
     assert code == 143
-    assert error.endswith("not stopped after 1 s: ending here\n")
+    assert error.endswith("still running after 1 s (-v shows where)\nnot stopped after 1 s: ending here\n")
+    assert 'File "' not in error
+    shown = signalled(body, signal.SIGTERM, options=["-v"])[2]
+    assert "still running after 1 s, here:\n" in shown
+    assert "in run_training" in shown
 
 
 def test_the_stacks_of_all_tasks_are_told_once_per_place_with_the_calls_that_wait():

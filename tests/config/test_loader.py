@@ -237,6 +237,7 @@ def test_a_byte_order_mark_is_accepted(write):
             "run.yaml, override 'rollout.groupsize=1': unknown key 'groupsize'; did you mean 'group_size'?",
         ),
         ("group_size=1", "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
+        ("rollout.dump_training=1", "unknown key 'dump_training': it is a top-level key; write it outside of the sec"),
         ("rollot.group_size=1", "unknown key 'rollot'; did you mean 'rollout'?"),
         ("zzz=1", "unknown key 'zzz'; the keys here are experiment_name, trial_name"),
         ("seed.x=1", "seed is a value, not a section"),

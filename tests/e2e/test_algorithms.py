@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from areal_lite.config.loader import load_config
-from areal_lite.runs.entry_points import run_rollout, run_training
+from areal_lite.runs.entry_points import run_training
+from areal_lite.runs.rollouts_alone import run_rollout
 from areal_lite.runs.training_run import StepMetrics
 from tests.e2e.agents import CountsItsCalls, InOrder
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config.loader import load_config
-from areal_lite.runs.entry_points import run_evaluation, run_training
+from areal_lite.runs.entry_points import run_training
+from areal_lite.runs.rollouts_alone import run_evaluation
 
 FILE = """
 from areal_lite import workflow_context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -13,6 +13,9 @@ from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.cli import main as cli
 from areal_lite.rollout.episodes.ended_groups import MAX_CAUSES, FailureTally
+from areal_lite.runs import rollouts_alone
+from areal_lite.runs.evaluation import no_success
+from areal_lite.tools.run import rollout as rollout_command
 
 
 class Fails:
@@ -89,6 +92,22 @@ def test_failed_members_of_accepted_groups_count() -> None:
         "failed_episodes": 3, "failed_episodes/agent": 1, "failed_episodes/engine": 1, "failed_episodes/deadline": 1,
     }  # fmt: skip
     assert (FailureTally().table(), FailureTally().top_cause()) == ("", "")
+
+
+def test_without_a_reward_the_run_says_what_an_agent_returns_instead_of_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none, failed = (
+        group(EpisodeStatus.REJECTED),
+        group(EpisodeStatus.FAILED, failure=Failure(FailureKind.AGENT, "E", "x")),
+    )
+    none.rejection = "the workflow returned None"
+    fix = "return a number from run(): None rejects the episode"
+    assert str(no_success([none, failed])).endswith(f"1 x the workflow returned None; 1 x E: x: {fix}")
+    assert "run()" not in str(no_success([failed]))
+    monkeypatch.setattr(rollouts_alone, "run_rollout", lambda config, on_step: [none])
+    rollout_command._rollout(cast(Any, None), lambda step, metrics: None)
+    assert capsys.readouterr().out == f"groups: 1 rejected; mean reward 0.000 over 0 episodes\n{fix}\n"
 
 
 def test_the_top_cause_is_the_most_common_one_of_the_most_common_kind() -> None:

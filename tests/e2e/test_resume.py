@@ -24,6 +24,7 @@ from areal_lite.cli import main as cli
 from areal_lite.config.loader import load_config
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.runs import stopping
 from areal_lite.runs import training_run as loop
 from areal_lite.runs.entry_points import run_training
 from areal_lite.runs.folder.resuming import CHECKPOINTS
@@ -267,6 +268,7 @@ def test_by_default_a_run_saves_every_10_minutes_and_at_its_end(
     def four_minutes_later(step: int, metrics: dict[str, float]) -> None:
         nonlocal now
         now += 240
+        assert stopping.work_left() == [f"step {step}", "a checkpoint"]
 
     some = ["eval_dataset=null", "save_model=false", "trainer.total_steps=7", "checkpoint.keep=9"]
     run_dir = run_training(load_config(served_yaml, some), on_step=four_minutes_later).run_dir

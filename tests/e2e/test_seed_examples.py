@@ -27,7 +27,8 @@ from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.errors import ConfigError
 from areal_lite.rollout import workflow_context
-from areal_lite.runs.entry_points import run_rollout, run_training
+from areal_lite.runs.entry_points import run_training
+from areal_lite.runs.rollouts_alone import run_rollout
 from areal_lite.runs.run_data import training_data
 from tests.e2e.agents import LetterAgent
 

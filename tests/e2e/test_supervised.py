@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.data import SFTDataset
 from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.errors import ConfigError, TrainingError
+from areal_lite.runs import stopping
 from areal_lite.runs.stopping import Stopped
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.runs.training_run import Summary
 from areal_lite.trainer.checkpoint.checkpoint import find_checkpoint
+from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer
 from examples.made_up import conversations
 from examples.smollm2 import smollm2
@@ -58,8 +61,8 @@ def written(name: str, folder: Path, model: Path, **trainer: Any) -> Path:
     return path
 
 
-def run(path: Path, *overrides: str) -> Summary[dict[str, float]]:
-    return run_supervised(load_config(path, overrides, root=class_of(path.stem)))
+def run(path: Path, *overrides: str, on_step: OnStep | None = None) -> Summary[dict[str, float]]:
+    return run_supervised(load_config(path, overrides, root=class_of(path.stem)), on_step=on_step)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -88,7 +91,15 @@ def test_a_model_memorizes_8_conversations_and_ends_its_turns(sft_yaml: Path) ->
 
 def test_a_run_records_every_update_and_its_held_out_loss(sft_yaml: Path) -> None:
     # R20: 2 epochs of 4 batches; int(0.25 * 8) = 2 steps of warm-up, then a cosine.
-    summary = run(sft_yaml, "trainer.epochs=2", "trainer.warmup_ratio=0.25", "evaluation.every_steps=3")
+    left: dict[tuple[int, bool], Sequence[str]] = {}
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        left[step, "eval/loss" in metrics] = stopping.work_left()
+
+    some = ["trainer.epochs=2", "trainer.warmup_ratio=0.25", "evaluation.every_steps=3"]
+    summary = run(sft_yaml, *some, on_step=on_step)
+    assert left[0, True] == [] and left[3, False] == ["step 3", "a checkpoint"] and left[3, True] == ["a checkpoint"]
+    assert stopping.work_left() == ()
     found = records(summary.run_dir)
     steps = [record for record in found if "train/loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -396,7 +407,7 @@ def test_invalid_supervised_configs_are_refused_before_a_model_is_loaded(
     assert not (sft_yaml.parent / "runs").exists()
 
 
-def test_the_command_prints_the_config_and_a_line_for_each_update(sft_yaml: Path) -> None:
+def test_the_command_prints_a_line_for_each_update_and_with_v_the_config(sft_yaml: Path) -> None:
     # R19
     done = subprocess.run(
         [
@@ -407,6 +418,7 @@ def test_the_command_prints_the_config_and_a_line_for_each_update(sft_yaml: Path
             str(sft_yaml),
             "trainer.total_steps=2",
             "save_model=false",
+            "-v",
         ],
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,

@@ -21,12 +21,11 @@ from areal_lite.runs.entry_points import (
     check_learnable,
     check_startable,
     check_trainable,
-    run_evaluation,
-    run_rollout,
     run_training,
 )
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.run_directory import run_directory
+from areal_lite.runs.rollouts_alone import run_evaluation, run_rollout
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.training_run import Summary
 from areal_lite.servers.programs.embedded_server import EmbeddedServer

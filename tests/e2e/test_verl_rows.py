@@ -24,8 +24,9 @@ from areal_lite.data.rows.loader import ResumableLoader, create_rl_sampler
 from areal_lite.data.rows.rl_dataset import create_rl_dataset
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.runs.entry_points import run_evaluation, run_training
+from areal_lite.runs.entry_points import run_training
 from areal_lite.runs.rl_run import num_devices
+from areal_lite.runs.rollouts_alone import run_evaluation
 from areal_lite.servers.programs import server_program
 from areal_lite.tools.verify.verify import check_run
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer

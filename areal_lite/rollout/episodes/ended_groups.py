@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, scope_name
+from areal_lite.rollout.episodes.batch_cut import STALE
+from areal_lite.rollout.episodes.group_runner import FILTERED, NO_RESULT
 
 WINDOW = 4096  # number of latest groups that the shares cover
 MAX_REASONS = 32  # distinct reasons of rejections that are counted apart
@@ -23,6 +25,17 @@ MAX_CAUSES = 1000  # distinct causes that are kept; more are counted by kind alo
 MAX_SHORT = 60  # characters of a cause on a progress line
 PASSING = frozenset({FailureKind.ENGINE, FailureKind.DEADLINE})
 """Kinds that may not occur again when a run is started again."""
+_FIXES = {
+    NO_RESULT: "return a number from run(): None rejects the episode",
+    FILTERED: "loosen the filter",
+    STALE: "raise rollout.max_head_offpolicyness",
+}
+
+
+def advice(reasons: Iterable[str]) -> str:
+    """Return what to do about groups that were not accepted, by their reasons in words."""
+    known = [next((start for start in _FIXES if reason.startswith(start)), "") for reason in reasons]
+    return "; ".join(_FIXES.get(start, "look at the dump for their errors") for start in dict.fromkeys(known))
 
 
 class EndedGroups:

@@ -44,6 +44,8 @@ from areal_lite.rollout.workers.worker_pool import Workers
 
 logger = logging.getLogger(__name__)
 
+NO_RESULT, FILTERED = "the workflow returned None", "should_accept_fn said no"
+"""Why a group was rejected; the second goes on with the filter's own reason."""
 CANCEL_GRACE_S = 5.0  # seconds a cancelled episode may take to clean up before it is left behind
 JUST_BLOCKED_S = 1.0  # seconds after the event loop was blocked in which a deadline is put off, once
 
@@ -245,7 +247,7 @@ class GroupRunner:
             failed = (t.failure for t in trajectories if t.status is EpisodeStatus.FAILED)
             if (failure := next(failed, None)) is not None:
                 return submission.group(EpisodeStatus.FAILED, failure)
-            return submission.group(EpisodeStatus.REJECTED, rejection="the workflow returned None")
+            return submission.group(EpisodeStatus.REJECTED, rejection=NO_RESULT)
         for trajectory in trajectories:
             trajectory.join_rewards(submission.recipe.turn_rewards)
         if (accepts := submission.recipe.should_accept_fn) is not None:
@@ -254,8 +256,7 @@ class GroupRunner:
             decision = accepts(columns | {"episode_rewards": [t.reward for t in by_sequence]})
             keep, reason = decision if isinstance(decision, FilterDecision) else (decision, "")
             if not keep:
-                rejection = f"should_accept_fn said no{reason and ': '}{reason}"
-                return submission.group(EpisodeStatus.REJECTED, rejection=rejection)
+                return submission.group(EpisodeStatus.REJECTED, rejection=f"{FILTERED}{reason and ': '}{reason}")
         return submission.group(EpisodeStatus.ACCEPTED)
 
     def _on_done(self, submission: Submission, task: asyncio.Task[Group]) -> None:

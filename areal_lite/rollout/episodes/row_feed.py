@@ -25,7 +25,7 @@ from areal_lite.data.source.rollout_data_source import RolloutDataSource, restar
 from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.rollout.episodes.batch_cut import STALE, OldestGroups
-from areal_lite.rollout.episodes.ended_groups import PASSING
+from areal_lite.rollout.episodes.ended_groups import PASSING, advice
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
 from areal_lite.rollout.episodes.group_runner import Submission
 from areal_lite.rollout.episodes.partial_rollout import sampled_group
@@ -179,12 +179,12 @@ class RowFeed:
                 "iterated again (a list), more rows, or a smaller batch"
             )
         reasons = "; ".join(f"{n} x {reason}" for (reason, _), n in self._misses.most_common(5))
+        fix = advice(reason for reason, _ in self._misses)
         misses = self._misses.total()
         kinds = {kind for reason, kind in self._misses if reason != STALE}
         self._misses.clear()
         raise StarvationError(
-            f"no batch of {count} groups: {misses} groups ended without training data ({reasons}). "
-            "Look at the dump for their errors, or loosen the filter",
+            f"no batch of {count} groups: {misses} groups ended without training data ({reasons}): {fix}",
             may_pass=bool(kinds) and kinds <= PASSING,
         )
 

@@ -1,1 +1,1 @@
-"""``areal-lite export``: training rows and tables from dumped episodes. Read export, then conversation_text."""
+"""``areal-lite export``: training rows and tables from dumped episodes. Read export, conversation_text, frames."""

@@ -28,7 +28,7 @@ from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.terminal import add_selection
 
 Form = Literal["sft", "dpo", "openai", "parquet"]
-_PARQUET_ROWS = 1000
+_ARROW_ROWS = 1000
 _NEXT = {
     "sft": "train on them: areal-lite sft CONFIG.yaml train_dataset.path={file}",
     "dpo": "train on them: areal-lite dpo CONFIG.yaml train_dataset.path={file}",
@@ -197,41 +197,52 @@ def _write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     return count
 
 
-# -- Parquet
+# -- tables
 
-_TEXTS = ("run", "id", "scope", "group_id", "status", "error", "error_kind", "error_type", "prompt", "completion")
-_INTEGERS = ("version", "sample_idx", "member_idx", "seqlen", "prompt_len", "start_version", "head_version")
+EPISODE = {
+    **dict.fromkeys(("run", "id", "scope", "task_id", "group_id", "status", "error", "error_kind"), "string"),
+    **dict.fromkeys(("error_type", "prompt", "completion"), "string"),
+    **dict.fromkeys(("version", "sample_idx", "member_idx", "seqlen", "prompt_len", "start_version"), "int64"),
+    **dict.fromkeys(("head_version", "tail_version"), "int64"),
+    **dict.fromkeys(("reward", "finished_at"), "float64"),
+}
+"""Columns of a table of dumped lines, without its tokens, and their Arrow types."""
+
+
+def arrow_tables(rows: Iterable[Mapping[str, Any]], schema: Any) -> Iterator[Any]:
+    """Yield Arrow tables of some of the rows each, with the columns of ``schema``."""
+    import pyarrow  # type: ignore[import-untyped]
+
+    rows = iter(rows)
+    while chunk := list(itertools.islice(rows, _ARROW_ROWS)):
+        yield pyarrow.Table.from_pylist(chunk, schema)
+
+
+def episode_row(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of :data:`EPISODE` of a dumped line."""
+    finished = (record.get("timings") or {}).get("finished_at")
+    known = {name: record.get(name) for name in EPISODE}
+    return known | {"task_id": str(record["task_id"]), "finished_at": finished}
 
 
 def _write_parquet(file: Path, records: Iterable[Mapping[str, Any]]) -> int:
     """Write a row per dumped line: its fields, and one column per token column of its turns."""
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     from pyarrow import parquet
 
-    numbers = pyarrow.list_(pyarrow.int32())
-    schema = pyarrow.schema(
-        [(name, pyarrow.string()) for name in ("task_id", *_TEXTS)]
-        + [(name, pyarrow.int64()) for name in (*_INTEGERS, "tail_version")]
-        + [("reward", pyarrow.float64()), ("finished_at", pyarrow.float64())]
-        + [(name, numbers) for name in ("input_ids", "loss_mask", "versions")]
-        + [("logprobs", pyarrow.list_(pyarrow.float64()))]
-    )
+    lists = dict.fromkeys(("input_ids", "loss_mask", "versions"), pyarrow.list_(pyarrow.int32()))
+    schema = pyarrow.schema([*EPISODE.items(), *lists.items(), ("logprobs", pyarrow.list_(pyarrow.float64()))])
     count = 0
-    records = iter(records)
     with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-        while chunk := [_flat(record) for record in itertools.islice(records, _PARQUET_ROWS)]:
-            writer.write_table(pyarrow.Table.from_pylist(chunk, schema))
-            count += len(chunk)
+        for table in arrow_tables(map(_with_tokens, records), schema):
+            writer.write_table(table)
+            count += table.num_rows
     return count
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+def _with_tokens(record: Mapping[str, Any]) -> dict[str, Any]:
     turns = record["turns"]
-    names = (*_TEXTS, *_INTEGERS, "tail_version", "reward")
-    return {
-        **{name: record.get(name) for name in names},
-        "task_id": str(record["task_id"]),
-        "finished_at": (record.get("timings") or {}).get("finished_at"),
+    return episode_row(record) | {
         "input_ids": [id for turn in turns for id in turn["ids"]],
         "loss_mask": [mask for turn in turns for mask in turn["loss_mask"]],
         "versions": [each for turn in turns for each in turn.get("versions") or [-1] * len(turn["ids"])],

@@ -10,12 +10,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
+from rich.console import Console
 from rich.text import Text
 
 from areal_lite.files.safe_text import json_printable, printable
 
 STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
+_UNBROKEN = 10_000
 _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
+
+
+def stdout_console(**settings: Any) -> Console:
+    """Return a console on standard output; it breaks lines on a terminal, never in a pipe or a file."""
+    return Console(width=None if sys.stdout.isatty() else _UNBROKEN, **settings)
 
 
 def print_note(text: str) -> None:

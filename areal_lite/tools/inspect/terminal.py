@@ -24,12 +24,11 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.safe_text import printable
 from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.episode_text import STATUS_STYLE, episode_text, json_line, print_note
+from areal_lite.tools.inspect.episode_text import STATUS_STYLE, episode_text, json_line, print_note, stdout_console
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import Token, decoder, first_text_difference, first_token_difference, tokens
 from areal_lite.tools.inspect.training_facts import with_facts
 
-_WIDTH = 200
 _EPISODE_COLUMNS = ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause")
 _CONTEXT = 60
 
@@ -71,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 def inspect(options: argparse.Namespace, *, console: Console | None = None) -> int:
     """Print what ``options`` ask for, and return the number of lines, rows or tokens."""
-    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    console = console or stdout_console(highlight=False)
     options.filter = " ".join(options.filter)
     with Dumps.open(options.path, on_progress=_Progress()) as dumps:
         shown = _print(dumps, _level(dumps, options), options, console)

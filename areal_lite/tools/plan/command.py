@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    from areal_lite.tools.inspect.episode_text import stdout_console
     from areal_lite.tools.plan.plan import plan, plan_table
 
     config: Any = load_config(options.config, options.overrides, root=ExperimentConfig)
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(made)))
         return 0
-    Console().print(plan_table(made))
+    stdout_console().print(plan_table(made))
     print(f"not in it: {'; '.join(made.unknown)}")
     command = getattr(config, "kind", "train").replace("_", "-")
     print(f"next: areal-lite {shlex.join([command, options.config, *options.overrides])}")

@@ -121,7 +121,7 @@ class ReplayRun(TrainingRun[Evaluation]):
         while self.step < self.total_steps:
             began = time.monotonic()
             batch = broadcast_batch(self.batch() if Ranks.current().rank == 0 else None)
-            read = time.monotonic()
+            read, self.under_way = time.monotonic(), self.step + 1
             metrics = with_prefix("train", self.trainer.train_step(batch, version=self.step))
             self.step += 1
             now = time.monotonic()

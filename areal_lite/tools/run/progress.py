@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.runs.evaluation import Evaluation
+from areal_lite.tools.inspect.episode_text import stdout_console
 
 if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
@@ -29,7 +30,7 @@ class TrainingProgress:
     """A context manager whose :meth:`on_step` is the callback of ``run_training``."""
 
     def __init__(self, total_steps: int | None, *, console: Console | None = None) -> None:
-        self.console = console or Console(quiet=not is_first_rank())
+        self.console = console or stdout_console(quiet=not is_first_rank())
         self.last: dict[str, float] = {}
         self._bar = Progress(
             TextColumn("[bold]training"),

@@ -36,17 +36,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rollout(config: RunConfig, on_step: OnStep) -> None:
-    from areal_lite.runs.entry_points import run_rollout
+    from areal_lite.rollout.episodes.ended_groups import advice
+    from areal_lite.runs.rollouts_alone import run_rollout
 
     results = run_rollout(config, on_step=on_step)
     rewards = [reward for result in results for reward in result.rewards]
     counts = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in results).items())
     mean = sum(rewards) / max(1, len(rewards))
     print(f"groups: {counts}; mean reward {mean:.3f} over {len(rewards)} episodes")
+    if not rewards and (fix := advice(result.rejection for result in results if result.rejection)):
+        print(fix)
 
 
 def _evaluate(config: RunConfig, on_step: OnStep) -> None:
-    from areal_lite.runs.entry_points import run_evaluation
+    from areal_lite.runs.rollouts_alone import run_evaluation
 
     result = run_evaluation(config, on_step=on_step)
     print(f"held-out reward {result.reward:.3f} over {result.episodes} episodes, {result.failed} failed")
@@ -55,8 +58,7 @@ def _evaluate(config: RunConfig, on_step: OnStep) -> None:
 @contextmanager
 def _servers_shown(config: RunConfig) -> Iterator[OnStep]:
     """Yield a callback for the metrics of a run; print their table of servers at the end, also after an error."""
-    from rich.console import Console
-
+    from areal_lite.tools.inspect.episode_text import stdout_console
     from areal_lite.tools.run.progress import server_table
 
     last: dict[str, float] = {}
@@ -64,4 +66,4 @@ def _servers_shown(config: RunConfig) -> Iterator[OnStep]:
         yield lambda step, metrics: last.update(metrics)
     finally:
         if table := server_table(last, config.rollout.addresses):
-            Console().print(table)
+            stdout_console().print(table)

@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = load_run(options, options.root)
+    if options.verbose and is_first_rank():
+        print(dump_config(config), end="")
     train_supervised(config)
     if is_first_rank():
         print(f"next: areal-lite {_NEXT[options.command]}={config.run_dir / 'model'}")
@@ -32,12 +34,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def train_supervised(config: SFTConfig | DPOConfig | RewardModelConfig) -> None:
-    """Train with one line per record; the first rank prints the config before and the summary after."""
+    """Train with one line per record; the first rank prints the summary after."""
     with quick_import():
         from areal_lite.runs.supervised_run import run_supervised
         from areal_lite.tools.run.progress import progress_line
-    if is_first_rank():
-        print(dump_config(config), end="")
     summary = run_supervised(config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True))
     if is_first_rank():
         print(f"{summary.steps} steps in {summary.seconds:.0f} s, written to {summary.run_dir}")

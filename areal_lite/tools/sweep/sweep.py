@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from areal_lite.config.dump import dump_config
@@ -25,6 +24,7 @@ from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.foreign_files import read_records
+from areal_lite.tools.inspect.episode_text import stdout_console
 from areal_lite.tools.inspect.plot import plot_means
 from areal_lite.tools.run.supervised import train_supervised
 from areal_lite.tools.run.train import train
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     variants = variants_of(paths, overrides, seeds=options.seeds)
     run_sweep(variants, _make_run)
     metric, results = results_of(variants, metric=options.metric, level=options.level)
-    Console().print(sweep_table(metric, results, level=options.level))
+    stdout_console().print(sweep_table(metric, results, level=options.level))
     for line in verdict_lines(results):
         print(line)
     folder = variants[0].run_dirs[0].parent

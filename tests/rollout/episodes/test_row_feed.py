@@ -19,6 +19,7 @@ from areal_lite.data.source.row_streams import IterableRows
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, ServerError, StarvationError
 from areal_lite.rollout.episodes import row_feed
+from areal_lite.rollout.episodes.batch_cut import STALE
 from areal_lite.rollout.episodes.row_feed import RowFeed, drop_reason
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.scripted import OneTurn
@@ -81,6 +82,26 @@ def test_failures_without_an_exception_are_counted_by_kind_and_rejections_by_rea
     late = Failure(FailureKind.DEADLINE, "", "the episode ran longer than episode_timeout_s=1")
     assert drop_reason(ended("failed", failure=late)) == "failed: deadline"
     assert drop_reason(ended("rejected", rejection="should_accept_fn said no: too short")).endswith("no: too short")
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said"),
+    [
+        (["the workflow returned None"], "(1 x the workflow returned None): return a number from run(): None rejects"),
+        (["should_accept_fn said no: too short"], "(1 x should_accept_fn said no: too short): loosen the filter"),
+        ([STALE], "raise rollout.max_head_offpolicyness"),
+        (["failed: KeyError: 'answer'"], "look at the dump for their errors"),
+        (["should_accept_fn said no: a", "should_accept_fn said no: b", "failed: E"], "loosen the filter; look at the"),
+    ],
+)
+def test_a_wait_without_a_batch_ends_with_what_helps_against_its_reasons(reasons: list[str], said: str) -> None:
+    feed = RowFeed(RolloutDataSource([{}]), retries=0)
+    for reason in reasons:
+        feed.count_miss(reason)
+    with pytest.raises(StarvationError) as caught:
+        feed.check(1)
+    assert said in str(caught.value)
+    assert ("filter" in str(caught.value).rpartition("):")[2]) == any("said no" in reason for reason in reasons)
 
 
 def ended(status: str, *, failure: Failure | None = None, rejection: str | None = None, **given: Any) -> Group:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+import areal_lite
 from areal_lite.cli.main import main
 from areal_lite.tools.inspect import dump_index
 from areal_lite.tools.inspect.dumps import Dumps
@@ -117,6 +118,8 @@ def test_no_command_imports_what_a_folder_names(
         main(command(name, run))
     finally:
         sys.path[:] = path
+    if name == "export":
+        assert len(areal_lite.load_run(run).tokens) == 8
     assert not Path("owned").exists() and "evil" not in sys.modules
     if name in ("replay", "continue"):
         error = capsys.readouterr().err

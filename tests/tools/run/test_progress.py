@@ -71,6 +71,16 @@ def test_a_step_shows_failed_and_retried_work_with_the_top_cause() -> None:
     assert second.endswith("failed 3 (most: engine, ServerError: HTTP 503)  retried 7")
 
 
+def test_a_line_in_a_pipe_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    record = StepMetrics({"train/reward_mean": 0.5, "train/loss": 0.25, "rollout/failed_episodes": 2.0})
+    record.update({f"timing/{name}_s": 1.0 for name in ("step", "rollout_wait", "weight_update")})
+    record.top_cause = "agent, KeyError: " + "no such column " * 20
+    with TrainingProgress(4) as progress:
+        progress.on_step(1, record)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert record.top_cause.rstrip() in line
+
+
 def test_the_table_at_the_end_has_a_row_for_each_server() -> None:
     figures = {"servers/0/requests": 12.0, "servers/0/latency_p50_s": 0.25, "servers/1/requests": 3.0}
     table = server_table({**figures, "servers/1/latency_p50_s": 1.5, "train/loss": 1.0}, ["a:1", "b:2"])

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
+from math import isnan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from pyarrow import parquet
 
+import areal_lite
 from areal_lite.cli.main import main
 from areal_lite.config.loader import class_of, load_config
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.errors import ConfigError
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.tools.export.conversation_text import ConversationReader
-from tests.tools.inspect.dump_lines import line, turn, write
+from tests.tools.inspect.dump_lines import failed, line, turn, write
 
 
 def spans(tokenizer: Any, *texts: tuple[str, str], **values: Any) -> list[dict[str, Any]]:
@@ -148,6 +153,58 @@ def test_parquet_has_every_line_with_its_tokens(sound_run: Path, tmp_path: Path)
         assert row["input_ids"] == [id for turn in each["turns"] for id in turn["ids"]]
         assert len(row["logprobs"]) == len(row["versions"]) == len(row["loss_mask"]) == each["seqlen"]
         assert sum(row["loss_mask"]) == sum(sum(turn["loss_mask"]) for turn in each["turns"]) > 0
+
+
+@pytest.fixture
+def two_lines(tmp_path: Path) -> Path:
+    """A run with an accepted line, a failed one of another task, and metrics."""
+    write(tmp_path / "e/t/rollout/3/7.jsonl", line())
+    write(tmp_path / "e/t/rollout/3/a.jsonl", failed("a", turns=[turn("prompt", tokens=3)]), tail="{")
+    write(tmp_path / "e/t/metrics.jsonl", {"step": 1, "train/loss": 0.5}, {"step": 1, "eval/reward": 1, "note": "x"})
+    return tmp_path / "e/t"
+
+
+def test_load_run_gives_episodes_turns_tokens_and_metrics_as_frames(
+    two_lines: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = areal_lite.load_run(two_lines)
+    assert "1 lines or files could not be read" in capsys.readouterr().err
+    episodes = run.episodes.set_index("id")
+    assert list(episodes.index) == ["rollout/3/7.jsonl:1", "rollout/3/a.jsonl:1"]
+    assert list(episodes.task_id) == ["7", "a"] and list(episodes.status) == ["accepted", "failed"]
+    assert episodes.reward.iloc[0] == 0.5 and isnan(episodes.reward.iloc[1]) and episodes.finished_at.iloc[0] == 100
+    turns = run.turns.merge(run.episodes, left_on=["run", "episode"], right_on=["run", "id"])
+    assert list(turns.role) == ["prompt", "assistant", "prompt"] and list(turns.tokens) == [2, 2, 3]
+    assert list(turns.trained) == [0, 2, 0] and list(turns.turn) == [0, 1, 0] and list(turns.task_id) == ["7", "7", "a"]
+    tokens = run.tokens
+    assert list(tokens["index"]) == [0, 1, 2, 3, 0, 1, 2] and list(tokens.token) == [0, 1, 0, 1, 0, 1, 2]
+    assert list(tokens["mask"]) == [0, 0, 1, 1, 0, 0, 0] and list(tokens.logprob.dropna()) == [-0.5, -0.5]
+    assert list(tokens.advantages.isna()) == [True] * 7  # there are no training facts
+    assert run.metrics.drop(columns="run").to_dict("list")["step"] == [1, 1] and "note" not in run.metrics
+    assert list(run.metrics["train/loss"].dropna()) == [0.5] and list(run.metrics["eval/reward"].dropna()) == [1.0]
+    assert run.tokens is tokens
+
+
+def test_load_run_filters_and_makes_frames_of_polars(two_lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polars", SimpleNamespace(from_arrow=lambda table: ("polars", table.num_rows)))
+    run: Any = areal_lite.load_run(str(two_lines.parent), "status=failed", frames="polars")
+    assert (run.episodes, run.turns, run.tokens) == (("polars", 1), ("polars", 1), ("polars", 3))
+    none: Any = areal_lite.load_run(two_lines, "reward>7", frames="polars")
+    assert (none.episodes, none.metrics) == (("polars", 0), ("polars", 2))
+
+
+def test_load_run_refuses_what_it_cannot_do_in_one_sentence(two_lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polars", None)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"path": "nowhere"}, "nowhere: No such file or directory: give a file or folder that a run wrote"),
+        ({"filter": "rewrd<1"}, "did you mean 'reward'?"),
+        ({"frames": "polars"}, "frames='polars' needs polars: pip install polars"),
+        ({"frames": "os"}, "frames is 'os': it must be pandas or polars"),
+    ]
+    for arguments, says in cases:
+        with pytest.raises(ConfigError) as caught:
+            areal_lite.load_run(**{"path": two_lines} | arguments)
+        assert says in str(caught.value)
 
 
 def test_nothing_to_export_is_an_error(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

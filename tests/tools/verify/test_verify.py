@@ -26,8 +26,9 @@ from areal_lite.config.loader import class_of, load_config
 from areal_lite.files.atomic_folder import _digest
 from areal_lite.rollout.dumps.dump_lines import CHAIN
 from areal_lite.rollout.dumps.dump_writer import Chain
-from areal_lite.runs.entry_points import run_rollout, run_training
+from areal_lite.runs.entry_points import run_training
 from areal_lite.runs.folder.run_directory import BATCHES
+from areal_lite.runs.rollouts_alone import run_rollout
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_row import SCOPES
