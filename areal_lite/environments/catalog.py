@@ -90,12 +90,12 @@ def _found(env: str, *, where: str) -> tuple[Any, list[str]]:
         return load_object(env, where=where), []
     module, _, name = f"{__package__}.{ADAPTERS[prefix].place}".rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name), [env.partition(":")[2]]
+        made = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        missing = (
-            f"{error.name}, which is not installed" if isinstance(error, ModuleNotFoundError) else f"more: {error}"
-        )
-        raise ConfigError(f"{where} {env} needs {missing}: pip install {ADAPTERS[prefix].install}") from None
+        raise ConfigError(f"{where} {env} needs a package: {error}; pip install {ADAPTERS[prefix].install}") from None
+    argument = env.partition(":")[2]
+    getattr(made, "check", str)(argument)
+    return made, [argument]
 
 
 def _prefix(env: str, *, where: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from typing import Any
 
@@ -42,16 +43,23 @@ class GymnasiumGame:
     """
 
     def __init__(self, name: str, *, to_text: str | None = None, to_action: str | None = None, **kwargs: Any) -> None:
-        if name.startswith(("MiniGrid", "BabyAI")):
-            importlib.import_module("minigrid")
-        try:
-            modes = gymnasium.spec(name.rpartition(":")[2]).make().metadata.get("render_modes") if not kwargs else []
-            self._game = gymnasium.make(name, **({"render_mode": "ansi"} if "ansi" in modes else {}) | kwargs)
-        except gymnasium.error.UnregisteredEnv as error:
-            raise ConfigError(f"env gymnasium:{name}: {error}") from None
+        self._game = gymnasium.make(name, **kwargs)
+        if "render_mode" not in kwargs and "ansi" in self._game.metadata.get("render_modes", ()):
+            self._game = gymnasium.make(name, render_mode="ansi", **kwargs)
         self._to_text = self._text if to_text is None else load_object(to_text, where="workflow_kwargs.kwargs.to_text")
         self._to_action = load_object(to_action, where="to_action") if to_action else self._action
         self._names = _action_names(name, self._game)
+
+    @staticmethod
+    def check(name: str) -> None:
+        """Check that there is such an id; raises ConfigError."""
+        module = "minigrid" if name.startswith(("MiniGrid", "BabyAI")) else name.rpartition(":")[0]
+        try:
+            if module:
+                importlib.import_module(module)
+            gymnasium.spec(name.rpartition(":")[2])
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
+            raise ConfigError(f"env gymnasium:{name}: {error}") from None
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
         self._game.action_space.seed(seed)
@@ -112,7 +120,7 @@ def _action_names(name: str, game: Any) -> list[str]:
 
 
 def _shape(space: Any) -> str:
-    numbers = int(np.prod(space.shape, dtype=int))
+    numbers = math.prod(space.shape)
     low, high = getattr(space, "low", None), getattr(space, "high", None)
     limits = "" if low is None else f", from {np.min(low):g} to {np.max(high):g}"
     return f"{numbers} number{'s' if numbers > 1 else ''}{limits}"

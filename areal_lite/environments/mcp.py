@@ -45,7 +45,8 @@ class McpServer:
         self._reward = load_object(reward, where="workflow_kwargs.kwargs.reward") if isinstance(reward, str) else reward
         self._server, self._prompt_key = server, prompt_key
         self._schemas: list[dict[str, Any]] = []
-        self._closing, self._connection = asyncio.Event(), None
+        self._closing = asyncio.Event()
+        self._connection: asyncio.Task[None] | None = None
 
     @staticmethod
     def rows(server: str, **kwargs: Any) -> list[dict[str, Any]]:

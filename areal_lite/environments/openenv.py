@@ -32,6 +32,7 @@ class OpenEnvServer:
     ) -> None:
         self._url, self._action_key, self._text_key, self._options = url, action_key, text_key, options or {}
         self._client: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
         self._client = aiohttp.ClientSession()
@@ -43,6 +44,8 @@ class OpenEnvServer:
         return Step(self._text(made), float(made.get("reward") or 0.0), bool(made.get("done")))
 
     async def close(self) -> None:
+        if self._socket is not None:
+            await self._socket.close()
         if self._client is not None:
             await self._client.close()
 
@@ -60,6 +63,7 @@ class OpenEnvServer:
         return json.dumps({name: value for name, value in seen.items() if name not in _ABOUT}, ensure_ascii=False)
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        assert self._socket is not None
         await self._socket.send_json({"type": kind, "data": data})
         reply = await self._socket.receive_json()
         made: dict[str, Any] = reply.get("data") or {}

@@ -26,14 +26,19 @@ class TextArenaGame:
     """
 
     def __init__(self, name: str, *, players: int | None = None, **kwargs: Any) -> None:
-        if name not in textarena.envs.registration.ENV_REGISTRY:
-            close = difflib.get_close_matches(name, textarena.envs.registration.ENV_REGISTRY, 3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "its README lists them"
-            raise ConfigError(f"env textarena:{name}: TextArena has no game {name!r}; {hint}")
         self._game = self._inner = textarena.make(name, **kwargs)
         while isinstance(self._inner, textarena.Wrapper):  # the inner one gives messages, the wrappers a whole history
             self._inner = self._inner.env
         self.players = players or 0
+
+    @staticmethod
+    def check(name: str) -> None:
+        """Check that there is such a game; raises ConfigError."""
+        known = textarena.envs.registration.ENV_REGISTRY
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "its README lists them"
+            raise ConfigError(f"env textarena:{name}: TextArena has no game {name!r}; {hint}")
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation:
         counts = [self.players] if self.players else range(1, _MOST_PLAYERS + 1)
@@ -41,7 +46,7 @@ class TextArenaGame:
             try:
                 self._game.reset(num_players=self.players, seed=seed)
                 break
-            except AssertionError:  # how a game refuses a number of players
+            except (AssertionError, ValueError):  # how games refuse a number of players
                 if self.players == counts[-1]:
                     raise
         return Observation(*self._seen())

@@ -88,10 +88,10 @@ def test_minigrid_shows_what_the_player_sees_in_words() -> None:
 def test_unknown_names_say_what_there_is() -> None:
     pytest.importorskip("gymnasium")
     with pytest.raises(ConfigError, match="env gymnasium:FrozenLak-v1: .*FrozenLake"):
-        environment_maker("gymnasium:FrozenLak-v1", {})()
+        rows("gymnasium:FrozenLak-v1", {})
     pytest.importorskip("textarena")
     with pytest.raises(ConfigError, match="no game 'KuhnPokr-v0'; did you mean KuhnPoker-v0"):
-        environment_maker("textarena:KuhnPokr-v0", {})()
+        environment_maker("textarena:KuhnPokr-v0", {})
 
 
 def test_textarena_tells_each_player_what_is_new_and_rewards_all_at_the_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,11 @@ async def at_seat(player: int) -> Any:
     from areal_lite.environments import Observation
 
     return Observation("begin", player)
+
+
+def test_an_agent_can_be_sent_to_a_process() -> None:
+    agent = pickle.loads(pickle.dumps(EnvironmentAgent("tests.environments.games.Dice", kwargs={"turns": 9})))
+    assert agent._make().turns == 9
 
 
 def test_the_seed_follows_from_the_run_and_the_row_alone(play: Any) -> None:

@@ -29,7 +29,12 @@ pytestmark = [pytest.mark.environments, pytest.mark.timeout(1800)]
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 SECONDS = 30
 AT_LEAST = {"gymnasium": 180, "reasoning-gym": 100, "textarena": 65, "skyrl-gym": 2}
-ROW = {"prompt": "1+2?", "reward_spec": {"ground_truth": "3"}, "extra_info": {"max_turns": 2}}
+ROW = {
+    "prompt": "1+2?",
+    "reward_spec": {"ground_truth": "3"},
+    "reward_model": {"ground_truth": "3"},
+    "extra_info": {"max_turns": 2},
+}
 
 
 def names(prefix: str) -> list[str]:
@@ -54,7 +59,7 @@ async def one_step(env: str) -> int:
     try:
         seen = await own.run(environment.reset(row, 3))
         assert seen.messages if isinstance(seen, Observation) else seen, "the first observation is empty"
-        action = "[0]"
+        action = str(environment.solution(row)) if hasattr(environment, "solution") else "[0]"
         if env.startswith("gymnasium:"):
             sample = environment._game.action_space.sample()
             action = json.dumps(sample.tolist())
@@ -85,7 +90,11 @@ def reason(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip(" *")), "")
     if resource := re.search(r"Resource '?(\w+)'? not found", re.sub(r"\x1b\[[\d;]*m", "", str(error))):
         return f"NLTK's {resource.group(1)}, a download"
-    return f"{type(error).__name__}: {text[:100]}".replace("|", "/")
+    if isinstance(error, FileNotFoundError):
+        return "a file that its package lacks"
+    if isinstance(error, SyntaxError):
+        return "a newer Python"
+    return f"{type(error).__name__}: {re.split(r'[,(]|[.] ', text)[0][:100].strip()}".replace("|", "/")
 
 
 @pytest.fixture
