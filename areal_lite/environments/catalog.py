@@ -34,7 +34,7 @@ ADAPTERS = {
     "gymnasium": _Adapter("gymnasium.GymnasiumGame"),
     "mcp": _Adapter("mcp.McpServer", has_rows=False),
     "openenv": _Adapter("openenv.OpenEnvServer", install="aiohttp"),
-    "reasoning-gym": _Adapter("reasoning_gym.ReasoningGymTask"),
+    "reasoning-gym": _Adapter("reasoning_gym.ReasoningGymTask", install="reasoning_gym"),
     "skyrl-gym": _Adapter("skyrl_gym.SkyRLGymEnvironment", install="skyrl-gym", has_rows=False),
     "textarena": _Adapter("textarena.TextArenaGame"),
 }
