@@ -121,8 +121,8 @@ def _action_names(name: str, game: Any) -> list[str]:
 
 def _shape(space: Any) -> str:
     numbers = math.prod(space.shape)
-    low, high = getattr(space, "low", None), getattr(space, "high", None)
-    limits = "" if low is None else f", from {np.min(low):g} to {np.max(high):g}"
+    low: Any = getattr(space, "low", None)
+    limits = "" if low is None else f", from {np.min(low):g} to {np.max(space.high):g}"
     return f"{numbers} number{'s' if numbers > 1 else ''}{limits}"
 
 
