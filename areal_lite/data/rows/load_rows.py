@@ -10,6 +10,7 @@ import inspect
 import random
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal_lite.config.dataset_config import RowsConfig
@@ -23,7 +24,7 @@ _ENVIRONMENT = re.compile(r"[a-z-]+:(?!//)")
 
 def is_environment(path: str | list[str]) -> bool:
     """Return whether ``path`` names an environment, PREFIX:NAME; its row i follows from ``seed + i`` alone."""
-    return isinstance(path, str) and _ENVIRONMENT.match(path) is not None
+    return isinstance(path, str) and _ENVIRONMENT.match(path) is not None and not Path(path).exists()
 
 
 def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:

@@ -45,6 +45,12 @@ def test_a_missing_reasoning_gym_is_named_in_the_error(monkeypatch):
         load(SUM, kwargs={"seed": 1})
 
 
+def test_a_file_with_a_colon_in_its_name_is_no_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "part:1.jsonl").write_text('{"n": 1}\n')
+    assert [dict(row) for row in load("part:1.jsonl")] == [{"n": 1}]
+
+
 def numbers(count, start=0):
     return [{"n": n} for n in range(start, start + count)]
 
