@@ -7,7 +7,7 @@ AGENTS := .venv-agents
 # servers to start while the other computes. Hundreds of processes start, so compiled bytecode is kept.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
 
-.PHONY: install demo test test-slow test-agents test-browser test-servers test-versions fuzz mutants lint format bench clean
+.PHONY: install demo test test-slow test-agents test-environments test-browser test-servers test-versions fuzz mutants lint format bench clean
 
 install: $(STAMP)
 
@@ -38,6 +38,12 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 	mkdir -p $(AGENTS)/node
 	-npm install --silent --prefix $(AGENTS)/node openai@6.49.0
 	touch $@
+
+# Every task of the libraries behind env: PREFIX:NAME, which it installs. UPDATE_TABLE=1 writes docs/environments.md.
+test-environments: install
+	$(BIN)/python -m pip install -q -e '.[environments]' -c constraints.txt
+	-$(BIN)/python -m pip install -q skyrl-gym
+	$(TEST_ENV) $(BIN)/python -m pytest -m "environments or not environments" -s tests/environments
 
 # The page of areal-lite view in Chromium, which the system provides: apt-get install chromium.
 test-browser: install

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from openai import AsyncOpenAI
 
 from areal_lite.api import AsyncRewardWrapper
+from areal_lite.environments.reasoning_gym import final_answer, score
 
 SYSTEM = (
     "Think step by step, then give the final answer between <answer> and </answer>, with no explanation inside. "
@@ -40,20 +40,3 @@ class ReasoningGymAgent:
         )
         answer = final_answer(completion.choices[0].message.content or "")
         return await self.score(self.task or data["task"], answer, data)
-
-
-def final_answer(text: str) -> str:
-    """Return the last ``<answer>``, else the number at the end of the last line, else that line."""
-    text = text.rpartition("</think>")[2]
-    if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
-        return str(tagged[-1]).strip()
-    line = text.strip().rpartition("\n")[2].strip()
-    number = re.search(r"(-?\d+(?:\.\d+)?)\.?$", line)
-    return number.group(1) if number else line
-
-
-def score(task: str, answer: str, row: dict[str, Any]) -> float:
-    """Return reasoning-gym's score of an answer; ``row`` has question, answer and metadata."""
-    import reasoning_gym
-
-    return float(reasoning_gym.get_score_answer_fn(task)(answer=answer, entry=row))

@@ -26,6 +26,8 @@ class FailureKind(StrEnum):
     """A prompt leaves no room in the model's context window."""
     AGENT = "agent"
     """The agent or workflow raised."""
+    ENVIRONMENT = "environment"
+    """The agent's environment raised, or did not answer in time."""
     REWARD = "reward"
     """The reward function raised, timed out, or returned no finite number."""
     OUTPUT = "output"

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: the first asks the command to stop, the second ends the process.
 
-Each says what it waits for or skips. A process that does not stop in time prints the stacks of its threads and tasks with
-``-v``, and as one of several ranks, whose hang nobody sees. What stopping means for a run is in
+Each says what it waits for or skips. A process that does not stop in time prints the stacks of its threads and
+tasks with ``-v``, and as one of several ranks, whose hang nobody sees. What stopping means for a run is in
 :mod:`areal_lite.runs.stopping`.
 """
 

@@ -27,9 +27,9 @@ class RowsConfig:
 
     path: str | list[str]
     """Files (parquet, json, jsonl, csv, arrow; compressed, globs, SPLIT@PATH, or a list of them), a hub dataset,
-    reasoning-gym:TASK, or the dotted path of a function that returns rows."""
+    an environment (reasoning-gym:TASK, as in env), or the dotted path of a function that returns rows."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the reasoning-gym task or the function (size, seed, ...)."""
+    """Arguments of the environment's rows or the function (size, seed, ...)."""
     max_samples: Positive | None = None
     """Limit on the number of rows: the first ones or, with shuffle, a random subset drawn with the run's seed."""
     shuffle: bool = True

@@ -119,6 +119,8 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any], opened: O
     )
     for key, written in references.items():
         sources[key] = f"{sources.get(key, path)}, from {written!r}"
+    if issubclass(root, RunConfig) and values.get("env") is not None:
+        importlib.import_module("areal_lite.environments.catalog").fill(values, where=str(path))
     try:
         config: ExperimentConfig = TypeAdapter(root).validate_python(values)
         if isinstance(config, RunConfig):
@@ -139,10 +141,10 @@ def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[A
     kinds = [values["kind"]] if "kind" in values else []
     kinds += [override.removeprefix("kind=") for override in overrides if override.startswith("kind=")]
     if not kinds:
-        if root is ExperimentConfig and "workflow" not in values:
+        if root is ExperimentConfig and not {"workflow", "env"} & values.keys():
             raise ConfigError(
-                f"{where}: neither kind nor workflow: set kind: {' | '.join(KINDS)}, or a workflow for reinforcement "
-                "learning"
+                f"{where}: neither kind nor workflow: set kind: {' | '.join(KINDS)}, or a workflow or env for "
+                "reinforcement learning"
             )
         if "kind" in root.__pydantic_fields__ and "workflow" in values:
             raise ConfigError(f"{where}: a file with a workflow is reinforcement learning: use areal-lite train")

@@ -72,6 +72,9 @@ class ExperimentConfig(RunIdentity):
 class RunConfig(ExperimentConfig):
     """The YAML of a reinforcement learning run."""
 
+    env: str | None = None
+    """Environment that gives the workflow and the rows left out here: gymnasium:ID, textarena:ID, reasoning-gym:TASK,
+    mcp:COMMAND or the dotted path of a class. workflow_kwargs go to the loop, their kwargs to the environment."""
     workflow: str | None = None
     """Dotted path of a workflow, or of an agent class with ``async run()``. Null: Python code passes it to
     areal_lite.Trainer(...).train."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.rules import check_rollouts, check_training
 from areal_lite.config.run_config import RunConfig
-from areal_lite.data.rows.load_rows import GYM
+from areal_lite.data.rows.load_rows import is_environment
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.processes.quick_import import quick_import
@@ -19,8 +19,8 @@ from areal_lite.trainer.metrics import OnStep
 if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
 
-_GYM_SIZE = 500
-"""Default number of rows of a reasoning-gym task."""
+_ENVIRONMENT_SIZE = 500
+"""Default number of rows of an environment."""
 
 
 def run_training(
@@ -89,10 +89,10 @@ def check_learnable(config: RunConfig) -> None:
 
 
 def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
-    """Check that held-out rows of a reasoning-gym task are not training rows too: row i comes from ``seed + i``."""
-    if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(GYM)):
+    """Check that held-out rows of an environment are not training rows too: row i comes from ``seed + i``."""
+    if train.path != held_out.path or not is_environment(train.path):
         return
-    first, second = map(_gym_seeds, (train, held_out))
+    first, second = map(_row_seeds, (train, held_out))
     if max(first.start, second.start) < min(first.stop, second.stop):
         raise ConfigError(
             f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, which overlap with the "
@@ -100,9 +100,9 @@ def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
         )
 
 
-def _gym_seeds(config: DatasetConfig) -> range:
+def _row_seeds(config: DatasetConfig) -> range:
     seed = int(config.kwargs.get("seed", 0))
-    size = int(config.kwargs.get("size", _GYM_SIZE))
+    size = int(config.kwargs.get("size", _ENVIRONMENT_SIZE))
     if config.max_samples is not None and not config.shuffle:
         size = min(size, config.max_samples)
     return range(seed, seed + size)

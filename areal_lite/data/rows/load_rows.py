@@ -1,14 +1,16 @@
-"""The rows of a run, from files, the hub, a reasoning-gym task or a function.
+"""The rows of a run, from files, the hub, an environment or a function.
 
 Guarantees at least one row, and that rows of files stay on disk and are read on access.
 """
 
 from __future__ import annotations
 
-import difflib
+import importlib
 import inspect
 import random
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal_lite.config.dataset_config import RowsConfig
@@ -17,13 +19,18 @@ from areal_lite.data.rows.row_files import load_dataset, looks_like_files
 from areal_lite.data.rows.text_rows import Row, checked_row, kind_of
 from areal_lite.errors import ConfigError
 
-GYM = "reasoning-gym:"
+_ENVIRONMENT = re.compile(r"[a-z-]+:(?!//)")
+
+
+def is_environment(path: str | list[str]) -> bool:
+    """Return whether ``path`` names an environment, PREFIX:NAME; its row i follows from ``seed + i`` alone."""
+    return isinstance(path, str) and _ENVIRONMENT.match(path) is not None and not Path(path).exists()
 
 
 def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     """Return the rows that ``config`` names, at most ``max_samples``.
 
-    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; tasks and functions give a list.
+    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; the others give a list.
     The rows of a reasoning-gym task have the keys question, answer, metadata and task.
 
     Args:
@@ -33,8 +40,8 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
         ConfigError: If the rows cannot be loaded, one is damaged, or there are none.
     """
     path = config.path
-    if isinstance(path, str) and (path.startswith(GYM) or not looks_like_files(path)):
-        make = _reasoning_gym if path.startswith(GYM) else _function
+    if isinstance(path, str) and (is_environment(path) or not looks_like_files(path)):
+        make = _environment if is_environment(path) else _function
         rows: Sequence[Row] = make(path, config.kwargs)
         if not rows:
             raise ConfigError(f"dataset {path}: there are no rows: give at least one")
@@ -57,28 +64,9 @@ def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
     return rows.select(chosen)  # type: ignore[attr-defined,no-any-return]
 
 
-def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"dataset {path} needs {error.name}, not installed: pip install {error.name}") from None
-    task = path.removeprefix(GYM)
-    if task not in DATASETS:
-        close = difflib.get_close_matches(task, DATASETS, 3)
-        tasks = f"the tasks are {', '.join(sorted(DATASETS))}"
-        hint = f"did you mean {' or '.join(close)}?" if close else tasks
-        raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}; {hint}")
-    if "seed" not in kwargs:
-        raise ConfigError(
-            f"dataset {path}: kwargs has no seed, so each start would generate different rows: set "
-            "kwargs: {seed: 1}, and for held-out rows a seed at least size away"
-        )
-    try:
-        dataset = reasoning_gym.create_dataset(task, **kwargs)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"dataset {path}: kwargs {kwargs}: {error}") from None
-    return [{**row, "task": task} for row in dataset]
+def _environment(path: str, kwargs: dict[str, Any]) -> Sequence[Row]:
+    rows: Sequence[Row] = importlib.import_module("areal_lite.environments.catalog").rows(path, kwargs)
+    return rows
 
 
 def _function(path: str, kwargs: dict[str, Any]) -> list[Row]:

@@ -40,8 +40,15 @@ def test_a_task_that_cannot_be_created_says_why(path, kwargs, message):
 
 def test_a_missing_reasoning_gym_is_named_in_the_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.delitem(sys.modules, "areal_lite.environments.reasoning_gym", raising=False)  # imported by other tests
     with pytest.raises(ConfigError, match="pip install reasoning_gym"):
         load(SUM, kwargs={"seed": 1})
+
+
+def test_a_file_with_a_colon_in_its_name_is_no_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "part:1.jsonl").write_text('{"n": 1}\n')
+    assert [dict(row) for row in load("part:1.jsonl")] == [{"n": 1}]
 
 
 def numbers(count, start=0):

@@ -3,39 +3,34 @@
 import random
 import re
 
+from areal_lite.environments import Step, WrongAction
 
-class Environment:
-    """Guess a number from 1 to 50; the reward is how close the best guess came.
+
+class GuessNumber:
+    """Guess a number from 1 to 50. The rewards of an episode sum up to how close the best guess came.
 
     Args:
-        number: The hidden number.
         turns: Guesses per game.
     """
 
-    def __init__(self, number, turns=4):
-        self.number, self.turns = number, turns
-        self.done, self.reward = False, 0.0
+    def __init__(self, turns=4):
+        self.turns, self.best = turns, 0.0
 
-    def reset(self):
-        """Return the first observation."""
+    async def reset(self, row, seed):
+        """Begin a game and return what the model reads first; ``seed`` is the same for all episodes of a row."""
+        self.number = random.Random(seed).randint(1, 50)
         return "Guess my number from 1 to 50. Reply with a number only."
 
-    def step(self, action):
-        """Take one action, the model's text, and return the next observation."""
-        self.turns -= 1
+    async def step(self, action):
+        """Take the model's text; return what it reads next, the reward of this guess, and whether the game is over."""
         guesses = re.findall(r"\d+", action[:100])
         if not guesses:
-            self.done = self.turns == 0
-            return "That is not a number."
+            raise WrongAction("That is not a number.")  # the model reads this and replies again
         guess = int(guesses[-1])
-        self.reward = max(self.reward, 1 - abs(guess - self.number) / 50)
-        self.done = self.turns == 0 or guess == self.number
-        if guess == self.number:
-            return "You found it."
-        return "My number is higher." if guess < self.number else "My number is lower."
+        gain = max(0.0, 1 - abs(guess - self.number) / 50 - self.best)
+        self.turns, self.best = self.turns - 1, self.best + gain
+        text = "My number is higher." if guess < self.number else "My number is lower."
+        return Step(text, reward=gain, done=self.turns == 0 or guess == self.number)
 
-
-def rows(size, seed):
-    """Return the dataset rows; an episode gets one as ``data``."""
-    draws = random.Random(seed)
-    return [{"number": draws.randint(1, 50)} for _ in range(size)]
+    async def close(self):
+        """Release what the game holds: nothing."""

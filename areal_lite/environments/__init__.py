@@ -1,0 +1,12 @@
+"""Environments: what an agent acts in, from one line of YAML (``env: PREFIX:NAME``) or from a class of the user's.
+
+Promises that every environment is played by one loop, that an episode starts from the run's seed and its row alone, and
+that what goes wrong in an environment fails the episode instead of rewarding it. Imports api, config and errors, and
+each library only when its prefix is used; a run without ``env`` imports nothing here. Read environment (what users
+write), environment_agent (the loop), catalog (names, rows, the YAML's key), random_state, then an adapter such as
+gymnasium.
+"""
+
+from areal_lite.environments.environment import Environment, Observation, Step, ToolCall, WrongAction
+
+__all__ = ["Environment", "Observation", "Step", "ToolCall", "WrongAction"]

@@ -1,0 +1,110 @@
+"""The names of environments: what ``env: PREFIX:NAME`` means for a run's workflow and rows.
+
+``config`` and ``data`` find this module by its path and only where a name needs it. A name is read without importing
+its library, so that a finished run can be looked at where it is not installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from areal_lite.config.dotted_path import load_object
+from areal_lite.environments.environment import Environment
+from areal_lite.errors import ConfigError
+
+AGENT = "areal_lite.environments.environment_agent.EnvironmentAgent"
+HELD_OUT = 1_000_000
+"""Number of the first held-out row."""
+OWN = "env"
+"""Prefix of rows for an environment that is a dotted path, as in ``path: env:my_module.MyEnv``."""
+
+
+class _Adapter(NamedTuple):
+    place: str
+    """Module in this room, and class."""
+    install: str = "'areal-lite[environments]'"
+    has_rows: bool = True
+
+
+ADAPTERS = {
+    "gymnasium": _Adapter("gymnasium.GymnasiumGame"),
+    "mcp": _Adapter("mcp.McpServer", has_rows=False),
+    "openenv": _Adapter("openenv.OpenEnvServer", install="aiohttp"),
+    "reasoning-gym": _Adapter("reasoning_gym.ReasoningGymTask", install="reasoning_gym"),
+    "skyrl-gym": _Adapter("skyrl_gym.SkyRLGymEnvironment", install="skyrl-gym", has_rows=False),
+    "textarena": _Adapter("textarena.TextArenaGame"),
+}
+
+
+def fill(values: dict[Any, Any], *, where: str) -> None:
+    """Give a run's YAML with ``env`` the workflow and the rows that it leaves out; raises ConfigError."""
+    env = str(values["env"])
+    prefix = _prefix(env, where=f"{where}: env")
+    if values.get("workflow") is None:
+        values["workflow"] = AGENT
+        if isinstance(kwargs := values.get("workflow_kwargs", {}), dict):
+            values["workflow_kwargs"] = {"env": env, "seed": values.get("seed", 1)} | kwargs
+    if prefix != OWN and not ADAPTERS[prefix].has_rows:
+        return
+    for name, size, first in (("train_dataset", 1000, 0), ("eval_dataset", 100, HELD_OUT)):
+        rows = values.get(name, {})
+        if isinstance(rows, dict) and rows.get("path") is None:
+            path = f"{OWN}:{env}" if prefix == OWN else env
+            numbers = {"size": size, "seed": first} | (rows.get("kwargs") or {})
+            values[name] = rows | {"path": path, "kwargs": numbers}
+
+
+def rows(path: str, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of an environment, ``size`` from number ``seed`` on; raises ConfigError.
+
+    An environment without rows of its own gets numbers, from which the seeds of its episodes follow.
+    """
+    env = path.removeprefix(f"{OWN}:")
+    made, name = _found(env, where="dataset path")
+    try:
+        if (own := getattr(made, "rows", None)) is not None:
+            return list(own(*name, **kwargs))
+        return [{"env": env, "number": number} for number in _numbers(**kwargs)]
+    except TypeError as error:
+        raise ConfigError(f"dataset {path}: kwargs {dict(kwargs)} do not fit: {error}") from None
+
+
+def _numbers(size: int = 500, seed: int = 0) -> range:
+    return range(seed, seed + size)
+
+
+def environment_maker(env: str, kwargs: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Return what makes an environment for one episode; raises ConfigError, with the package to install."""
+    made, name = _found(env, where="env")
+    return partial(made, *name, **kwargs)
+
+
+def _found(env: str, *, where: str) -> tuple[Any, list[str]]:
+    """Return the class behind a name, and its argument: what follows the prefix."""
+    prefix = _prefix(env, where=where)
+    if prefix == OWN:
+        return load_object(env, where=where), []
+    module, _, name = f"{__package__}.{ADAPTERS[prefix].place}".rpartition(".")
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(f"{where} {env} needs a package: {error}; pip install {ADAPTERS[prefix].install}") from None
+    argument = env.partition(":")[2]
+    getattr(made, "check", str)(argument)
+    return made, [argument]
+
+
+def _prefix(env: str, *, where: str) -> str:
+    """Return the prefix of a name, ``OWN`` for a dotted path; raises ConfigError."""
+    prefix, colon, name = env.partition(":")
+    if not colon:
+        return OWN
+    if prefix in ADAPTERS and name:
+        return prefix
+    close = difflib.get_close_matches(prefix, ADAPTERS, 1)
+    hint = f"did you mean {close[0]}:{name}?" if close and name else f"the prefixes are {', '.join(ADAPTERS)}"
+    raise ConfigError(f"{where} is {env!r}: {hint}; an environment of your own is a dotted path, my_module.MyEnv")

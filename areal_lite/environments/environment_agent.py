@@ -1,0 +1,178 @@
+"""The agent that plays any environment: the loop between model and environment, written once.
+
+The model's wrong tool arguments and wrong actions are answered, and it acts again. A limit of turns truncates. What the
+environment raises, or does not answer in time, fails the episode with the kind ``environment``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from openai import AsyncOpenAI
+
+from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.api.scalars import record_counts
+from areal_lite.environments.catalog import environment_maker
+from areal_lite.environments.environment import Environment, Messages, Observation, Step, ToolCall, WrongAction
+from areal_lite.environments.random_state import OwnRandom
+
+T = TypeVar("T")
+
+
+class EnvironmentAgent:
+    """Plays the environment of a row until it is done; the rewards are those of the answers, one by one.
+
+    In a game of several players the model plays every seat, each with its own conversation. One seat trains; it follows
+    from the row, so that it is the same for all members of a group.
+
+    Args:
+        env: PREFIX:NAME, or the dotted path of an environment's class.
+        kwargs: Arguments of the environment.
+        max_turns: Answers per episode, of all players; then it is truncated.
+        system_prompt: First message of every conversation.
+        timeout_s: Limit on one call of the environment, in seconds. Code that never awaits cannot be interrupted:
+            run it with ``rollout.agents.isolation: process``, where the limit of the whole episode ends it.
+        seed: The run's seed. That of an episode follows from it and the row.
+    """
+
+    def __init__(
+        self,
+        env: str,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        max_turns: int = 30,
+        system_prompt: str | None = None,
+        timeout_s: float = 60.0,
+        seed: int = 1,
+    ) -> None:
+        self.env, self.seed, self.timeout_s = env, seed, timeout_s
+        self.max_turns, self.system_prompt = max_turns, system_prompt
+        self._make = environment_maker(env, kwargs or {})
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> list[float | None] | None:
+        """Run one episode and return the reward of each answer, None for one that does not train.
+
+        Returns None, which rejects the episode, if the trained seat never acted.
+        """
+        seed = episode_seed(self.seed, data)
+        own = OwnRandom(seed)
+        with attributed_to(FailureKind.ENVIRONMENT), own.in_place():
+            environment = self._make()
+        try:
+            seen = await self.call("reset", own, environment.reset(data, seed))
+            game = _Game(self, environment, seen if isinstance(seen, Observation) else Observation(seen), seed)
+            rewards = await game.play(AsyncOpenAI(**extra_kwargs), own)
+        finally:
+            await self.call("close", own, environment.close())
+        return rewards if any(reward is not None for reward in rewards) else None
+
+    async def call(self, name: str, own: OwnRandom, call: Coroutine[Any, Any, T]) -> T:
+        """Await a method of the environment: with its random state, within its time, its errors attributed."""
+        with attributed_to(FailureKind.ENVIRONMENT):
+            try:
+                async with asyncio.timeout(self.timeout_s) as limit:
+                    return await own.run(call)
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                raise TimeoutError(
+                    f"{name}() of env {self.env} took longer than timeout_s {self.timeout_s:g}: look at what it waits "
+                    "for, or raise it in workflow_kwargs"
+                ) from error
+
+
+class _Game:
+    """One episode: a conversation for each seat, and the rewards of the trained one by answer."""
+
+    def __init__(self, agent: EnvironmentAgent, environment: Environment, seen: Observation, seed: int) -> None:
+        seats = getattr(environment, "players", 1)
+        self.agent, self.environment = agent, environment
+        self.trained, self.seat = seed % seats, seen.player
+        offered: Callable[[], list[dict[str, Any]]] = getattr(environment, "tools", list)
+        self.tools = offered()
+        first = [] if agent.system_prompt is None else [{"role": "system", "content": agent.system_prompt}]
+        self.talks: list[list[Any]] = [[*first] for _ in range(seats)]
+        self.talks[self.seat] += as_messages(seen.messages)
+        self.rewards: list[float | None] = []
+
+    async def play(self, client: AsyncOpenAI, own: OwnRandom) -> list[float | None]:
+        tools: dict[str, Any] = {"tools": self.tools} if self.tools else {}
+        step = Step(player=self.seat)
+        while not (step.done or step.truncated):
+            talk = self.talks[self.seat]
+            completion = await client.chat.completions.create(model="default", messages=talk, **tools)
+            talk.append(completion.choices[0].message)
+            self.rewards.append(0.0 if self.seat == self.trained else None)
+            step = await self.act(completion.choices[0].message, own)
+            self.keep(step)
+            if len(self.rewards) >= self.agent.max_turns:
+                step = replace(step, truncated=True)
+        facts = {name: float(value) for name, value in step.info.items() if isinstance(value, int | float)}
+        facts |= {"turns": len(self.rewards), "truncated": float(not step.done)}
+        record_counts({f"environment/{name}": value for name, value in facts.items() if math.isfinite(value)})
+        return self.rewards
+
+    async def act(self, message: Any, own: OwnRandom) -> Step:
+        """Take the model's action; one that means nothing is answered."""
+        action, problems = read_action(message, self.tools)
+        self.talks[self.seat] += problems
+        if problems and not action:
+            return Step([], player=self.seat)
+        try:
+            step = await self.agent.call("step", own, self.environment.step(action))
+        except WrongAction as error:
+            step = Step(str(error), player=self.seat)
+        if isinstance(action, list) and isinstance(step.messages, str):
+            step = replace(step, messages=[call.result(step.messages) for call in action])
+        return step
+
+    def keep(self, step: Step) -> None:
+        """Add a step's rewards to the latest answer of the trained seat, and its messages to the next conversation."""
+        rewards = step.reward if isinstance(step.reward, Mapping) else {self.seat: step.reward}
+        for place in reversed(range(len(self.rewards))):
+            if (so_far := self.rewards[place]) is not None:
+                self.rewards[place] = so_far + float(rewards.get(self.trained, 0.0))
+                break
+        self.seat = step.player
+        self.talks[self.seat] += as_messages(step.messages)
+
+
+def episode_seed(run_seed: int, row: Mapping[str, Any]) -> int:
+    """Return the seed of a row's episodes, 31 bits: equal for all members of its group, and when it is drawn again."""
+    text = json.dumps([run_seed, row], sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
+
+
+def as_messages(messages: Messages) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+def read_action(message: Any, tools: list[dict[str, Any]]) -> tuple[str | list[ToolCall], list[dict[str, Any]]]:
+    """Return the action in an answer, and a message for each tool call that cannot be made."""
+    if not (tools and message.tool_calls):
+        return message.content or "", []
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    calls, problems = [], []
+    for one in message.tool_calls:
+        call, problem = ToolCall(one.id, one.function.name, {}), ""
+        try:
+            call = call._replace(arguments=json.loads(one.function.arguments or "{}"))
+        except ValueError as error:
+            problem = f"the arguments are not JSON: {error}"
+        if call.name not in parameters:
+            problem = f"there is no tool {call.name!r}; the tools are {', '.join(parameters)}"
+        elif not isinstance(call.arguments, dict):
+            problem = "the arguments must be a JSON object"
+        elif missing := [name for name in parameters[call.name].get("required", ()) if name not in call.arguments]:
+            problem = problem or f"{call.name} needs {', '.join(missing)}"
+        if problem:
+            problems.append(call.result(f"Error: {problem}"))
+        else:
+            calls.append(call)
+    return calls, problems

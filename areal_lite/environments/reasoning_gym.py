@@ -1,0 +1,81 @@
+"""``reasoning-gym:TASK``: questions with a verifier, one answer each. Rows are generated: row i from ``seed + i``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import cache
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from areal_lite.api.reward_api import AsyncRewardWrapper
+from areal_lite.environments.environment import Step
+from areal_lite.environments.random_state import OwnRandom
+from areal_lite.errors import ConfigError
+
+
+class ReasoningGymTask:
+    """Asks the row's question; the reward is reasoning-gym's score from 0 to 1, computed in a worker process.
+
+    Args:
+        task: Name of the task.
+        instruction: What follows the question.
+        timeout_s: Limit on scoring one answer, in seconds.
+    """
+
+    def __init__(self, task: str, *, instruction: str = "", timeout_s: float = 15.0) -> None:
+        self._task, self._instruction, self._score = task, instruction, _scorer(timeout_s)
+
+    async def reset(self, row: dict[str, Any], seed: int) -> str:
+        self._row = row
+        return f"{row['question']}\n\n{self._instruction}".strip()
+
+    async def step(self, action: Any) -> Step:
+        return Step(reward=await self._score(self._task, final_answer(action), self._row), done=True)
+
+    async def close(self) -> None:
+        pass
+
+    def solution(self, row: dict[str, Any]) -> str:
+        return f"<answer>{row['answer']}</answer>"
+
+    @staticmethod
+    def rows(task: str, **kwargs: Any) -> list[dict[str, Any]]:
+        path = f"reasoning-gym:{task}"
+        if task not in DATASETS:
+            close = difflib.get_close_matches(task, DATASETS, 3)
+            tasks = f"the tasks are {', '.join(sorted(DATASETS))}"
+            hint = f"did you mean {' or '.join(close)}?" if close else tasks
+            raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}; {hint}")
+        if "seed" not in kwargs:
+            raise ConfigError(
+                f"dataset {path}: kwargs has no seed, so each start would generate different rows: set "
+                "kwargs: {seed: 1}, and for held-out rows a seed at least size away"
+            )
+        try:
+            with OwnRandom(kwargs["seed"] % 2**32).in_place():
+                return [{**row, "task": task} for row in reasoning_gym.create_dataset(task, **kwargs)]
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"dataset {path}: kwargs {kwargs}: {error}") from None
+
+
+def final_answer(text: str) -> str:
+    """Return the last ``<answer>``, else the number at the end of the last line, else that line."""
+    text = text.rpartition("</think>")[2]
+    if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
+        return str(tagged[-1]).strip()
+    line = text.strip().rpartition("\n")[2].strip()
+    number = re.search(r"(-?\d+(?:\.\d+)?)\.?$", line)
+    return number.group(1) if number else line
+
+
+def score(task: str, answer: str, row: dict[str, Any]) -> float:
+    """Return reasoning-gym's score of an answer; ``row`` has question, answer and metadata."""
+    return float(reasoning_gym.get_score_answer_fn(task)(answer=answer, entry=row))
+
+
+@cache
+def _scorer(timeout_s: float) -> AsyncRewardWrapper:
+    return AsyncRewardWrapper(score, timeout_seconds=timeout_s)

@@ -1,0 +1,196 @@
+"""Each adapter against its library, a server of its protocol, or a program: text in, text out, rewards, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp.web
+import pytest
+from aiohttp.test_utils import TestServer
+
+from areal_lite.api.reward_api import AsyncRewardWrapper
+from areal_lite.environments import Step, ToolCall, WrongAction
+from areal_lite.environments.catalog import environment_maker, rows
+from areal_lite.environments.environment import Observation
+from areal_lite.errors import ConfigError
+
+CALCULATOR = '''
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("calculator")
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+@server.tool()
+def die() -> None:
+    import os
+    os._exit(3)
+server.run("stdio")
+'''
+
+
+async def play(environment: Any, *actions: Any, row: Any = None, seed: int = 3) -> list[Any]:
+    """Return what reset and each action gave; a WrongAction as itself."""
+    try:
+        seen = [await environment.reset(row or {}, seed)]
+        for action in actions:
+            try:
+                seen.append(await environment.step(action))
+            except WrongAction as error:
+                seen.append(error)
+        return seen
+    finally:
+        await environment.close()
+
+
+def run(env: str, *actions: Any, kwargs: Any = None, **options: Any) -> list[Any]:
+    return asyncio.run(play(environment_maker(env, kwargs or {})(), *actions, **options))
+
+
+def test_gymnasium_draws_its_text_and_takes_names_or_numbers() -> None:
+    pytest.importorskip("gymnasium")
+    first, moved, wrong, last = run("gymnasium:FrozenLake-v1", "so: down", "??", "left or 2", kwargs={"is_slippery": 0})
+    assert "left, down, right, up" in first
+    assert isinstance(wrong, WrongAction) and "left, down, right, up" in str(wrong)
+    assert not moved.done and (last.reward, last.truncated) == (0.0, False)
+    begin = run("gymnasium:FrozenLake-v1")[0]
+    assert begin.startswith("[S]FFF\nFHFH\n")
+
+
+def test_gymnasium_spaces_of_numbers_take_a_json_list() -> None:
+    pytest.importorskip("gymnasium")
+    first, moved, wrong = run("gymnasium:Pendulum-v1", "I push [0.5]", "[9.0]")
+    assert "a JSON list of 1 number, from -2 to 2" in first
+    assert moved.reward < 0 and isinstance(wrong, WrongAction)
+
+
+def test_gymnasium_asks_functions_of_the_users() -> None:
+    pytest.importorskip("gymnasium")
+    functions = {"to_text": "tests.environments.games.shout", "to_action": "tests.environments.games.always_down"}
+    first, moved = run("gymnasium:FrozenLake-v1", "anything", kwargs=functions)
+    assert first.startswith("AT 0!") and moved.messages.startswith("AT ")
+
+
+def test_minigrid_shows_what_the_player_sees_in_words() -> None:
+    pytest.importorskip("minigrid")
+    first, moved = run("gymnasium:MiniGrid-DoorKey-5x5-v0", "turn left")
+    assert first.startswith("Mission: use the key to open the door")
+    assert "yellow key" in first and "left, right, forward, pickup" in first
+    facing = ["(east)", "(south)", "(west)", "(north)"]
+    before, after = ([place for place in facing if place in text] for text in (first, moved.messages))
+    assert after == [facing[facing.index(before[0]) - 1]]
+    assert first.splitlines()[8].split(" | ")[3] == "."  # where the player stands: the middle of the last line
+
+
+def test_unknown_names_say_what_there_is() -> None:
+    pytest.importorskip("gymnasium")
+    with pytest.raises(ConfigError, match="env gymnasium:FrozenLak-v1: .*FrozenLake"):
+        rows("gymnasium:FrozenLak-v1", {})
+    pytest.importorskip("textarena")
+    with pytest.raises(ConfigError, match="no game 'KuhnPokr-v0'; did you mean KuhnPoker-v0"):
+        environment_maker("textarena:KuhnPokr-v0", {})
+
+
+def test_textarena_tells_each_player_what_is_new_and_rewards_all_at_the_end() -> None:
+    pytest.importorskip("textarena")
+    environment = environment_maker("textarena:TicTacToe-v0", {})()
+    first, *steps = asyncio.run(play(environment, *(f"<think>[8]</think>[{cell}]" for cell in (0, 3, 1, 4, 2))))
+    assert environment.players == 2  # type: ignore[attr-defined]
+    assert isinstance(first, Observation) and "Tic Tac Toe" in first.messages
+    other = 1 - first.player
+    assert [step.player for step in steps[:2]] == [other, first.player]
+    assert "[0]" in steps[0].messages and "Tic Tac Toe" not in steps[1].messages
+    assert steps[-1] == Step(reward={first.player: 1, other: -1}, done=True)
+
+
+def test_a_reasoning_gym_answer_is_scored_and_the_solution_has_full_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("areal_lite.environments.reasoning_gym")
+    monkeypatch.setattr(module, "_scorer", lambda timeout_s: AsyncRewardWrapper(module.score, in_process=True))
+    row = rows("reasoning-gym:chain_sum", {"size": 1, "seed": 4})[0]
+    environment: Any = environment_maker("reasoning-gym:chain_sum", {"instruction": "A number only."})()
+    seen, step = asyncio.run(play(environment, environment.solution(row), row=row))
+    assert seen == f"{row['question']}\n\nA number only." and step == Step(reward=1.0, done=True)
+
+
+def test_skyrl_gym_gives_its_messages_and_turn_rewards() -> None:
+    pytest.importorskip("skyrl_gym")
+    row = {"prompt": "1+2?", "reward_spec": {"ground_truth": "3"}, "extra_info": {"max_turns": 2}}
+    seen, wrong, right = run("skyrl-gym:gsm8k_multi_turn", "#### 4", "#### 3", row=row)
+    assert seen == [{"role": "user", "content": "1+2?"}]
+    assert (wrong.reward, wrong.done, wrong.messages[0]["role"]) == (pytest.approx(0.1), False, "user")
+    assert (right.reward, right.done) == (1.0, True)
+
+
+def test_mcp_tools_are_called_until_the_model_answers(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "calculator.py").write_text(CALCULATOR)
+    paths = ":".join(path for path in sys.path if path)
+    command = f"env PYTHONPATH={paths} {sys.executable} {tmp_path / 'calculator.py'}"
+    row = {"prompt": "1+2?", "answer": "3"}
+
+    async def calculate() -> None:
+        kwargs = {"reward": lambda answer, row: float(answer == row["answer"])}
+        environment: Any = environment_maker(f"mcp:{command}", kwargs)()
+        assert await environment.reset(row, 1) == "1+2?"
+        assert environment.tools()[0]["function"]["parameters"]["required"] == ["a", "b"]
+        good, bad = ToolCall("x", "add", {"a": 1, "b": 2}), ToolCall("y", "add", {"a": "one"})
+        one, other = (await environment.step([good, bad])).messages
+        assert one == {"role": "tool", "tool_call_id": "x", "content": "3"}
+        assert other["tool_call_id"] == "y" and other["content"].startswith("Error: ")
+        assert await environment.step("3") == Step(reward=1.0, done=True)
+        with pytest.raises(Exception, match="[Cc]onnection closed"):
+            await environment.step([ToolCall("z", "die", {})])
+        await environment.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(calculate())
+
+
+def test_an_mcp_server_that_does_not_start_fails_the_reset_and_one_without_reward_is_refused() -> None:
+    pytest.importorskip("mcp")
+    with pytest.raises(FileNotFoundError):
+        run("mcp:/no/such/program", kwargs={"reward": print}, row={"prompt": "x"})
+    with pytest.raises(ConfigError, match="has no reward: name a function of answer and row"):
+        environment_maker("mcp:/no/such/program", {})()
+    with pytest.raises(ConfigError, match="tools and no rows: set train_dataset.path"):
+        rows("mcp:/no/such/program", {})
+
+
+def test_openenv_sends_the_seed_and_text_or_json_actions() -> None:
+    got: list[Any] = []
+
+    async def serve(request: aiohttp.web.Request) -> aiohttp.web.WebSocketResponse:
+        socket = aiohttp.web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            asked = message.json()
+            got.append(asked)
+            data: dict[str, Any] = {"observation": {"text": "seen", "done": False}, "reward": None, "done": False}
+            kind = "observation"
+            if asked["data"].get("message") == "right":
+                data |= {"reward": 1.0, "done": True}
+            elif asked["data"].get("message") == "boom":
+                kind, data = "error", {"message": "boom", "code": "EXECUTION_ERROR"}
+            elif "nope" in asked["data"]:
+                kind, data = "error", {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": "no nope"}
+            await socket.send_json({"type": kind, "data": data})
+        return socket
+
+    async def go() -> None:
+        app = aiohttp.web.Application()
+        app.router.add_get("/ws", serve)
+        async with TestServer(app) as server:
+            make = environment_maker(f"openenv:{server.make_url('/')}", {"options": {"level": 2}})
+            first, wrong, right = await play(make(), '{"nope": 1}', "<think>x</think> right")
+            assert first == '{"text": "seen"}'
+            assert isinstance(wrong, WrongAction) and "no nope" in str(wrong)
+            assert (right.reward, right.done) == (1.0, True)
+            assert got[0] == {"type": "reset", "data": {"level": 2, "seed": 3}}
+            assert got[2] == {"type": "step", "data": {"message": "right"}}
+            with pytest.raises(RuntimeError, match=r"refused step: boom \(EXECUTION_ERROR\)"):
+                await play(make(), "boom")
+
+    asyncio.run(go())

@@ -1,0 +1,190 @@
+"""The loop between model and environment: actions, rewards, ends, failures, seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from areal_lite.agents.agent_workflow import AgentWorkflow
+from areal_lite.api import episode_context
+from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.turn_tree import trajectory_of
+from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.environments import Step, ToolCall
+from areal_lite.environments.environment_agent import EnvironmentAgent, episode_seed
+from areal_lite.errors import ConfigError
+from tests.agents.scripted_engine import ScriptedEngine, tokenizer
+from tests.environments.games import Scripted
+
+ROW = {"number": 7}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> InferenceEngineConfig:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer().save_pretrained(path)
+    return InferenceEngineConfig(tokenizer_path=str(path))
+
+
+@pytest.fixture
+def play(config: InferenceEngineConfig) -> Callable[..., Any]:
+    def play(answers: list[str], game: Scripted, **options: Any) -> Any:
+        """Return the trajectory, the model's prompts and the counts of one episode."""
+        agent = EnvironmentAgent("tests.environments.games.Scripted", kwargs={"steps": []}, **options)
+        agent._make = lambda: game  # type: ignore[assignment]
+        engine, episode = ScriptedEngine(answers), Episode()
+
+        async def run() -> Any:
+            episode_context.enter(EpisodeContext(episode=episode))
+            return await AgentWorkflow(agent, config).arun_episode(engine, dict(ROW))  # type: ignore[arg-type]
+
+        made = asyncio.run(run())
+        prompts = [tokenizer().decode(list(request.input_ids)) for request in engine.requests]
+        return (None if made is None else trajectory_of(made, [])), prompts, episode.counts
+
+    return play
+
+
+def test_each_answer_has_the_reward_of_its_step(play: Any) -> None:
+    game = Scripted([Step("go on", 0.25), Step("and on", 0.0, info={"score": 3}), Step("unread", 0.5, done=True)])
+    trajectory, prompts, counts = play(["one", "two", "three"], game, system_prompt="You play.")
+    assert [sequence.reward for sequence in trajectory.sequences] == [0.25, 0.0, 0.5]
+    assert trajectory.reward == 0.75
+    assert "You play." in prompts[0] and "begin" in prompts[0]
+    assert "go on" in prompts[1] and "and on" in prompts[2] and prompts[2].startswith(prompts[1])
+    assert game.calls[1:] == ["one", "two", "three", "close"]
+    assert (counts["environment/turns"], counts["environment/truncated"]) == (3, 0)
+
+
+def test_the_last_numbers_of_info_become_metrics(play: Any) -> None:
+    info = {"won": True, "score": 2, "text": "x", "worst": float("nan")}
+    *_, counts = play(["one"], Scripted([Step(done=True, info=info)]))
+    found = {name: value for name, value in counts.items() if name.startswith("environment/")}
+    assert found == {
+        **{"environment/won": 1.0, "environment/score": 2.0},
+        **{"environment/turns": 1, "environment/truncated": 0.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("steps", "max_turns", "answers"),
+    [([Step("on", 0.5)] * 9, 2, 2), ([Step("on", 0.5), Step("cut", 0.5, truncated=True)], 30, 2)],
+    ids=["our limit", "the environment's"],
+)
+def test_an_episode_that_is_cut_keeps_its_rewards_and_is_truncated(
+    play: Any, steps: Any, max_turns: int, answers: int
+) -> None:
+    trajectory, prompts, counts = play(["a"] * answers, Scripted(steps), max_turns=max_turns)
+    assert (trajectory.reward, len(prompts)) == (1.0, answers)
+    assert counts["environment/truncated"] == 1
+
+
+def test_an_episode_that_ends_at_the_limit_is_not_truncated(play: Any) -> None:
+    *_, counts = play(["a"], Scripted([Step(done=True)]), max_turns=1)
+    assert counts["environment/truncated"] == 0
+
+
+def test_a_wrong_action_is_answered_and_the_model_acts_again(play: Any) -> None:
+    trajectory, prompts, _ = play(["what", "left"], Scripted(["write left or right", Step(reward=1.0, done=True)]))
+    assert "write left or right" in prompts[1]
+    assert [sequence.reward for sequence in trajectory.sequences] == [0.0, 1.0]
+
+
+def tool_call(name: str, arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("add", {"b": 1}, "add needs a"),
+        ("sub", {"a": 1}, "there is no tool 'sub'; the tools are add"),
+        ("add", [1], "the arguments must be a JSON object"),
+    ],
+)
+def test_wrong_tool_arguments_go_back_as_the_result_of_the_call(
+    play: Any, name: str, arguments: Any, says: str
+) -> None:
+    game = Scripted([Step("4"), Step(reward=1.0, done=True)], tools=["add"])
+    trajectory, prompts, _ = play([tool_call(name, arguments), tool_call("add", {"a": 3}), "so 4"], game)
+    assert f"<tool_response>\nError: {says}" in prompts[1]
+    assert "<tool_response>\n4\n" in prompts[2]
+    calls = [action for action in game.calls[1:] if isinstance(action, list)]
+    assert [[(call.name, call.arguments) for call in action] for action in calls] == [[("add", {"a": 3})]]
+    assert game.calls[-2:] == ["so 4", "close"]
+    assert trajectory.reward == 1.0
+
+
+def test_a_good_call_beside_a_wrong_one_is_made(play: Any) -> None:
+    game = Scripted([Step([ToolCall("x", "add", {}).result("7")]), Step(done=True)], tools=["add"])
+    _, prompts, _ = play([tool_call("add", {}) + "\n" + tool_call("add", {"a": 1}), "end"], game)
+    assert "add needs a" in prompts[1] and "<tool_response>\n7\n" in prompts[1]
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "close"])
+@pytest.mark.parametrize("how", ["", " hangs"], ids=["raises", "hangs"])
+def test_what_breaks_in_an_environment_is_a_failure_and_no_reward(play: Any, where: str, how: str) -> None:
+    game = Scripted([Step(done=True)], fails_in=where + how)
+    with pytest.raises((KeyError, TimeoutError)) as caught:
+        play(["a"], game, timeout_s=0.05)
+    failure = Failure.of(caught.value)
+    assert failure.kind is FailureKind.ENVIRONMENT
+    assert game.calls[-1] == "close"
+    if how:
+        assert failure.message.startswith(f"{where}() of env tests.environments.games.Scripted took longer than")
+
+
+def test_each_seat_reads_its_own_conversation_and_one_trains(play: Any) -> None:
+    seen = [Step("to 1", player=1), Step("to 0", player=0), Step(reward={0: -1.0, 1: 1.0}, done=True)]
+    trained = episode_seed(1, ROW) % 2
+    trajectory, prompts, _ = play(["first", "second", "third"], Scripted(seen, players=2))
+    assert "to 1" in prompts[1] and "begin" not in prompts[1] and "first" not in prompts[1]
+    assert "first" in prompts[2] and "to 0" in prompts[2] and "second" not in prompts[2]
+    expected = [[0.0, -1.0], [1.0]][trained]
+    assert [sequence.reward for sequence in trajectory.sequences] == expected
+
+
+def test_an_episode_whose_trained_seat_never_acts_is_rejected(play: Any) -> None:
+    trained = episode_seed(1, ROW) % 3
+    game = Scripted([Step(reward={trained: 1.0}, done=True)], players=3)
+    game.reset = lambda row, seed: at_seat((trained + 1) % 3)  # type: ignore[method-assign]
+    assert play(["a"], game)[0] is None
+
+
+async def at_seat(player: int) -> Any:
+    from areal_lite.environments import Observation
+
+    return Observation("begin", player)
+
+
+def test_an_agent_can_be_sent_to_a_process() -> None:
+    agent = pickle.loads(pickle.dumps(EnvironmentAgent("tests.environments.games.Dice", kwargs={"turns": 9})))
+    assert agent._make().turns == 9
+
+
+def test_the_seed_follows_from_the_run_and_the_row_alone(play: Any) -> None:
+    games = [Scripted([Step(done=True)]) for _ in range(3)]
+    for game, seed in zip(games, (1, 1, 2), strict=True):
+        play(["a"], game, seed=seed)
+    (_, row, first), (_, _, again), (_, _, other) = (game.calls[0] for game in games)
+    assert row == ROW
+    assert first == again == episode_seed(1, {"number": 7}) != other
+    assert len({episode_seed(1, {"number": number}) for number in range(1000)}) == 1000
+    assert episode_seed(1, {"a": 1, "b": 2}) == episode_seed(1, {"b": 2, "a": 1}) < 2**31
+
+
+def test_an_environment_that_is_not_there_is_refused_with_the_fix() -> None:
+    for env, says in (
+        ("gymnasim:X-v0", r"env is 'gymnasim:X-v0': did you mean gymnasium:X-v0\?"),
+        ("zzz:X", "the prefixes are gymnasium, mcp"),
+        ("textarena:", "the prefixes are"),
+        ("tests.environments.games.Nothing", "has no 'Nothing'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            EnvironmentAgent(env)
