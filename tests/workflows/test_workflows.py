@@ -1,9 +1,11 @@
-"""Each workflow file that is made to be copied runs, and its rewards are right."""
+"""Each workflow file and agent that is made to be copied runs, and its rewards are right."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,27 @@ def test_reasoning_gym_scores_as_the_task_does(tokenizer_path: Path) -> None:
 )  # fmt: skip
 def test_final_answer(text: str, answer: str) -> None:
     assert reasoning_gym.final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("page", "agent", "answers", "reward"),
+    [
+        ("agents", "Agent", ["It is 4."], 1.0),
+        ("agents", "Agent", ["It is 5."], 0.0),
+        ("agents", "ProgramAgent", [], 1.0),
+        ("several_turns", "RetryAgent", ["5", "6", "4"], 0.64),
+        ("several_turns", "RetryAgent", ["5", "6", "7"], 0.0),
+    ],
+)
+def test_an_agent_of_the_documentation(
+    page: str, agent: str, answers: list[str], reward: float, tokenizer_path: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text()
+    (code,) = (c for c in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) if f"class {agent}:" in c)
+    names: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), names)
+    (tmp_path / "my-agent").write_text("#!/bin/sh\necho 4\n")
+    (tmp_path / "my-agent").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    row = {"question": "2 + 2?", "answer": 4.0 if agent == "ProgramAgent" else "4"}
+    assert run_agent(names[agent](), row, answers, tokenizer_path) == pytest.approx(reward)
