@@ -123,7 +123,9 @@ def test_the_documentation_reads_it_with_pandas(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     Path("RUN/training").mkdir(parents=True)
     columns = {name: np.ones(4, np.float32) for name in ("clipped", "advantages", "importance_weights")}
-    write_facts(Path("RUN/training/7.parquet"), TokenFacts(7, [replace(sequence([1, 2], [1]), task_id="t")] * 4, None, columns))
+    write_facts(
+        Path("RUN/training/7.parquet"), TokenFacts(7, [replace(sequence([1, 2], [1]), task_id="t")] * 4, None, columns)
+    )
     names: dict[str, Any] = {}
     exec(compile(code, "docs/trajectories.md", "exec"), names)
     assert names["rows"]["advantages"].tolist() == [1.0] * 4
