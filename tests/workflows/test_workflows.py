@@ -1,9 +1,12 @@
-"""Each workflow file that is made to be copied runs, and its rewards are right."""
+"""Each workflow file and agent that is made to be copied runs, and its rewards are right."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +185,37 @@ def test_reasoning_gym_scores_as_the_task_does(tokenizer_path: Path) -> None:
 )  # fmt: skip
 def test_final_answer(text: str, answer: str) -> None:
     assert reasoning_gym.final_answer(text) == answer
+
+
+PROGRAM = """import json, os, sys, urllib.request
+body = {"model": "default", "messages": [{"role": "user", "content": sys.argv[1]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+    print(json.load(answer)["choices"][0]["message"]["content"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "agent", "answers", "reward"),
+    [
+        ("agents", "Agent", ["It is 4."], 1.0),
+        ("agents", "Agent", ["It is 5."], 0.0),
+        ("agents", "ProgramAgent", ["4"], 1.0),
+        ("several_turns", "RetryAgent", ["5", "6", "4"], 0.64),
+        ("several_turns", "RetryAgent", ["5", "6", "7"], 0.0),
+    ],
+)
+def test_an_agent_of_the_documentation(
+    page: str, agent: str, answers: list[str], reward: float, tokenizer_path: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text()
+    (code,) = (c for c in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) if f"class {agent}:" in c)
+    names: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), names)
+    (tmp_path / "my-agent").write_text(f"#!{sys.executable}\n{PROGRAM}")
+    (tmp_path / "my-agent").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert run_agent(names[agent](), {"question": "2 + 2?", "answer": "4"}, answers, tokenizer_path) == pytest.approx(
+        reward
+    )

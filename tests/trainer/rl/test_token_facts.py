@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -114,3 +115,17 @@ def test_baselines_and_lines_of_the_dump_are_columns(tmp_path: Path) -> None:
     assert [str(parquet.read_schema(path).field(name).type.value_type) for name in columns] == ["int8", "float"]
     described = parquet.ParquetFile(path).metadata.row_group(0)
     assert [described.column(place).is_stats_set for place in (0, described.num_columns - 1)] == [True, False]
+
+
+def test_the_documentation_reads_it_with_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[3] / "docs/trajectories.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("RUN/training").mkdir(parents=True)
+    columns = {name: np.ones(4, np.float32) for name in ("clipped", "advantages", "importance_weights")}
+    write_facts(
+        Path("RUN/training/7.parquet"), TokenFacts(7, [replace(sequence([1, 2], [1]), task_id="t")] * 4, None, columns)
+    )
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/trajectories.md", "exec"), names)
+    assert names["rows"]["advantages"].tolist() == [1.0] * 4
