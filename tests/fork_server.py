@@ -2,8 +2,8 @@
 
 :func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...``, torchrun itself and
 scripts of this repository then begin in a fork of the server below; every other command starts as always. To its
-starter and itself such a program is like one that was started: the same parent, process group, files, directory, variables,
-``sys.argv`` and ``sys.path``, and it ends through the interpreter's own end.
+starter and itself such a program is like one that was started: the same parent, process group, files, directory,
+variables, ``sys.argv`` and ``sys.path``, and it ends through the interpreter's own end.
 
 What makes that true, step by step, since none of it shows when it is wrong:
 
