@@ -1,9 +1,9 @@
 """Forks Python programs from a process that has imported torch and transformers, which takes seconds in each new one.
 
-:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...`` and scripts of this
-repository then begin in a fork of the server below; every other command starts as always. To its starter and to itself
-such a program is like one that was started: the same parent, process group, files, directory, variables, ``sys.argv``
-and ``sys.path``, and it ends through the interpreter's own end.
+:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...``, torchrun itself and
+scripts of this repository then begin in a fork of the server below; every other command starts as always. To its
+starter and itself such a program is like one that was started: the same parent, process group, files, directory,
+variables, ``sys.argv`` and ``sys.path``, and it ends through the interpreter's own end.
 
 What makes that true, step by step, since none of it shows when it is wrong:
 
@@ -38,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "HF_", "TRANSFORMERS_", "TORCH_", "CUDA_", "MALLOC_", "LD_", "CXX", "PYTHON")
-_READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+_READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 _PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",
@@ -76,7 +76,8 @@ class _Client:
         if len(command) < 2 or command[0] != sys.executable:
             return False
         if command[1] == "-m":
-            ours = len(command) > 2 and command[2].partition(".")[0] == "areal_lite"
+            name = command[2] if len(command) > 2 else ""
+            ours = name.partition(".")[0] == "areal_lite" or name == "torch.distributed.run"
         else:
             script = Path(command[1])
             ours = script.suffix == ".py" and script.resolve().is_relative_to(ROOT)
@@ -119,6 +120,8 @@ class _Popen(_RealPopen):  # type: ignore[type-arg]
     ):  # fmt: skip
         environment = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()}
         command = [] if isinstance(args, str | bytes) else [os.fsdecode(arg) for arg in args]
+        if command[1:2] == ["-u"]:  # as torchrun starts its ranks
+            command, environment = [command[0], *command[2:]], environment | {"PYTHONUNBUFFERED": "1"}
         if shell or preexec_fn or executable or not _client.can_run(command, environment):
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
