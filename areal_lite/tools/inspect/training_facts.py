@@ -21,7 +21,8 @@ Record = Mapping[str, Any]
 FOLDER = "training"
 _NOT_SHOWN = ("token_idx", "behaviour_logprobs")
 """Lists that the turns have already."""
-_SEARCHED = 64
+_MEANS = ("advantages", "entropy", "clipped")
+SEARCHED = 64
 """Steps after the newest token of a line that may have trained it: more than any useful staleness bound."""
 
 
@@ -50,19 +51,34 @@ def with_facts(root: Path, record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "trained_step": step, "turns": turns}
 
 
+def fact_means(path: Path, root: Path) -> Iterator[tuple[tuple[str, int | None], list[float | None]]]:
+    """Yield task and sample of each line in a file of facts, and the means of its tokens: advantage, entropy, and
+    whether it was clipped; None without one. Yields nothing of a file that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, LookupError), open_table(path, root) as file:
+        table = file.read(["task_id", "sample_idx", *_MEANS])  # those of them that it has
+        lists = {name: table[name].to_numpy() for name in _MEANS if name in table.column_names}
+        for row, key in enumerate(zip(table["task_id"].to_pylist(), table["sample_idx"].to_pylist(), strict=True)):
+            yield key, [_mean(lists[name][row], name) if name in lists else None for name in _MEANS]
+
+
+def _mean(values: Any, name: str) -> float | None:
+    known = [] if values is None else values[values == values]  # without NaN
+    return float((abs(known) if name == "clipped" else known).mean()) if len(known) else None
+
+
 def _find(root: Path, record: Record) -> tuple[int, dict[str, Any]] | None:
     if record.get("status") != "accepted" or record.get("scope") == "eval-rollout":
         return None
     key, tail = (str(record["task_id"]), record.get("sample_idx")), record.get("tail_version")
     for step, path in fact_files(root).items():
-        if tail is None or tail < step <= tail + _SEARCHED:
+        if tail is None or tail < step <= tail + SEARCHED:
             with contextlib.suppress(OSError, ValueError, LookupError):  # pyarrow's errors are among them
                 if (index := _row_indices(path, root, path.stat().st_mtime_ns).get(key)) is not None:
                     return step, _row(path, root, index)
     return None
 
 
-@lru_cache(maxsize=4 * _SEARCHED)
+@lru_cache(maxsize=4 * SEARCHED)
 def _row_indices(path: Path, root: Path, state: int) -> dict[tuple[str, int | None], int]:
     """Return the row index of each dumped line; ``state`` tells versions of the file apart."""
     with open_table(path, root) as file:

@@ -182,11 +182,15 @@ def test_long_curves_are_thinned_out(run: Path) -> None:
 
 
 def test_the_timeline_has_the_calls_of_each_episode_once(run: Path) -> None:
-    turns = [turn("assistant", started=99.0, latency_s=0.5, agent="main", server="http://a:1")]
+    turns = [
+        turn("assistant", started=99.0, latency_s=0.5, agent="main", server="http://a:1"),
+        turn("environment", "42"),
+    ]
+    turns += [turn("assistant", started=101.0, latency_s=0.5)]
     write(run / "rollout/5/9.jsonl", line(9, 0, turns=turns), line(9, 1, member_idx=0, turns=turns))
     (found,) = answers([run], ("timeline", {"filter": "version=5"}))
     (episode,) = found["episodes"]
-    assert episode["calls"] == [[99.0, 0.5, 2, "main", "http://a:1"]]
+    assert episode["calls"] == [[99.0, 0.5, "http://a:1", None], [101.0, 0.5, None, "42"]]
     assert (episode["start"], episode["end"]) == (98.5, 100.0)
     assert [each["step"] for each in found["steps"]] == [1, 2, 3]
 
