@@ -20,7 +20,7 @@ from typing import Any
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dump_index import DumpIndex, is_run
 from areal_lite.tools.inspect.episode_row import SCOPES
-from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS, Both, Not, Term, column_of, key_named, parse
+from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS, Both, Expr, Not, Term, column_of, key_named, parse
 from areal_lite.tools.inspect.index_update import is_utf8
 from areal_lite.tools.inspect.run_dumps import NEWEST, ORDER, Row, RunDumps, rank
 
@@ -95,6 +95,10 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         """Folder, or file, of each run by its name."""
         return {run.name: run.index.root for run in self._runs.values()}
 
+    def root(self, run: str) -> Path:
+        """Return the folder, or file, of a run."""
+        return self._run(run).index.root
+
     def refresh(self, *, budget_s: float = 0.02) -> int:
         """Read what was dumped since the last call, by new runs too, and return how many lines that were.
 
@@ -133,12 +137,12 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         offset, limit = min(max(0, offset), _MOST), None if limit is None else min(limit, _MOST)
         runs = list(self._runs.values())
         if order is None:  # run after run
-            parts = [Both((expr, part)) for part in (Not(_EVALUATION), _EVALUATION)] if sort == _NEWEST else [expr]
-            parts = list(itertools.product(parts, runs))
-            for place, (part, run) in enumerate(parts, 1):
+            scopes: tuple[Expr, ...] = (Not(_EVALUATION), _EVALUATION) if sort == _NEWEST else (Both(()),)
+            places = [(Both((expr, scope)), run) for scope in scopes for run in runs]
+            for place, (part, run) in enumerate(places, 1):
                 if limit == 0:
                     return
-                skipped = offset if place == len(parts) or not offset else min(offset, run.count(part) or 0)
+                skipped = offset if place == len(places) or not offset else min(offset, run.count(part) or 0)
                 offset -= skipped
                 for row in run.select(part, NEWEST if sort == _NEWEST else ORDER, limit, offset=skipped):
                     yield row

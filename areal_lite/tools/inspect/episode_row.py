@@ -13,7 +13,7 @@ import orjson
 
 SCOPES = ("rollout", "eval-rollout")
 """Folders of a run that hold dumps."""
-FACTS = ("advantage", "entropy", "clipped")
+FACTS = ("trained_step", "advantage", "entropy", "clipped")
 """Columns that :mod:`.index_update` fills from the training facts."""
 COLUMNS = (
     *("reward", "status", "tokens", "turns", "version", "trained", "error", "error_kind", "error_type", "stop"),
@@ -50,7 +50,7 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
         for values, name in ((stops, "stop_reason"), (agents, "agent")):
             if (value := turn.get(name)) is not None:
                 values[value] = None
-    timings, numbers = _object(record, "timings"), _numbers(record)
+    timings, numbers = _value(record, "timings", dict, "an object") or {}, _numbers(record)
     for process in _list(record, "processes"):
         _check_process(process)
     tail = _integer(record, "tail_version")
@@ -63,7 +63,7 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
         *(_number(timings, "finished_at"), _number(timings, "run_s"), len(calls), _id(record, "task_id")),
         *(_id(record, "group_id"), scope, _json(agents), _integer(record, "head_version"), tail, start),
         *(_integer(record, "member_idx"), _integer(record, "sample_idx"), _integer(record, "prompt_len")),
-        *(_number(timings, "queued_s"), *_of_calls(calls), numbers.get("counts/tool_calls"), None, None, None),
+        *(_number(timings, "queued_s"), *_of_calls(calls), numbers.get("counts/tool_calls"), *(None for _ in FACTS)),
         orjson.dumps(numbers).decode(),
     )
 
@@ -85,9 +85,9 @@ def _of_calls(calls: list[dict[str, Any]]) -> tuple[float | None, float | None, 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the counts and the parts of the reward, by the names that filters give them."""
-    found = {f"reward/{name}": value for name, value in _object(record, "reward_extra").items()}
-    for name, value in _object(record, "counts").items():
-        found[name if name.startswith("reward/") else f"counts/{name}"] = value
+    extra, counts = (_value(record, name, dict, "an object") or {} for name in ("reward_extra", "counts"))
+    found = {f"reward/{name}": value for name, value in extra.items()}
+    found |= {name if name.startswith("reward/") else f"counts/{name}": value for name, value in counts.items()}
     return {name: value for name, value in found.items() if type(value) in _NUMBERS}
 
 
@@ -126,11 +126,6 @@ def _check_process(process: Any) -> None:
     _number(process, "seconds")
     _text(process, "stdout")
     _text(process, "stderr")
-
-
-def _object(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value: dict[str, Any] | None = _value(record, name, dict, "an object")
-    return value or {}
 
 
 def _list(record: Mapping[str, Any], name: str) -> list[Any]:

@@ -84,6 +84,7 @@ _ALL = (
     Key("logprob", Kind.NUMBER, "mean of all `turns.logprobs`"),
     Key("repetition", Kind.NUMBER, "share of the answers' runs of four tokens that came before, 0 to 1"),
     Key("tool_calls", Kind.NUMBER, "`tool_calls` of `counts`"),
+    Key("trained_step", Kind.NUMBER, "training step that used it, with `dump_training`"),
     Key("advantage", Kind.NUMBER, "mean `advantages` of the trained tokens, with `dump_training`"),
     Key("entropy", Kind.NUMBER, "mean `entropy` of the trained tokens, with `dump_training`"),
     Key("clipped", Kind.NUMBER, "share of the trained tokens that are `clipped`, with `dump_training`"),

@@ -104,7 +104,7 @@ class Answers:
 
     def episode(self, run: str, id: str) -> Json:
         """Return an episode: its facts, its turns once each, and its sequences as paths through them."""
-        root = self._root(run)
+        root = self.dumps.root(run)
         records = [with_facts(root, record) for record in self.dumps.episode(run, id)]
         turns: dict[str, Json] = {}
         sequences = []
@@ -132,7 +132,7 @@ class Answers:
 
     def texts(self, run: str, id: str) -> Json:
         """Return the text of every token id in an episode; null without the run's tokenizer."""
-        decode = decoder(self._root(run))
+        decode = decoder(self.dumps.root(run))
         if decode is None:
             return {"texts": None, "reason": "No text of tokens: the run's tokenizer is not on this machine."}
         turns = [turn for record in self.dumps.episode(run, id) for turn in record["turns"]]
@@ -141,7 +141,7 @@ class Answers:
 
     def group(self, run: str, group: str) -> Json:
         """Return the rows of a group, the first ones with the text that the model wrote."""
-        root, rows = self._root(run), self.dumps.group(run, group)
+        root, rows = self.dumps.root(run), self.dumps.group(run, group)
         if not rows:
             raise ConfigError(f"run {run} has no group {group!r}")
         members = []
@@ -233,7 +233,7 @@ class Answers:
 
     def _rewards(self, run: str, filter: str) -> tuple[dict[tuple[Any, Any], Json], bool]:
         """Return rewards by scope and prompt, and whether there are more rows than were read."""
-        self._root(run)
+        self.dumps.root(run)
         quoted = run.replace("\\", r"\\").replace('"', r"\"")
         chosen = f'run="{quoted}"' + (f" ({filter})" if filter.strip() else "")
         rows = list(self.dumps.rows(chosen, limit=MAX_COMPARED + 1))
@@ -265,11 +265,6 @@ class Answers:
     def metrics_state(self) -> list[Any]:
         """Return what changes when a run begins or ends, or a metrics.jsonl does."""
         return [(name, _is_written(root), _metrics_state(root)) for name, root in self.dumps.runs.items()]
-
-    def _root(self, run: str) -> Path:
-        if (root := self.dumps.runs.get(run)) is None:
-            raise ConfigError(f"no run {run!r} is open; there are: {', '.join(self.dumps.runs)}")
-        return root
 
 
 def _metrics_state(root: Path) -> tuple[Path, tuple[int, int] | None]:
