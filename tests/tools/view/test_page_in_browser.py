@@ -562,7 +562,7 @@ SCREENS = {
     **VIEWS,
     **{
         tab: (
-            f"#episodes?filter=turns%3D4&run=calculator%2Ffirst&id=rollout%2F7%2F31.jsonl%3A1&tab={tab}",
+            f"#episodes?filter=turns%3D4&run=calculator%2Ffirst&id=rollout%2F7%2F33.jsonl%3A1&tab={tab}",
             f".detail {find}",
         )
         for tab, find in TABS.items()

@@ -27,7 +27,7 @@ class App {
     this.input = el("input", {
       id: "filter", type: "text", spellcheck: "false", autocomplete: "off", placeholder: "Words, or a filter such as reward<0.5 status=failed",
       "aria-label": "Filter", "aria-describedby": "filter-error", input: later(60, () => { this.suggest(); this.search(); }), keydown: (event) => this.filterKey(event),
-      focus: () => this.suggest(), blur: () => setTimeout(() => { this.suggestions.hidden = true; }, 150),
+      focus: () => this.suggest(), blur: () => { this.typed(); this.input.value = this.state.filter; this.suggestions.hidden = true; },
     });
     this.suggestions = el("div", { class: "suggestions", role: "listbox", "aria-label": "Filter keys", hidden: true });
     this.error = el("div", { id: "filter-error", class: "error", role: "alert", hidden: true });

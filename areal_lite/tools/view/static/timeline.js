@@ -167,7 +167,7 @@ export async function timelineView(node, state, change) {
       `${count(episodes.length, "episode")}${more ? " (the first that match; a filter such as version=4 shows others)" : ""} in ${count(Math.max(...lane) + 1, "slot")}, ${seconds(whole[1] - whole[0])}. ` +
       `${number((100 * waiting) / (total || 1), 1)} % of their time is after the last call: rewards, and waiting for the rest of the group.${busy.length ? "" : " The dump names no servers."}`),
     el("div", { class: "legend" },
-      [...statuses.map((status) => ["e-call", `call, ${status}`, status]), ["e-seen", "tools, environment"], ["e-life", "agent"], ["e-tail", "after the last call"], ["t-wait", "trainer waits"], ["t-train", "trainer works"], ["t-load", "new weights"]].map(([name, label, status]) =>
+      [...statuses.map((status) => ["e-call", `call, ${status}`, status]), ["e-call e-slowest", "of the slowest of a group"], ["e-seen", "tools, environment"], ["e-life", "agent"], ["e-tail", "after the last call"], ["t-wait", "trainer waits"], ["t-train", "trainer works"], ["t-load", "new weights"]].map(([name, label, status]) =>
         [svg("svg", { width: 18, height: 10, "data-status": status }, svg("rect", { class: name, width: 18, height: 10 })), el("span", {}, label)])),
     box));
   hint();

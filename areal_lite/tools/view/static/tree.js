@@ -54,11 +54,11 @@ export function treeView(episode, sequence, onSequence) {
     return el("div", { class: `tree-turn${shown.has(turn.key) ? " on" : ""}`, role: "treeitem", "data-role": turn.role },
       el("div", { class: "tree-facts" },
         el("b", {}, visible(speaker(turn) ?? "")), what ? el("span", { class: "what" }, visible(what)) : null,
+        (ends.get(turn.key) ?? []).map((each) =>
+          el("button", { class: "link", click: () => onSequence(each.place) }, `sequence ${each.place + 1}: reward ${reward(each.reward)}`)),
         el("span", {}, `turn ${visible(turn.key.split("/").at(-1))}`), el("span", {}, count(turn.ids?.length ?? 0, "token")),
         turn.stop_reason ? el("span", {}, visible(turn.stop_reason)) : null,
         turn.latency_s === null ? null : el("span", {}, seconds(turn.latency_s)),
-        (ends.get(turn.key) ?? []).map((each) =>
-          el("button", { class: "link", click: () => onSequence(each.place) }, `sequence ${each.place + 1}: reward ${reward(each.reward)}`)),
       ),
       el("div", { class: "tree-text" }, visible(text.slice(0, 300))));
   });
