@@ -29,6 +29,8 @@ MAX_GROUP = 64
 MAX_TEXT = 20_000
 MAX_LISTED = 600
 """Characters of a prompt and of an answer in a row of the list."""
+MAX_ENDS = 20_000
+"""Rows whose texts are kept: at most 24 MB."""
 MAX_TIMELINE = 500
 MAX_COMPARED = 20_000
 """Rows of each run that a comparison reads."""
@@ -66,6 +68,7 @@ class Answers:
 
     def __init__(self, dumps: Dumps, filter: str = "") -> None:
         self.dumps, self.filter = dumps, filter
+        self._ends: dict[tuple[str, str, int], Json] = {}  # reading them takes ten times as long as the row
         dumps.count(filter, budget_s=0.0)  # so that a wrong filter ends the command
 
     def state(self) -> Json:
@@ -91,12 +94,17 @@ class Answers:
 
     def listed_row(self, row: Row) -> Json:
         """Return a row with the ends of the texts of its prompt and of its last answer."""
-        texts = {
-            turn.get("role"): (turn.get("text") or "")[-MAX_LISTED:]
-            for record in self.dumps.records([row])
-            for turn in record["turns"]
-        }
-        return {**_listed(row), "prompt": texts.get("prompt"), "answer": texts.get("assistant")}
+        key = row["run"], row["id"], row["length"]
+        if (ends := self._ends.get(key)) is None:
+            texts = {
+                turn.get("role"): (turn.get("text") or "")[-MAX_LISTED:]
+                for record in self.dumps.records([row])
+                for turn in record["turns"]
+            }
+            if len(self._ends) >= MAX_ENDS:
+                self._ends.clear()
+            ends = self._ends[key] = {"prompt": texts.get("prompt"), "answer": texts.get("assistant")}
+        return {**_listed(row), **ends}
 
     def summary(self, filter: str) -> Json:
         """Return counts, failures by cause and unreadable lines of the matching rows."""
