@@ -95,10 +95,6 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         """Folder, or file, of each run by its name."""
         return {run.name: run.index.root for run in self._runs.values()}
 
-    def root(self, run: str) -> Path:
-        """Return the folder, or file, of a run."""
-        return self._run(run).index.root
-
     def refresh(self, *, budget_s: float = 0.02) -> int:
         """Read what was dumped since the last call, by new runs too, and return how many lines that were.
 

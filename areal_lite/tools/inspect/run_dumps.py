@@ -122,7 +122,8 @@ class RunDumps:
             row_of(record, row["scope"], row["version"])
         except (OSError, ValueError) as error:
             raise ConfigError(f"{row['id']} of run {row['run']} has changed since it was indexed: {error}") from None
-        return {**record, **{name: row[name] for name in ("run", "id", "scope", "version", "trained_step")}}
+        trained = {"trained_step": step} if (step := row["trained_step"]) is not None else {}
+        return {**record, **{name: row[name] for name in ("run", "id", "scope", "version")}, **trained}
 
     def groups(self, expr: Expr, limit: int, *, descending: bool) -> list[dict[str, Any]]:
         """Return the first groups with a row that matches; :meth:`.Dumps.groups` has the keys."""

@@ -63,7 +63,7 @@ def _mean(values: Any, name: str) -> float | None:
 
 def _row(root: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the facts of a line; None without any, or if their file cannot be read."""
-    path = root / FOLDER / f"{record['trained_step']}.parquet"
+    path = root / FOLDER / f"{record.get('trained_step')}.parquet"
     # pyarrow's errors are among these
     with contextlib.suppress(OSError, ValueError, LookupError), open_table(path, root) as file:
         keys = file.read(["task_id", "sample_idx"]).to_pydict()

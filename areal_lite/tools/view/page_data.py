@@ -112,7 +112,7 @@ class Answers:
 
     def episode(self, run: str, id: str) -> Json:
         """Return an episode: its facts, its turns once each, and its sequences as paths through them."""
-        root = self.dumps.root(run)
+        root = self._root(run)
         records = [with_facts(root, record) for record in self.dumps.episode(run, id)]
         turns: dict[str, Json] = {}
         sequences = []
@@ -140,7 +140,7 @@ class Answers:
 
     def texts(self, run: str, id: str) -> Json:
         """Return the text of every token id in an episode; null without the run's tokenizer."""
-        decode = decoder(self.dumps.root(run))
+        decode = decoder(self._root(run))
         if decode is None:
             return {"texts": None, "reason": "No text of tokens: the run's tokenizer is not on this machine."}
         turns = [turn for record in self.dumps.episode(run, id) for turn in record["turns"]]
@@ -149,7 +149,7 @@ class Answers:
 
     def group(self, run: str, group: str) -> Json:
         """Return the rows of a group, the first ones with the text that the model wrote."""
-        root, rows = self.dumps.root(run), self.dumps.group(run, group)
+        root, rows = self._root(run), self.dumps.group(run, group)
         if not rows:
             raise ConfigError(f"run {run} has no group {group!r}")
         members = []
@@ -241,7 +241,7 @@ class Answers:
 
     def _rewards(self, run: str, filter: str) -> tuple[dict[tuple[Any, Any], Json], bool]:
         """Return rewards by scope and prompt, and whether there are more rows than were read."""
-        self.dumps.root(run)
+        self._root(run)
         quoted = run.replace("\\", r"\\").replace('"', r"\"")
         chosen = f'run="{quoted}"' + (f" ({filter})" if filter.strip() else "")
         rows = list(self.dumps.rows(chosen, limit=MAX_COMPARED + 1))
@@ -273,6 +273,11 @@ class Answers:
     def metrics_state(self) -> list[Any]:
         """Return what changes when a run begins or ends, or a metrics.jsonl does."""
         return [(name, _is_written(root), _metrics_state(root)) for name, root in self.dumps.runs.items()]
+
+    def _root(self, run: str) -> Path:
+        if (root := self.dumps.runs.get(run)) is None:
+            raise ConfigError(f"no run {run!r} is open; there are: {', '.join(self.dumps.runs)}")
+        return root
 
 
 def _metrics_state(root: Path) -> tuple[Path, tuple[int, int] | None]:
@@ -326,8 +331,7 @@ def _columns(turn: Mapping[str, Any]) -> Json:
         if all(value is None or is_number(value) for value in values):
             if name == "versions":  # -1: not recorded
                 values = [None if value is None or value < 0 else value for value in values]
-            if any(value is not None for value in values):
-                columns[_COLUMNS.get(name, (name,))[0]] = values
+            columns[_COLUMNS.get(name, (name,))[0]] = values
     proximal, sampled = columns.get("proximal_logprobs"), columns.get("logprob")
     if proximal and sampled:
         # The engine's log-probs are of the whole vocabulary.
@@ -350,7 +354,8 @@ def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
 
 def _quantities(turns: Iterable[Json]) -> list[Json]:
     """Return what tokens can be coloured by: the columns that the episode has."""
-    present = {name for turn in turns for name in turn["columns"]}
+    columns = [column for turn in turns for column in turn["columns"].items()]
+    present = {name for name, values in columns if any(value is not None for value in values)}
     known = {key: (label, kind) for key, label, kind in _COLUMNS.values()}
     known["difference"] = ("Trainer minus engine", "signed")
     order = [*(key for key in known if key in present), *sorted(present - known.keys())]

@@ -181,7 +181,11 @@ def test_versions_that_were_not_recorded_are_not_shown(tmp_path: Path) -> None:
     turns = [turn("assistant", versions=[-1, 3]), turn("assistant", turn_idx=1, versions=[-1, -1])]
     write(tmp_path / "rollout/3/7.jsonl", line(7, 0, turns=turns))
     (found,) = answers([tmp_path], ("episode", {"run": _name(tmp_path), "id": "rollout/3/7.jsonl:1"}))
-    assert [found["turns"][key]["columns"].get("version") for key in "01"] == [[None, 3], None]
+    assert [found["turns"][key]["columns"].get("version") for key in "01"] == [[None, 3], [None, None]]
+    assert "version" in [each["key"] for each in found["quantities"]]
+    write(tmp_path / "rollout/3/8.jsonl", line(8, 0, turns=turns[1:]))
+    (found,) = answers([tmp_path], ("episode", {"run": _name(tmp_path), "id": "rollout/3/8.jsonl:1"}))
+    assert "version" not in [each["key"] for each in found["quantities"]]
 
 
 def test_texts_of_tokens_come_from_the_runs_tokenizer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ export class Detail {
           entry("Version", versions),
           entry("Tokens", number(sequence.seqlen)),
           entry("Turns", number(sequence.path.length)),
-          facts.trained_step === null ? null : entry("Trained in step", number(facts.trained_step)),
+          facts.trained_step === undefined ? null : entry("Trained in step", number(facts.trained_step)),
           ended > began ? entry("Took", seconds(ended - began)) : null,
           facts.timings?.run_s === undefined ? null : entry("Group took", seconds(facts.timings.run_s)),
           facts.timings?.finished_at === undefined ? null : entry("Ended", clock(facts.timings.finished_at)),
