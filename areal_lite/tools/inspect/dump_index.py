@@ -40,7 +40,7 @@ from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate
 
-_SCHEMA = 3
+_SCHEMA = 4
 _UNUSED_DAYS = 60
 """Days after which the index of a run that nobody looked at is deleted."""
 _BUSY_S = 30.0
@@ -58,6 +58,7 @@ CREATE INDEX episodes_order ON episodes(version, task, sample, scope);
 CREATE INDEX episodes_file ON episodes(file, line);
 CREATE TABLE problems(file INTEGER, line INTEGER, offset INTEGER, kind TEXT, message TEXT);
 CREATE INDEX problems_file ON problems(file);
+CREATE TABLE facts(step INTEGER PRIMARY KEY, mtime INTEGER);
 """
 
 
@@ -195,7 +196,7 @@ class DumpIndex:
 def _create_tables(connection: sqlite3.Connection) -> None:
     connection.execute("BEGIN IMMEDIATE")
     if connection.execute("PRAGMA user_version").fetchone() != (_SCHEMA,):
-        for table in ("folders", "files", "texts", "episodes", "problems"):
+        for table in ("folders", "files", "texts", "episodes", "problems", "facts"):
             connection.execute(f"DROP TABLE IF EXISTS {table}")
         for statement in _CREATE.split(";"):
             connection.execute(statement)

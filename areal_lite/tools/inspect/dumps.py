@@ -13,17 +13,19 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dump_index import DumpIndex, is_run
 from areal_lite.tools.inspect.episode_row import SCOPES
-from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS, Term, parse
+from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS, Both, Expr, Not, Term, column_of, key_named, parse
 from areal_lite.tools.inspect.index_update import is_utf8
-from areal_lite.tools.inspect.run_dumps import ORDER, Row, RunDumps, rank
+from areal_lite.tools.inspect.run_dumps import NEWEST, ORDER, Row, RunDumps, rank
 
-_DEFAULT = "version"
+_DEFAULT, _NEWEST = "version", "newest"
+_EVALUATION = Term(KEYS["scope"], "=", SCOPES[1])
 _MOST = 2**60
 _DEPTH = 4
 """Levels of folders below a path at which runs are found."""
@@ -107,8 +109,9 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         """Return rows ``offset`` to ``offset + limit`` of those that match, and how many match.
 
         Args:
-            sort: A key of ``SORT_KEYS``, with ``-`` before it for descending; missing values come last. Without it
-                rows come by version, task and sample. Equal values come in the order in which they were indexed.
+            sort: A key of ``SORT_KEYS``, ``reward/NAME`` or ``counts/NAME``, with ``-`` before it for descending;
+                missing values come last. Without it rows come by version, task and sample; ``newest`` is training
+                from the newest version on, then evaluation. Equal values come in the order in which they were indexed.
             count_s: Seconds that counting may take for each run, beyond the page itself.
         """
         rows = list(self.rows(filter, sort=sort, offset=offset, limit=limit))
@@ -126,16 +129,18 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         self, filter: str = "", *, sort: str = _DEFAULT, offset: int = 0, limit: int | None = None
     ) -> Iterator[Row]:
         """Yield the rows that match, each as soon as it is found; memory stays flat."""
-        expr, order = parse(filter), _sort(sort)
+        expr, order = parse(filter), None if sort in ("", _DEFAULT, _NEWEST) else _sort(sort)
         offset, limit = min(max(0, offset), _MOST), None if limit is None else min(limit, _MOST)
         runs = list(self._runs.values())
         if order is None:  # run after run
-            for run in runs:
+            scopes: tuple[Expr, ...] = (Not(_EVALUATION), _EVALUATION) if sort == _NEWEST else (Both(()),)
+            places = [(Both((expr, scope)), run) for scope in scopes for run in runs]
+            for place, (part, run) in enumerate(places, 1):
                 if limit == 0:
                     return
-                skipped = offset if len(runs) == 1 or not offset else min(offset, run.count(expr) or 0)
+                skipped = offset if place == len(places) or not offset else min(offset, run.count(part) or 0)
                 offset -= skipped
-                for row in run.select(expr, ORDER, limit, offset=skipped):
+                for row in run.select(part, NEWEST if sort == _NEWEST else ORDER, limit, offset=skipped):
                     yield row
                     limit = None if limit is None else limit - 1
             return
@@ -143,7 +148,8 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         end = None if limit is None else offset + limit
         with contextlib.ExitStack() as stack:
             parts = [stack.enter_context(contextlib.closing(run.select(expr, sql, end))) for run in runs]
-            merged = heapq.merge(*parts, key=lambda row: rank(row[key], down), reverse=down)
+            value = (lambda row: row["numbers"].get(key)) if "/" in key else itemgetter(key)
+            merged = heapq.merge(*parts, key=lambda row: rank(value(row), down), reverse=down)
             yield from itertools.islice(merged, offset, end)
 
     def sample(self, size: int, seed: int = 0, filter: str = "") -> list[Row]:
@@ -268,16 +274,13 @@ def dataset_row(dumps: Dumps, record: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _sort(sort: str) -> tuple[str, bool, str] | None:
-    """Return the key to sort by, True if it descends, and its SQL; None for the default order."""
-    if sort in (_DEFAULT, ""):
-        return None
-    names = {KEYS[name].alias or name: name for name in SORT_KEYS} | {name: name for name in SORT_KEYS}
-    key, descending = names.get(sort.removeprefix("-")), sort[0] == "-"
-    if key is None:
+def _sort(sort: str) -> tuple[str, bool, str]:
+    """Return the key to sort by, True if it descends, and its SQL."""
+    key, descending = key_named(sort.removeprefix("-")), sort[0] == "-"
+    if key is None or not (key.name in SORT_KEYS or "/" in key.name):
         keys = ", ".join(SORT_KEYS)
         raise ConfigError(f"cannot sort by {sort!r}; use one of {keys}, with - before it for descending")
-    return key, descending, f'e."{key}" {"DESC" if descending else "ASC"} NULLS LAST, e.id'
+    return key.name, descending, f"{column_of(key)} {'DESC' if descending else 'ASC'} NULLS LAST, e.id"
 
 
 # -- from paths to runs

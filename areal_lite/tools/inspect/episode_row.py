@@ -13,10 +13,12 @@ import orjson
 
 SCOPES = ("rollout", "eval-rollout")
 """Folders of a run that hold dumps."""
+FACTS = ("trained_step", "advantage", "entropy", "clipped")
+"""Columns that :mod:`.index_update` fills from the training facts."""
 COLUMNS = (
     *("reward", "status", "tokens", "turns", "version", "trained", "error", "error_kind", "error_type", "stop"),
     *("finished", "run_s", "calls", "task", "group", "scope", "agent", "head", "tail", "start", "member", "sample"),
-    *("prompt_len", "queued_s"),
+    *("prompt_len", "queued_s", "took_s", "logprob", "repetition", "tool_calls", *FACTS, "numbers"),
 )
 """The columns of a row that come from its line and its folder, those first that filters use most: they cost least."""
 TEXTS = ("scope", "status", "error", "error_kind", "error_type", "stop", "agent")
@@ -35,7 +37,7 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
     turns = record.get("turns")
     if not isinstance(turns, list):
         raise ShapeError(f"turns is {_type(turns)}, not a list" if "turns" in record else "it has no turns")
-    trained, calls = 0, 0
+    trained, calls = 0, []
     stops: dict[str, None] = {}
     agents: dict[str, None] = {}
     for index, turn in enumerate(turns):
@@ -43,13 +45,12 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
             trained += _check_turn(turn)
         except ShapeError as error:
             raise ShapeError(f"turn {index}: {error}") from None
-        calls += turn.get("role") == "assistant"
+        if turn.get("role") == "assistant":
+            calls.append(turn)
         for values, name in ((stops, "stop_reason"), (agents, "agent")):
             if (value := turn.get(name)) is not None:
                 values[value] = None
-    timings = record.get("timings") or {}
-    if not isinstance(timings, dict):
-        raise ShapeError(f"timings is {_type(timings)}, not an object")
+    timings, numbers = _value(record, "timings", dict, "an object") or {}, _numbers(record)
     for process in _list(record, "processes"):
         _check_process(process)
     tail = _integer(record, "tail_version")
@@ -59,11 +60,35 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
     return (
         *(_number(record, "reward"), _text(record, "status"), _integer(record, "seqlen"), len(turns), version, trained),
         *(_text(record, "error"), _text(record, "error_kind"), _text(record, "error_type"), _json(stops)),
-        *(_number(timings, "finished_at"), _number(timings, "run_s"), calls, _id(record, "task_id")),
+        *(_number(timings, "finished_at"), _number(timings, "run_s"), len(calls), _id(record, "task_id")),
         *(_id(record, "group_id"), scope, _json(agents), _integer(record, "head_version"), tail, start),
         *(_integer(record, "member_idx"), _integer(record, "sample_idx"), _integer(record, "prompt_len")),
-        _number(timings, "queued_s"),
+        *(_number(timings, "queued_s"), *_of_calls(calls), numbers.get("counts/tool_calls"), *(None for _ in FACTS)),
+        orjson.dumps(numbers).decode(),
     )
+
+
+def _of_calls(calls: list[dict[str, Any]]) -> tuple[float | None, float | None, float | None]:
+    """Return the seconds from the first call to the end of the last, the mean log-prob, and the share of repetition."""
+    ends = [(begin, begin + (each.get("latency_s") or 0.0)) for each in calls if (begin := _number(each, "started"))]
+    logprobs = [value for each in calls for value in each.get("logprobs") or () if value is not None]
+    count = again = 0
+    for ids in (each.get("ids") or [] for each in calls):
+        count += (size := max(0, len(ids) - 3))
+        again += size - len(set(zip(ids, ids[1:], ids[2:], ids[3:], strict=False)))
+    return (
+        max(end for _, end in ends) - min(begin for begin, _ in ends) if ends else None,
+        sum(logprobs) / len(logprobs) if logprobs else None,
+        again / count if count else None,
+    )
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the counts and the parts of the reward, by the names that filters give them."""
+    extra, counts = (_value(record, name, dict, "an object") or {} for name in ("reward_extra", "counts"))
+    found = {f"reward/{name}": value for name, value in extra.items()}
+    found |= {name if name.startswith("reward/") else f"counts/{name}": value for name, value in counts.items()}
+    return {name: value for name, value in found.items() if type(value) in _NUMBERS}
 
 
 _TURN_TEXTS = ("role", "text", "stop_reason", "agent", "server")

@@ -76,14 +76,23 @@ _ALL = (
     Key("sample", Kind.NUMBER, "`sample_idx`", alias="sample_idx"),
     Key("finished", Kind.NUMBER, "`timings.finished_at`", alias="finished_at"),
     Key("run_s", Kind.NUMBER, "`timings.run_s`"),
+    Key("took_s", Kind.NUMBER, "seconds from the episode's first model call to the end of its last"),
     Key("queued_s", Kind.NUMBER, "`timings.queued_s`"),
     Key("scope", Kind.NAME, "the dump's folder: `rollout` for training, `eval-rollout` for evaluation"),
     Key("file", Kind.FILE, "path of the dump below the run's folder"),
     Key("run", Kind.RUN, "name of the run, if several are open"),
+    Key("logprob", Kind.NUMBER, "mean of all `turns.logprobs`"),
+    Key("repetition", Kind.NUMBER, "share of the answers' runs of four tokens that came before, 0 to 1"),
+    Key("tool_calls", Kind.NUMBER, "`tool_calls` of `counts`"),
+    Key("trained_step", Kind.NUMBER, "training step that used it, with `dump_training`"),
+    Key("advantage", Kind.NUMBER, "mean `advantages` of the trained tokens, with `dump_training`"),
+    Key("entropy", Kind.NUMBER, "mean `entropy` of the trained tokens, with `dump_training`"),
+    Key("clipped", Kind.NUMBER, "share of the trained tokens that are `clipped`, with `dump_training`"),
 )
 KEYS = {key.name: key for key in _ALL}
 """Every key by name, in the order of the docs."""
 _NAMES = KEYS | {key.alias: key for key in _ALL if key.alias}
+_RECORDED = re.compile(r"(reward|counts)/[\w./-]+")
 SORT_KEYS = tuple(key.name for key in _ALL if key.kind in (Kind.NUMBER, Kind.ID))
 _NUMERIC = ("<=", ">=", "!=", "=", "<", ">")
 _TEXTUAL = ("!=", "!~", "=", "~")
@@ -119,7 +128,7 @@ _TOKEN = re.compile(
     r"""\s*(?:
         (?P<paren>[()])
       | (?P<word>and|or|not)(?![\w.])(?!\s*(?:[<>]=?|!?[=~]))
-      | (?P<key>[A-Za-z_][\w.]*)\s*(?P<op><=|>=|!=|!~|==|=|<|>|~)\s*
+      | (?P<key>[A-Za-z_][\w./-]*)\s*(?P<op><=|>=|!=|!~|==|=|<|>|~)\s*
         (?:"(?P<quoted>(?:[^"\\]|\\.)*)"|'(?P<single>(?:[^'\\]|\\.)*)'|(?P<bare>(?:\([^\s()]*\)|[^\s()"'])+))
     )""",
     re.VERBOSE | re.DOTALL,
@@ -220,7 +229,7 @@ def _error(where: str, rule: str) -> ConfigError:
 
 def _term(match: re.Match[str]) -> Term:
     source, op = match[0], match["op"].replace("==", "=")
-    key = _NAMES.get(match["key"])
+    key = key_named(match["key"])
     if key is None:
         close = difflib.get_close_matches(match["key"], _NAMES, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -253,6 +262,12 @@ def _term(match: re.Match[str]) -> Term:
     return Term(key, op, value)
 
 
+def key_named(name: str) -> Key | None:
+    """Return a key by its name or alias; ``reward/NAME`` and ``counts/NAME`` are keys without being in ``KEYS``."""
+    recorded = Key(name, Kind.NUMBER, "a part of the reward, or a count") if _RECORDED.fullmatch(name) else None
+    return _NAMES.get(name, recorded)
+
+
 def text_hash(text: str) -> int:
     """Return the number under which the table ``texts`` finds ``text``."""
     return zlib.crc32(text.encode())
@@ -283,7 +298,7 @@ def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
         if expr.op[0] == "!":
             return to_sql(Not(Term(expr.key, expr.op[1:], expr.value)))
         if expr.value is None:
-            return f"+{_column(expr.key)} IS NULL", []
+            return f"+{column_of(expr.key)} IS NULL", []
         return _term_sql(expr.key, expr.op, expr.value)
     if not expr.parts:
         return "1", []
@@ -301,7 +316,10 @@ def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
     return "CASE " + " ".join(f"WHEN NOT coalesce({c}, 0) THEN 0" for c in conditions) + " ELSE 1 END", parameters
 
 
-def _column(key: Key) -> str:
+def column_of(key: Key) -> str:
+    """Return the SQL of a key's value."""
+    if "/" in key.name:
+        return f"json_extract(e.numbers, '$.\"{key.name}\"')"
     return {Kind.RUN: "run_name()", Kind.FILE: "e.file"}.get(key.kind, f'e."{key.name}"')
 
 
@@ -318,7 +336,7 @@ def is_literal(pattern: str) -> bool:
 
 
 def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    column, text = _column(key), str(value)
+    column, text = column_of(key), str(value)
     match key.kind:
         case Kind.NUMBER:
             return f"+{column} {op} ?", [value]

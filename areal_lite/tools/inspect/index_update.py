@@ -25,8 +25,9 @@ from typing import Any, BinaryIO
 import orjson
 
 from areal_lite.tools.foreign_files import lines_of, open_inside
-from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, TEXTS, ShapeError, row_of
+from areal_lite.tools.inspect.episode_row import COLUMNS, FACTS, SCOPES, TEXTS, ShapeError, row_of
 from areal_lite.tools.inspect.filters import text_hash
+from areal_lite.tools.inspect.training_facts import fact_files, fact_means
 
 UNREADABLE = "unreadable"
 _CHUNK_LINES = 4000
@@ -36,6 +37,8 @@ _SETTLED_NS = 2_000_000_000
 """A folder that changed less than this before it was listed may have changed again unseen."""
 _GUARD = 256
 """Bytes before the indexed end of a file that must be unchanged for the file to count as grown."""
+_SEARCHED = 64
+"""Versions before a step whose lines it may have trained: more than any useful staleness bound."""
 _INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 4)})"  # nosec B608 # our columns, bound values
 _TEXT_COLUMNS = tuple((COLUMNS.index(name), name) for name in TEXTS)
 _NEW = (None, -1, 0, 0, 0, 0, 0)
@@ -68,7 +71,9 @@ class IndexUpdate:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             newest = self._connection.execute("SELECT coalesce(max(id), 0) FROM files").fetchone()[0]
+            facts = fact_files(self._root)  # listed before the lines, which are written before them
             self._find_new(is_first=not newest)
+            self._add_facts(facts)
             recheck_from = recheck_from or newest
             deadline = time.monotonic() + budget_s
             while recheck_from and time.monotonic() < deadline:
@@ -150,6 +155,24 @@ class IndexUpdate:
         for _, path in known:
             self._read_file(path)
         return int(known[-1][0]) - 1 if known else 0
+
+    # -- training facts
+
+    def _add_facts(self, files: dict[int, Path]) -> None:
+        """Give the lines that new files of training facts name the means of their tokens."""
+        known = dict(self._connection.execute("SELECT step, mtime FROM facts").fetchall())
+        states = {step: path.lstat().st_mtime_ns for step, path in files.items()}
+        new = [step for step, state in states.items() if state != known.get(step)]
+        if not new:
+            return
+        select = "SELECT task, sample, id FROM episodes WHERE version >= ? AND scope = ? ORDER BY id"
+        trained = self._connection.execute(select, (new[0] - _SEARCHED, self._text_id("scope", "rollout"))).fetchall()
+        ids = {(str(task), sample): id for task, sample, id in trained}
+        update = f"UPDATE episodes SET {', '.join(f'{name} = ?' for name in FACTS)} WHERE id = ?"
+        for step in new:
+            means = fact_means(files[step], self._root)
+            self._connection.executemany(update, [(step, *each, ids[key]) for key, each in means if key in ids])
+            self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (step, states[step]))
 
     # -- files
 

@@ -21,9 +21,10 @@ from areal_lite.tools.inspect.index_update import UNREADABLE, is_utf8
 Row = dict[str, Any]
 """A dumped line without its turns, under the names of the filter keys (``docs/trajectories.md``), with ``run``, ``id``
 (``FILE:LINE`` below the run's folder), ``file``, ``line``, ``offset``, ``length``, ``stop`` and ``agent`` as lists, and
-``cause`` instead of the error: the line of it that says most."""
+``cause`` instead of the error: the line of it that says most. ``numbers`` are counts and parts of the reward."""
 ORDER = "e.version, e.task, e.sample, e.id"
-"""SQL of the default order, for which the index has an SQLite index."""
+NEWEST = "e.version DESC, e.task DESC, e.sample, e.id"
+"""SQL of the orders for which the index has an SQLite index."""
 _FIRST_SORTED = 2000
 """Rows that a text search sorts before it looks at the first."""
 _GROUP = {
@@ -69,7 +70,7 @@ class RunDumps:
         sql, parameters = self._where(expr)
         left = -1 if limit is None else limit
         with self.index.connection() as connection:
-            if order == ORDER or not needs_text(expr):
+            if order in (ORDER, NEWEST) or not needs_text(expr):
                 tail = f"{sql} ORDER BY {order} LIMIT ? OFFSET ?"
                 yield from self._fetch(connection, tail, [*parameters, left, offset])
                 return
@@ -121,7 +122,8 @@ class RunDumps:
             row_of(record, row["scope"], row["version"])
         except (OSError, ValueError) as error:
             raise ConfigError(f"{row['id']} of run {row['run']} has changed since it was indexed: {error}") from None
-        return {**record, **{name: row[name] for name in ("run", "id", "scope", "version")}}
+        trained = {"trained_step": step} if (step := row["trained_step"]) is not None else {}
+        return {**record, **{name: row[name] for name in ("run", "id", "scope", "version")}, **trained}
 
     def groups(self, expr: Expr, limit: int, *, descending: bool) -> list[dict[str, Any]]:
         """Return the first groups with a row that matches; :meth:`.Dumps.groups` has the keys."""
@@ -235,6 +237,7 @@ class RunDumps:
                     row[key] = texts(row[key])
                 for key in ("stop", "agent"):
                     row[key] = orjson.loads(texts(row[key]) or "[]")
+                row["numbers"] = orjson.loads(row["numbers"])
                 row["cause"] = cause(texts(row.pop("error")), row["error_type"])
                 yield row
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from areal_lite.tools.foreign_files import MAX_TENSORS, open_inside
 
 MAX_TABLE = 1 << 33
 """Bytes of a table when it is unpacked: facts of 100 million tokens of a step."""
-Record = Mapping[str, Any]
 FOLDER = "training"
 _NOT_SHOWN = ("token_idx", "behaviour_logprobs")
 """Lists that the turns have already."""
-_SEARCHED = 64
-"""Steps after the newest token of a line that may have trained it: more than any useful staleness bound."""
+_MEANS = ("advantages", "entropy", "clipped")
 
 
 def fact_files(root: Path) -> dict[int, Path]:
@@ -32,10 +29,9 @@ def fact_files(root: Path) -> dict[int, Path]:
 
 
 def with_facts(root: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with its facts: ``trained_step``, and lists of its answers, None where nothing trains."""
-    if (found := _find(root, record)) is None:
+    """Return the record with the facts of its ``trained_step``: lists of its answers, None where nothing trains."""
+    if (row := _row(root, record)) is None:
         return record
-    step, row = found
     positions = {index: position for position, index in enumerate(row["token_idx"])}
     lists = {name: values for name, values in row.items() if isinstance(values, list) and name not in _NOT_SHOWN}
     turns, start = [], 0
@@ -47,36 +43,37 @@ def with_facts(root: Path, record: dict[str, Any]) -> dict[str, Any]:
             turn = {**turn, **own}
         turns.append(turn)
         start = end
-    return {**record, "trained_step": step, "turns": turns}
+    return {**record, "turns": turns}
 
 
-def _find(root: Path, record: Record) -> tuple[int, dict[str, Any]] | None:
-    if record.get("status") != "accepted" or record.get("scope") == "eval-rollout":
-        return None
-    key, tail = (str(record["task_id"]), record.get("sample_idx")), record.get("tail_version")
-    for step, path in fact_files(root).items():
-        if tail is None or tail < step <= tail + _SEARCHED:
-            with contextlib.suppress(OSError, ValueError, LookupError):  # pyarrow's errors are among them
-                if (index := _row_indices(path, root, path.stat().st_mtime_ns).get(key)) is not None:
-                    return step, _row(path, root, index)
-    return None
+def fact_means(path: Path, root: Path) -> Iterator[tuple[tuple[str, int | None], list[float | None]]]:
+    """Yield task and sample of each line in a file of facts, and the means of its tokens: advantage, entropy, and
+    whether it was clipped; None without one. Yields nothing of a file that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, LookupError), open_table(path, root) as file:
+        table = file.read(["task_id", "sample_idx", *_MEANS])  # those of them that it has
+        lists = {name: table[name].to_numpy() for name in _MEANS if name in table.column_names}
+        for row, key in enumerate(zip(table["task_id"].to_pylist(), table["sample_idx"].to_pylist(), strict=True)):
+            yield key, [_mean(lists[name][row], name) if name in lists else None for name in _MEANS]
 
 
-@lru_cache(maxsize=4 * _SEARCHED)
-def _row_indices(path: Path, root: Path, state: int) -> dict[tuple[str, int | None], int]:
-    """Return the row index of each dumped line; ``state`` tells versions of the file apart."""
-    with open_table(path, root) as file:
+def _mean(values: Any, name: str) -> float | None:
+    known: Any = [] if values is None else values[values == values]  # without NaN
+    return float((abs(known) if name == "clipped" else known).mean()) if len(known) else None
+
+
+def _row(root: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the facts of a line; None without any, or if their file cannot be read."""
+    path = root / FOLDER / f"{record.get('trained_step')}.parquet"
+    # pyarrow's errors are among these
+    with contextlib.suppress(OSError, ValueError, LookupError), open_table(path, root) as file:
         keys = file.read(["task_id", "sample_idx"]).to_pydict()
-    return {key: row for row, key in enumerate(zip(keys["task_id"], keys["sample_idx"], strict=True))}
-
-
-def _row(path: Path, root: Path, index: int) -> dict[str, Any]:
-    with open_table(path, root) as file:
-        group = 0
+        lines = list(zip(keys["task_id"], keys["sample_idx"], strict=True))
+        index, group = lines.index((str(record["task_id"]), record.get("sample_idx"))), 0
         while index >= (size := file.metadata.row_group(group).num_rows):
             index, group = index - size, group + 1
         row: dict[str, Any] = file.read_row_group(group).slice(index, 1).to_pylist()[0]
         return row
+    return None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Ids and task numbers are text, because JavaScript rounds large integers.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
-from areal_lite.tools.foreign_files import read_records
+from areal_lite.tools.foreign_files import open_inside, read_records
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS
+from areal_lite.tools.inspect.filters import KEYS
 from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, curve, is_number, phase
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import decoder
@@ -26,15 +27,17 @@ MAX_ROWS = 500
 MAX_GROUP = 64
 """Members of a group that come with their text."""
 MAX_TEXT = 20_000
+MAX_LISTED = 600
+"""Characters of a prompt and of an answer in a row of the list."""
+MAX_ENDS = 20_000
+"""Rows whose texts are kept: at most 24 MB."""
 MAX_TIMELINE = 500
 MAX_COMPARED = 20_000
 """Rows of each run that a comparison reads."""
 MAX_POINTS = 2000
 """Points of a curve; longer runs are thinned out."""
 _PANELS = (
-    *PANELS[:2],
-    Panel("Entropy", "nats", {"train/entropy": "train"}),
-    *PANELS[2:],
+    *PANELS,
     Panel(
         "Engine and trainer mismatch",
         "nats per token",
@@ -65,6 +68,7 @@ class Answers:
 
     def __init__(self, dumps: Dumps, filter: str = "") -> None:
         self.dumps, self.filter = dumps, filter
+        self._ends: dict[tuple[str, str, int], Json] = {}  # reading them takes ten times as long as the row
         dumps.count(filter, budget_s=0.0)  # so that a wrong filter ends the command
 
     def state(self) -> Json:
@@ -73,20 +77,34 @@ class Answers:
             {"name": key.name, "alias": key.alias, "kind": key.kind, "meaning": key.meaning, "values": key.values}
             for key in KEYS.values()
         ]
-        runs = [{"name": name, "path": str(path)} for name, path in self.dumps.runs.items()]
-        return {
-            **{"runs": runs, "filter": self.filter, "keys": keys, "sort_keys": SORT_KEYS},
-            **{"notes": self.dumps.notes(), "has_metrics": any(self._records(name) for name in self.dumps.runs)},
-        }
+        runs = [
+            {"name": name, "path": str(path), "writes": _is_written(path)} for name, path in self.dumps.runs.items()
+        ]
+        return {"runs": runs, "filter": self.filter, "keys": keys, "notes": self.dumps.notes()}
 
     def episodes(self, filter: str, sort: str, offset: int, limit: int, *, count: bool) -> Json:
-        """Return rows ``offset`` to ``offset + limit``; with ``count`` also how many match, null if that is slow."""
+        """Return rows ``offset`` to ``offset + limit`` with the ends of their prompts and their answers, the newest
+        training first unless sorted; with ``count`` also how many match, null if that is slow."""
         if offset < 0 or not 0 < limit <= MAX_ROWS:
             raise ConfigError(
                 f"offset is {offset} and limit {limit}: use an offset from 0 and a limit of 1..{MAX_ROWS}"
             )
-        page = self.dumps.page(filter, sort=sort, offset=offset, limit=limit, count_s=1.0 if count else 0.0)
-        return {"rows": [listed_row(row) for row in page.rows], "total": page.total}
+        page = self.dumps.page(filter, sort=sort or "newest", offset=offset, limit=limit, count_s=float(count))
+        return {"rows": [self.listed_row(row) for row in page.rows], "total": page.total}
+
+    def listed_row(self, row: Row) -> Json:
+        """Return a row with the ends of the texts of its prompt and of its last answer."""
+        key = row["run"], row["id"], row["length"]
+        if (ends := self._ends.get(key)) is None:
+            texts = {
+                turn.get("role"): (turn.get("text") or "")[-MAX_LISTED:]
+                for record in self.dumps.records([row])
+                for turn in record["turns"]
+            }
+            if len(self._ends) >= MAX_ENDS:
+                self._ends.clear()
+            ends = self._ends[key] = {"prompt": texts.get("prompt"), "answer": texts.get("assistant")}
+        return {**_listed(row), **ends}
 
     def summary(self, filter: str) -> Json:
         """Return counts, failures by cause and unreadable lines of the matching rows."""
@@ -140,7 +158,7 @@ class Answers:
             if record is not None:
                 advantages = _range(with_facts(root, record)["turns"], "advantages")
                 shown = {"answer": _answer(record), "error": record.get("error"), "advantages": advantages}
-            members.append({**listed_row(row), **shown})
+            members.append({**_listed(row), **shown})
         return {"run": run, "group": group, "members": members}
 
     def metrics(self, extra: Sequence[str] = ()) -> Json:
@@ -169,7 +187,8 @@ class Answers:
         return {"runs": curves, "panels": drawn, "names": known}
 
     def timeline(self, filter: str) -> Json:
-        """Return when the episodes of the first matching rows waited, called the model and ended, and the steps."""
+        """Return when the episodes of the first matching rows waited, called the model and ended, and the steps. A call
+        is its start, its seconds, its server, and the text that the environment gave before it."""
         rows = list(self.dumps.rows(filter, limit=MAX_TIMELINE + 1))
         episodes: dict[tuple[str, str, Any], Json] = {}
         for record in self.dumps.records(rows[:MAX_TIMELINE]):
@@ -179,8 +198,8 @@ class Answers:
                 continue
             key = (record["run"], record["id"].rpartition(":")[0], record.get("member_idx"))
             calls = [
-                [turn["started"], turn["latency_s"], len(turn.get("ids") or ()), turn.get("agent"), turn.get("server")]
-                for turn in record["turns"]
+                [turn["started"], turn["latency_s"], turn.get("server"), _observation(before)]
+                for before, turn in itertools.pairwise([{}, *record["turns"]])
                 if turn.get("started") is not None and turn.get("latency_s") is not None
             ]
             if key in episodes:
@@ -252,8 +271,8 @@ class Answers:
         return _steps(*_metrics_state(self.dumps.runs[run]))
 
     def metrics_state(self) -> list[Any]:
-        """Return what changes when a run begins or a metrics.jsonl does."""
-        return [*self.dumps.runs, *map(_metrics_state, self.dumps.runs.values())]
+        """Return what changes when a run begins or ends, or a metrics.jsonl does."""
+        return [(name, _is_written(root), _metrics_state(root)) for name, root in self.dumps.runs.items()]
 
     def _root(self, run: str) -> Path:
         if (root := self.dumps.runs.get(run)) is None:
@@ -277,7 +296,17 @@ def _steps(path: Path, state: tuple[int, int] | None) -> list[Json]:
     return lines
 
 
-def listed_row(row: Row) -> Json:
+def _is_written(root: Path) -> bool:
+    """Return True while a run holds the lock of its folder."""
+    with contextlib.suppress(OSError), open_inside(root / ".lock", root) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _listed(row: Row) -> Json:
     return {**row, **_texts(row, "task", "group")}
 
 
@@ -300,6 +329,8 @@ def _columns(turn: Mapping[str, Any]) -> Json:
         if name in _SAMPLED and turn.get("role") != "assistant":
             continue
         if all(value is None or is_number(value) for value in values):
+            if name == "versions":  # -1: not recorded
+                values = [None if value is None or value < 0 else value for value in values]
             columns[_COLUMNS.get(name, (name,))[0]] = values
     proximal, sampled = columns.get("proximal_logprobs"), columns.get("logprob")
     if proximal and sampled:
@@ -310,6 +341,11 @@ def _columns(turn: Mapping[str, Any]) -> Json:
     return columns
 
 
+def _observation(turn: Mapping[str, Any]) -> str | None:
+    """Return the text of the environment's turn, cut at its end."""
+    return (turn.get("text") or "")[:MAX_LISTED] if turn.get("role") == "environment" else None
+
+
 def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
     """Return the least and the largest value of a list of the turns; None without one."""
     values = [value for turn in turns for value in turn.get(name) or () if value is not None]
@@ -318,7 +354,8 @@ def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
 
 def _quantities(turns: Iterable[Json]) -> list[Json]:
     """Return what tokens can be coloured by: the columns that the episode has."""
-    present = {name for turn in turns for name in turn["columns"]}
+    columns = [column for turn in turns for column in turn["columns"].items()]
+    present = {name for name, values in columns if any(value is not None for value in values)}
     known = {key: (label, kind) for key, label, kind in _COLUMNS.values()}
     known["difference"] = ("Trainer minus engine", "signed")
     order = [*(key for key in known if key in present), *sorted(present - known.keys())]

@@ -17,7 +17,7 @@ from typing import Any
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.view.page_data import Answers, listed_row
+from areal_lite.tools.view.page_data import Answers
 from areal_lite.tools.view.page_server import static_files, to_json
 
 MAX_LINES = 2000
@@ -46,7 +46,7 @@ def export_page(paths: Sequence[Path], out: Path, *, filter: str = "") -> str:
 
 
 def _data(answers: Answers, filter: str) -> dict[str, Any]:
-    rows = list(answers.dumps.rows(filter, limit=MAX_LINES))
+    rows = list(answers.dumps.rows(filter, sort="newest", limit=MAX_LINES))
     episodes: list[Any] = []
     places: dict[str, int] = {}
     texts: dict[str, Any] = {run: {"texts": None, "reason": ""} for run in answers.dumps.runs}
@@ -62,7 +62,7 @@ def _data(answers: Answers, filter: str) -> dict[str, Any]:
     runs = list(answers.dumps.runs)
     pairs = itertools.permutations(runs, 2) if len(runs) <= MAX_RUNS else ()
     return {
-        **{"rows": [listed_row(row) for row in rows], "total": answers.dumps.count(filter) or len(rows)},
+        **{"rows": [answers.listed_row(row) for row in rows], "total": answers.dumps.count(filter) or len(rows)},
         **{"episodes": episodes, "places": places, "texts": texts},
         **{"state": answers.state() | {"filter": "", "notes": []}, "summary": answers.summary(filter)},
         **{"metrics": answers.metrics(), "timeline": answers.timeline(filter)},

@@ -99,6 +99,15 @@ def _term_holds(term: Term, record: Line, place: dict[str, Any]) -> bool:
     return any(re.search(str(term.value), text) for text in texts)
 
 
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _repetition(answers: list[list[int]]) -> float | None:
+    again = [ids[at : at + 4] in [ids[n : n + 4] for n in range(at)] for ids in answers for at in range(len(ids) - 3)]
+    return _mean(list(map(float, again)))
+
+
 def values_of(name: str, record: Line, place: dict[str, Any]) -> Any:
     turns = record["turns"]
     special = {
@@ -112,6 +121,11 @@ def values_of(name: str, record: Line, place: dict[str, Any]) -> Any:
         "finished": lambda: record["timings"]["finished_at"],
         "run_s": lambda: record["timings"]["run_s"],
         "queued_s": lambda: record["timings"]["queued_s"],
+        "took_s": lambda: None,  # the drawn turns have no times
+        "logprob": lambda: _mean([v for each in turns for v in each.get("logprobs") or [] if v is not None]),
+        "repetition": lambda: _repetition([each["ids"] for each in turns if each["role"] == "assistant"]),
+        "tool_calls": lambda: record.get("counts", {}).get("tool_calls"),
+        **dict.fromkeys(("trained_step", "advantage", "entropy", "clipped"), lambda: None),
     }
     if name in place:
         return place[name]

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect import dump_index, index_update
@@ -93,6 +95,71 @@ def test_rows_sort_by_a_key_with_missing_values_last(dumps: Dumps) -> None:
     assert ids(dumps, 'text~"It is" tokens>3', sort="-tokens")[0] == "rollout/3/7.jsonl:2"
     with pytest.raises(ConfigError, match="cannot sort by 'status'; use one of reward, "):
         ids(dumps, sort="status")
+
+
+def test_the_newest_training_comes_first_and_evaluation_last(run: Path, dumps: Dumps) -> None:
+    newest = [
+        f"rollout/{name}" for name in ("10/12.jsonl:1", "3/8.jsonl:1", "3/8.jsonl:2", "3/7.jsonl:1", "3/7.jsonl:2")
+    ]
+    assert ids(dumps, sort="newest") == [*newest, "eval-rollout/3/9.jsonl:1"]
+    assert ids(dumps, "text~4 scope=eval-rollout", sort="newest") == ["eval-rollout/3/9.jsonl:1"]
+    pages = [[row["id"] for row in dumps.rows(sort="newest", offset=at, limit=2)] for at in (0, 2, 4)]
+    assert sum(pages, []) == ids(dumps, sort="newest")
+
+
+def test_counts_and_parts_of_the_reward_are_keys_by_their_names(run: Path, dumps: Dumps) -> None:
+    parts = (
+        {"counts": {"tool_calls": 2.0, "reward/format-ok": n / 2}, "reward_extra": {"acc": n, "why": "x"}}
+        for n in (1, 2)
+    )
+    write(run / "rollout/11/13.jsonl", *(line(13, place, **each) for place, each in enumerate(parts)))
+    dumps.refresh()
+    assert ids(dumps, "reward/format-ok<0.75 counts/tool_calls=2 tool_calls>1") == ["rollout/11/13.jsonl:1"]
+    assert ids(dumps, "reward/acc!=none", sort="-reward/acc") == ["rollout/11/13.jsonl:2", "rollout/11/13.jsonl:1"]
+    assert ids(dumps, sort="-reward/acc")[:2] == ids(dumps, "reward/acc>0", sort="-reward/acc")
+    assert next(dumps.rows("reward/acc=2"))["numbers"] == {
+        "reward/acc": 2,
+        "reward/format-ok": 1.0,
+        "counts/tool_calls": 2.0,
+    }
+    for wrong in ("reward/a') --", "counts/", "other/acc"):
+        with pytest.raises(ConfigError, match="cannot sort by"):
+            ids(dumps, sort=wrong)
+
+
+def test_an_episode_has_its_own_time_its_log_prob_and_its_repetition(run: Path, dumps: Dumps) -> None:
+    calls = [
+        turn("assistant", ids=[1, 2, 3, 4] * 2, started=10.0, latency_s=2.0),
+        turn("environment"),
+        turn("assistant"),
+    ]
+    calls[2] |= {"ids": [1, 2, 3, 4], "logprobs": [-1.0, None, -1.0, -1.0], "started": 15.0, "latency_s": 1.0}
+    write(run / "rollout/11/13.jsonl", line(13, turns=calls))
+    dumps.refresh()
+    (row,) = dumps.rows("task=13")
+    assert (row["took_s"], row["logprob"], row["repetition"]) == (6.0, -0.8, 1 / 6)
+    assert row["run_s"] == 1.5  # the group's
+
+
+def test_training_facts_are_means_of_the_lines_they_name(run: Path, dumps: Dumps) -> None:
+    def facts(advantage: float) -> list[dict[str, object]]:
+        columns = {
+            "task_id": ["7", "7", "9"],
+            "sample_idx": [1, None, 0],
+            "advantages": [[advantage, None, 0.0], [9.0], [9.0]],
+        }
+        parquet.write_table(pyarrow.table(columns | {"clipped": [[-1, 0, None], [0], [0]]}), run / "training/4.parquet")
+        dumps.refresh()
+        return [row for row in dumps.rows("advantage!=none")]
+
+    (run / "training").mkdir()
+    (found,) = facts(1.0)
+    assert found["id"] == "rollout/3/7.jsonl:2"  # neither a line without a name nor one of evaluation
+    assert (found["trained_step"], found["advantage"], found["clipped"], found["entropy"]) == (4, 0.5, 0.5, None)
+    (found,) = facts(2.0)  # the step was trained again after a resume
+    assert found["advantage"] == 1.0
+    (run / "training/5.parquet").write_bytes(b"torn")
+    assert dumps.refresh() == 0 and dumps.notes() == []
 
 
 def test_a_sorted_text_search_looks_at_the_rows_in_growing_parts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import signal
 import subprocess
@@ -71,8 +72,44 @@ def test_pages_of_episodes_are_filtered_sorted_and_counted(run: Path) -> None:
     asked = ({"filter": "status=accepted", "sort": "-reward", "limit": 2}, {"offset": 4}, {"count": 0, "limit": 1})
     best, last, first = answers([run], *(("episodes", each) for each in asked))
     assert ([row["id"] for row in best["rows"]], best["total"]) == (["rollout/3/7.jsonl:3", "rollout/3/7.jsonl:1"], 3)
-    assert ([row["task"] for row in last["rows"]], last["total"]) == (["8"], 5)
-    assert first["rows"][0]["group"] == "7"
+    assert ([row["task"] for row in last["rows"]], last["total"]) == (["7"], 5)
+    assert first["rows"][0]["group"] == "8"  # the newest version
+
+
+def test_a_row_has_the_ends_of_its_prompt_and_of_its_last_answer(run: Path) -> None:
+    turns = [
+        turn("prompt", "x" * 700 + "?"),
+        turn("assistant", "first"),
+        turn("environment", "42"),
+        turn("assistant", "last"),
+    ]
+    write(run / "rollout/9/9.jsonl", line(9, turns=turns), line(9, 1, turns=[turn("prompt", None)]))
+    (found,) = answers([run], ("episodes", {"filter": "version=9"}))
+    texts = [(each["prompt"], each["answer"]) for each in found["rows"]]
+    assert texts == [("x" * 599 + "?", "last"), ("", None)]
+
+
+def test_a_run_is_written_while_it_holds_the_lock_of_its_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REFRESH_S", 0.02)
+    (run / ".lock").write_text("")
+
+    async def ask(client: Client) -> list[bool]:
+        async def writes() -> bool:
+            return bool((await (await client.get("/api/state")).json())["runs"][0]["writes"])
+
+        stream = await client.get("/api/changes")
+        seen = [await writes()]
+        with (run / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert await stream.content.readline()
+            for _ in range(2):
+                await stream.content.readline()  # begun
+            seen.append(await writes())
+        for _ in range(2):
+            await stream.content.readline()  # ended
+        return [*seen, await writes()]
+
+    assert with_client([run], ask) == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +177,17 @@ def test_columns_that_training_adds_can_be_chosen_and_the_difference_is_computed
     assert found["turns"]["0"]["columns"]["difference"] == [0.25, None]
 
 
+def test_versions_that_were_not_recorded_are_not_shown(tmp_path: Path) -> None:
+    turns = [turn("assistant", versions=[-1, 3]), turn("assistant", turn_idx=1, versions=[-1, -1])]
+    write(tmp_path / "rollout/3/7.jsonl", line(7, 0, turns=turns))
+    (found,) = answers([tmp_path], ("episode", {"run": _name(tmp_path), "id": "rollout/3/7.jsonl:1"}))
+    assert [found["turns"][key]["columns"].get("version") for key in "01"] == [[None, 3], [None, None]]
+    assert "version" in [each["key"] for each in found["quantities"]]
+    write(tmp_path / "rollout/3/8.jsonl", line(8, 0, turns=turns[1:]))
+    (found,) = answers([tmp_path], ("episode", {"run": _name(tmp_path), "id": "rollout/3/8.jsonl:1"}))
+    assert "version" not in [each["key"] for each in found["quantities"]]
+
+
 def test_texts_of_tokens_come_from_the_runs_tokenizer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("texts", {"run": "exp/t", "id": "rollout/3/7.jsonl:1"})
     assert answers([run], asked)[0]["texts"] is None
@@ -174,6 +222,16 @@ def test_curves_are_those_of_metrics_jsonl_also_if_its_last_line_is_torn(run: Pa
     assert extra["panels"][-1]["title"] == "time"
 
 
+def test_every_curve_is_in_one_panel(run: Path) -> None:
+    names = ("reward_mean", "loss", "entropy", "kl", "grad_norm", "clip_fraction", "staleness_mean")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, **{f"train/{name}": 1.0 for name in names}}) + "\n")
+    (found,) = answers([run], ("metrics", {}))
+    assert sorted(
+        name for panel in found["panels"] for name in panel["curves"] if name in found["runs"]["exp/t"]
+    ) == sorted(f"train/{name}" for name in names)
+    assert len({panel["title"] for panel in found["panels"]}) == len(found["panels"])
+
+
 def test_long_curves_are_thinned_out(run: Path) -> None:
     lines = [{"step": n, "train/reward_mean": 0.0} for n in range(5000)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -182,11 +240,15 @@ def test_long_curves_are_thinned_out(run: Path) -> None:
 
 
 def test_the_timeline_has_the_calls_of_each_episode_once(run: Path) -> None:
-    turns = [turn("assistant", started=99.0, latency_s=0.5, agent="main", server="http://a:1")]
+    turns = [
+        turn("assistant", started=99.0, latency_s=0.5, agent="main", server="http://a:1"),
+        turn("environment", "42"),
+    ]
+    turns += [turn("assistant", started=101.0, latency_s=0.5)]
     write(run / "rollout/5/9.jsonl", line(9, 0, turns=turns), line(9, 1, member_idx=0, turns=turns))
     (found,) = answers([run], ("timeline", {"filter": "version=5"}))
     (episode,) = found["episodes"]
-    assert episode["calls"] == [[99.0, 0.5, 2, "main", "http://a:1"]]
+    assert episode["calls"] == [[99.0, 0.5, "http://a:1", None], [101.0, 0.5, None, "42"]]
     assert (episode["start"], episode["end"]) == (98.5, 100.0)
     assert [each["step"] for each in found["steps"]] == [1, 2, 3]
 

@@ -16,6 +16,7 @@ import pytest
 
 from areal_lite.cli.main import main
 from areal_lite.errors import ConfigError
+from areal_lite.tools.inspect.filters import parse
 from areal_lite.tools.view.page_server import static_files
 from areal_lite.tools.view.single_file import bundle, export_page, page_with, script_json
 from tests.tools.view.page_runs import EVIL, write_evil_run, write_run
@@ -93,7 +94,7 @@ def test_an_exported_page_is_one_file_whose_policy_allows_its_script_and_style(t
     page = _Parsed((tmp_path / "page.html").read_text())
     tags = [(tag, {key: value for key, value in values.items() if key != "content"}) for tag, values in page.tags]
     assert [tag for tag, _ in tags] == [
-        *("html", "head", "meta", "meta", "meta", "meta", "title", "link", "style", "body", "script", "noscript"),
+        *("html", "head", "meta", "meta", "meta", "meta", "title", "link", "style", "body", "script", "p", "noscript"),
         "script",
     ]
     assert tags[10][1] == {"type": "application/json", "id": "data"}
@@ -178,6 +179,55 @@ def test_the_state_survives_the_address(tmp_path: Path) -> None:
     assert found == {"same": [True, True, True], "first": "#episodes", "known": True}
 
 
+def test_words_without_an_operator_search_the_texts(tmp_path: Path) -> None:
+    typed = ["not sure", " 2+2? ", "a\\b", "reward<1", "(a)", 'say "no"', ""]
+    code = """
+        import { asFilter } from "./filter.js";
+        console.log(JSON.stringify(TYPED.map(asFilter)));
+        """.replace("TYPED", json.dumps(typed))
+    found = _node(tmp_path, code)
+    assert isinstance(found, list)
+    assert found == [
+        'text~"(?i)not\\s+sure"',
+        'text~"(?i)2\\+2\\?"',
+        'text~"(?i)a\\\\b"',
+        *[each.strip() for each in typed[3:]],
+    ]
+    for filter in (*found[:3], ""):
+        parse(filter)
+
+
+def test_a_turn_is_named_and_told_by_what_it_is(tmp_path: Path) -> None:
+    chat = "<|im_start|>system\nCall <tool_call>{}</tool_call>.<|im_end|>\n<|im_start|>user\nWhat is 2?<|im_end|>\n"
+    call = '<think>hm</think><tool_call>{"name": "add", "arguments": {"x": 2}}</tool_call>'
+    result = '<|im_start|>user\n<tool_response>{"sum": 4}</tool_response><|im_end|>\n<|im_start|>assistant\n'
+    turns = [
+        *({"role": "prompt", "text": text} for text in (f"{chat}<|im_start|>assistant\n", "<tool_call>x")),
+        {"role": "assistant", "agent": "main", "text": call},
+        {"role": "assistant", "agent": "critic", "text": "Good<|im_end|>"},
+        *({"role": "environment", "text": text} for text in (result, "[1, 2]", None)),
+    ]
+    found = _node(
+        tmp_path,
+        """
+        import { gist, question, speaker, spoken } from "./conversation.js";
+        const turns = TURNS;
+        const cut = "tail of it?<|im_end|>\\n<|im_start|>assistant\\n";
+        const texts = [question(turns[0].text), question(cut), question(null),
+          spoken("<think>a</think>\\n4 <|im_end|>")];
+        console.log(JSON.stringify({ speakers: turns.map(speaker), gists: turns.map(gist), texts }));
+        """.replace("TURNS", json.dumps(turns)),
+    )
+    assert found == {
+        "speakers": ["system, user", "prompt", "assistant", "critic", "tool", "environment", "environment"],
+        "gists": [
+            *(["", "What is 2?"], ["", "<tool_call>x"], ["calls add", '{"x":2}'], ["", "Good"]),
+            *(["tool result, JSON of sum", '{"sum": 4}'], ["2 entries", "[1, 2]"], ["", ""]),
+        ],
+        "texts": ["What is 2?", "tail of it?", "", "4"],
+    }
+
+
 HOLDS = {
     "": "11",
     "reward<0.5": "10",
@@ -191,6 +241,8 @@ HOLDS = {
     "text~(?i)hi": "10",
     "text!~hi": "11",
     'error="a \\"b\\""': "10",
+    "reward/ok>0.5": "10",
+    "reward/ok=none": "01",
 }
 """Which of two rows a filter finds."""
 
@@ -200,11 +252,13 @@ def test_filters_of_an_exported_page_hold_as_the_servers_do(tmp_path: Path) -> N
         tmp_path,
         """
         import { offlineTest, quoted, termValue, withTerm } from "./filter.js";
-        const kinds = { reward: "number", status: "text", task: "id", stop: "texts", error: "text", text: "all" };
+        const kinds = { reward: "number", "reward/ok": "number",
+          status: "text", task: "id", stop: "texts", error: "text", text: "all" };
         const alias = (name) => (name === "task" ? "task_id" : "");
         const keys = Object.entries(kinds).map(([name, kind]) => ({ name, alias: alias(name), kind }));
         const rows = [
-          { reward: 0.25, status: "failed", task: "7", stop: ["stop", "length"], cause: 'a "b"', text: "Hi" },
+          { reward: 0.25, status: "failed", task: "7", stop: ["stop", "length"], cause: 'a "b"', text: "Hi",
+            numbers: { "reward/ok": 1 } },
           { reward: null, status: "accepted", task: "8", stop: [], cause: null, text: "no" },
         ];
         const hold = (filter) => rows.map(offlineTest(filter, keys, (row) => row.text)).map(Number).join("");

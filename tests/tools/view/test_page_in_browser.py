@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from areal_lite.tools.view import page_server as server
 from areal_lite.tools.view.page_data import Answers
 from areal_lite.tools.view.single_file import export_page
 from benchmarks.dump_index import write_run as write_large_run
-from tests.tools.inspect.dump_lines import line, turn, write
+from tests.tools.inspect.dump_lines import failed, line, turn, write
 from tests.tools.view.page_runs import EVIL, write_evil_run, write_run
 
 pytestmark = pytest.mark.browser
@@ -375,7 +376,7 @@ def test_an_exported_page_works_without_a_server(page: Page, runs: list[Path], t
     page.keyboard.press("/")
     page.fill("#filter", "status=failed")
     until(page, lambda: 0 < total(page) < whole)
-    page.fill("#filter", "a or b")
+    page.fill("#filter", "reward<1 or reward>2")
     page.wait_for_selector(".error:has-text('an exported page takes terms joined by spaces')")
     page.fill("#filter", "")
     page.keyboard.press("Enter")
@@ -461,6 +462,135 @@ def test_the_address_is_the_state_and_back_goes_back(page: Page, runs: list[Path
         page.wait_for_selector(".detail .tok")
 
 
+def test_words_search_the_texts_and_any_number_can_be_sorted_by(page: Page, runs: list[Path]) -> None:
+    with serving(runs[0]) as address:
+        show(page, address)
+        whole = total(page)
+        page.fill("#filter", "IN MY HEAD")
+        until(page, lambda: 0 < total(page) < whole)
+        page.keyboard.press("Enter")
+        until(page, lambda: page.input_value("#filter") == 'text~"(?i)IN\\s+MY\\s+HEAD"')
+        page.keyboard.press("Escape")
+        until(page, lambda: total(page) == whole)
+        page.select_option(".order", "reward/correct")
+        page.wait_for_selector(".sort[aria-sort=descending]:has-text('reward/correct')")
+        until(page, lambda: page.locator(".line[aria-rowindex='1'] .c-sorted").inner_text() == "1")
+        page.click(".sort:has-text('reward/correct')")
+        until(page, lambda: page.locator(".line[aria-rowindex='1'] .c-sorted").inner_text() == "0")
+        page.select_option(".order", "")
+        page.wait_for_selector(".c-sorted", state="hidden")
+        version = page.locator(".line[aria-rowindex='1'] .c-version")
+        until(page, lambda: version.inner_text() == "7")
+
+
+def test_a_row_shows_prompt_and_answer_and_a_cause_only_where_there_is_one(page: Page, tmp_path: Path) -> None:
+    turns = [turn("prompt", CHAT), turn("assistant", "<think>so</think>It is 4<|im_end|>", stop_reason="length")]
+    write(tmp_path / "r/t/rollout/3/7.jsonl", line(7, 0, turns=turns, reward=-12.345), failed(7, 1))
+    with serving(tmp_path / "r" / "t") as address:
+        show(page, address)
+        first, second = page.locator(".line .c-text").all()[:2]
+        assert first.inner_text().split("\n") == ["cut off", "What is 2+2?", "It is 4"]
+        assert second.inner_text().split("\n")[0] == "TimeoutError: too slow"
+        assert first.locator(".cause-of").count() == 0
+        assert page.locator(".line[aria-rowindex='1'] .c-reward").inner_text() == "-12.345"
+
+
+def test_a_slow_answer_shows_a_loading_sign(page: Page, runs: list[Path]) -> None:
+    with serving(runs[0]) as address:
+        show(page, address)
+        assert page.locator("body[data-loading]").count() == 0
+        page.route("**/api/summary*", lambda route: (page.wait_for_timeout(700), route.continue_()))
+        page.evaluate("() => { location.hash = 'failures'; }")
+        page.wait_for_selector("body[data-loading]")
+        page.wait_for_selector("body:not([data-loading]) .cause")
+
+
+def test_calls_in_a_system_prompt_are_text_and_json_of_the_environment_is_indented(page: Page, tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    turns = [turn("prompt", CHAT.replace("Be brief", call)), turn("assistant", call, turn_idx=1, parent_idx=0)]
+    turns += [turn("environment", '{"sum":4}', turn_idx=2, parent_idx=1)]
+    write(tmp_path / "r/t/rollout/3/7.jsonl", line(7, 0, turns=turns))
+    with serving(tmp_path / "r" / "t") as address:
+        show(page, address, "#episodes?run=r%2Ft&id=rollout%2F3%2F7.jsonl%3A1")
+        page.wait_for_selector(".turn")
+        roles = page.locator(".turn:has(.frame.tool_call) .turn-role").all_inner_texts()
+        assert roles == ["assistant"]
+        assert page.locator(".turn").last.locator("pre").inner_text() == '{\n "sum": 4\n}'
+        names = []
+        for key, heads in (("c", ".turn-role"), ("t", ".toks-title b"), ("b", ".tree-facts b")):
+            page.keyboard.press(key)
+            page.wait_for_selector(f".detail-body {heads}")
+            names.append(page.locator(heads).all_inner_texts())
+        assert names == [["system", "user", *NAMES], ["system, user", *NAMES], ["system, user", *NAMES]]
+        assert page.locator(".what").all_inner_texts() == ["calls add", "JSON of sum"]
+
+
+CHAT = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+NAMES = ["assistant", "environment"]
+
+
+def test_what_the_run_stopped_is_no_failure(page: Page, tmp_path: Path) -> None:
+    stopped = line(7, 1, status="cancelled", error_kind="cancelled", error="the run ended", reward=None)
+    write(tmp_path / "r/t/rollout/3/7.jsonl", failed(7, 0), stopped, stopped | {"sample_idx": 2})
+    with serving(tmp_path / "r" / "t") as address:
+        show(page, address, "#failures")
+        page.wait_for_selector("h2:has-text('Stopped by the run')")
+        assert page.inner_text(".page > .quiet").startswith("1 sequence not accepted for 1 reason.")
+        bars = [page.locator(f".cause[data-status={each}] .bar") for each in ("failed", "cancelled")]
+        red, grey = (bar.evaluate("(each) => getComputedStyle(each).backgroundColor") for bar in bars)
+        assert red != grey
+
+
+def test_runs_without_a_row_in_common_say_what_to_do(page: Page, tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / name / "rollout/1/1.jsonl", line(1, turns=[turn("prompt", name, ids=[ord(name)])]))
+    with serving(tmp_path) as address:
+        show(page, address, "#compare")
+        assert "let both evaluate the same held-out rows" in page.inner_text(".advice")
+
+
+def test_a_timeline_tells_what_the_environment_said_between_calls(page: Page, runs: list[Path]) -> None:
+    with serving(runs[0]) as address:
+        show(page, address, "#timeline?filter=version%3C2")
+        page.wait_for_selector(".e-seen")
+        page.locator("rect.e-seen[data-call]").first.hover()
+        until(page, lambda: "tool result" in page.inner_text(".strip"))
+        assert "call, failed" in page.inner_text(".legend")
+
+
+SCREENS = {
+    **VIEWS,
+    **{
+        tab: (
+            f"#episodes?filter=turns%3D4&run=calculator%2Ffirst&id=rollout%2F7%2F33.jsonl%3A1&tab={tab}",
+            f".detail {find}",
+        )
+        for tab, find in TABS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1920])
+def test_every_view_fits_a_phone_a_laptop_and_a_large_screen(page: Page, runs: list[Path], width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 844 if width < 600 else 768 if width < 1100 else 1080})
+    with serving(*runs) as address:
+        for name, (where, selector) in SCREENS.items():
+            show(page, address, where)
+            page.wait_for_selector(selector)
+            picture(page, f"{name}-{width}")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            cut = page.evaluate(_CUT)
+            assert cut == [], name
+            if name in TABS:
+                assert page.locator(".detail").bounding_box()["width"] > min(width, 560) - 40
+
+
+_CUT = """() => [...document.querySelectorAll(".c-reward, .brand, .c-run, .nav a, .tabs button, .big-reward")]
+  .filter((each) => each.offsetParent)
+  .filter((each) => each.scrollWidth > each.clientWidth + 1 || each.getBoundingClientRect().right > innerWidth)
+  .map((each) => each.outerHTML)"""
+
+
 def test_a_wrong_filter_says_why_and_keeps_the_rows(page: Page, runs: list[Path]) -> None:
     with serving(runs[0]) as address:
         show(page, address)
@@ -478,7 +608,12 @@ def test_a_run_that_writes_is_followed(page: Page, tmp_path: Path, monkeypatch: 
     root = write_run(tmp_path / "live" / "run", versions=1, groups=2)
     with serving(root) as address:
         show(page, address)
-        page.wait_for_selector(".live.on")
+        page.wait_for_selector(".live[data-connected=true]", state="attached")
+        assert page.inner_text(".live") == ""
+        with (root / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            page.wait_for_selector(".live.on:has-text('live')")
+        page.wait_for_selector(".live:not(.on)", state="attached")
         before = total(page)
         page.keyboard.press("f")
         timings = {"queued_s": 0.0, "run_s": 1.0, "finished_at": 2e9}
@@ -493,7 +628,7 @@ def test_a_run_that_begins_later_is_added(page: Page, tmp_path: Path, monkeypatc
     write_run(tmp_path / "live" / "first", versions=1, groups=2)
     with serving(tmp_path) as address:
         show(page, address, "#episodes?filter=status%3Daccepted")
-        page.wait_for_selector(".live.on")
+        page.wait_for_selector(".live[data-connected=true]", state="attached")
         write_run(tmp_path / "live" / "second", versions=1, groups=2)
         page.wait_for_selector(".brand:has-text('2 runs')")
         assert page.input_value("#filter") == "status=accepted"

@@ -6,7 +6,7 @@ import { curvesView } from "./curves.js";
 import { Detail } from "./detail.js";
 import { el, fill, later, setText } from "./dom.js";
 import { failuresView } from "./failures.js";
-import { termValue, withTerm } from "./filter.js";
+import { asFilter, termValue, withTerm } from "./filter.js";
 import { count, number, visible } from "./format.js";
 import { helpDialog } from "./help.js";
 import { EpisodeList } from "./list.js";
@@ -23,21 +23,24 @@ class App {
     if (!location.hash && facts.filter) this.state.filter = facts.filter;
     this.views = Object.keys(VIEWS).filter((name) => name !== "compare" || facts.runs.length > 1);
     this.nav = el("nav", { class: "nav", "aria-label": "Views" });
-    this.live = el("span", { class: "live", title: "Whether the page follows the run" });
+    this.live = el("span", { class: "live", role: "status" });
     this.input = el("input", {
-      id: "filter", type: "text", spellcheck: "false", autocomplete: "off", placeholder: 'Filter, such as reward<0.5 status=failed text~"not sure"',
-      "aria-label": "Filter", "aria-describedby": "filter-error", input: later(60, () => this.typed()), keydown: (event) => this.filterKey(event),
-      focus: () => this.suggest(), blur: () => setTimeout(() => { this.suggestions.hidden = true; }, 150),
+      id: "filter", type: "text", spellcheck: "false", autocomplete: "off", placeholder: "Words, or a filter such as reward<0.5 status=failed",
+      "aria-label": "Filter", "aria-describedby": "filter-error", input: later(60, () => { this.suggest(); this.search(); }), keydown: (event) => this.filterKey(event),
+      focus: () => this.suggest(), blur: () => { this.typed(); this.input.value = this.state.filter; this.suggestions.hidden = true; },
     });
     this.suggestions = el("div", { class: "suggestions", role: "listbox", "aria-label": "Filter keys", hidden: true });
     this.error = el("div", { id: "filter-error", class: "error", role: "alert", hidden: true });
     this.total = el("span", { class: "total" });
+    this.order = el("select", { class: "order", "aria-label": "Sort by", change: () => this.change({ sort: this.order.value && `-${this.order.value}` }) });
+    this.searchSoon = later(240, () => this.typed()); // words search all texts: not at every letter
     this.chips = el("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     this.notes = el("div", { class: "notes", hidden: true });
     this.list = new EpisodeList({
-      several: facts.runs.length > 1,
+      runs: facts.runs,
       onOpen: (row) => this.open(row),
       onSort: (sort) => this.change({ sort }),
+      onRows: (rows) => this.learn(rows),
       onTotal: (total, exact) => setText(this.total, `${exact ? "" : "more than "}${count(total, "episode")}`),
       // A filter that is being typed is often wrong for a moment.
       onError: (error) => { clearTimeout(this.wrong); if (error) this.wrong = setTimeout(() => this.showError(error), 350); else this.showError(null); },
@@ -60,7 +63,7 @@ class App {
           el("button", { class: "icon", title: "Dark or light (d)", "aria-label": "Dark or light", click: () => this.theme() }, "◐"),
           el("button", { class: "icon", title: "Help (?)", "aria-label": "Help", click: () => this.help.showModal() }, "?"))),
       el("div", { class: "bar-row" },
-        el("div", { class: "filter-box" }, el("span", { class: "slash", "aria-hidden": "true" }, "/"), this.input, this.error, this.suggestions), this.total),
+        el("div", { class: "filter-box" }, el("span", { class: "slash", "aria-hidden": "true" }, "/"), this.input, this.error, this.suggestions), this.order, this.total),
       this.chips, this.notes, this.split, this.pane, this.help);
     this.input.value = this.state.filter;
     const theme = (() => { try { return localStorage.getItem("theme"); } catch { return null; } })();
@@ -91,7 +94,8 @@ class App {
     this.split.hidden = !lists;
     this.pane.hidden = lists;
     this.chips.hidden = !lists;
-    this.total.hidden = !lists;
+    this.total.hidden = this.order.hidden = !lists;
+    this.drawOrder();
     this.drawChips();
     if (!lists) {
       await this.showPane();
@@ -124,16 +128,35 @@ class App {
     if (error) fill(this.error, visible(error.message), error.hint ? el("span", { class: "quiet" }, ` ${visible(error.hint)}`) : null);
   }
 
+  /** Add what the rows record by a name of their own to the keys of filters and of the order. */
+  learn(rows) {
+    const known = new Set(this.facts.keys.map((key) => key.name));
+    const found = new Set(rows.flatMap((row) => Object.keys(row.numbers)));
+    for (const name of found) if (!known.has(name)) this.facts.keys.push({ name, alias: "", kind: "number", meaning: "recorded number", values: [] });
+    this.drawOrder();
+  }
+
+  drawOrder() {
+    const by = this.state.sort.replace(/^-/, "");
+    const keys = this.facts.keys.filter((key) => key.kind === "number" || key.kind === "id");
+    fill(this.order, el("option", { value: "" }, "newest first"), keys.map(({ name }) => el("option", { value: name, selected: name === by }, `by ${visible(name)}`)));
+  }
+
   // -- filter
 
+  search() {
+    const filter = asFilter(this.input.value);
+    if (filter === this.input.value.trim()) this.typed();
+    else if (this.suggestions.hidden) this.searchSoon();
+  }
+
   typed() {
-    this.suggest();
-    const filter = this.input.value.trim();
+    const filter = asFilter(this.input.value);
     if (filter !== this.state.filter) this.change({ filter, id: "", run: "" }, { replace: true });
   }
 
   word() {
-    return this.input.value.slice(0, this.input.selectionStart).match(/(?:^|[\s(])(?:([a-z_]+)(!?[=~]))?([\w-]*)$/);
+    return this.input.value.slice(0, this.input.selectionStart).match(/(?:^|[\s(])(?:([a-z_]+)(!?[=~]))?([\w/-]*)$/);
   }
 
   suggest() {
@@ -151,7 +174,8 @@ class App {
     const at = this.input.selectionStart;
     const begin = at - this.word()[3].length;
     this.input.setRangeText(name, begin, at, "end");
-    this.typed();
+    this.suggest();
+    this.search();
   }
 
   filterKey(event) {
@@ -258,6 +282,8 @@ class App {
     const refresh = later(250, async () => {
       const { runs } = await ask("state");
       if (runs.length !== this.facts.runs.length) location.reload(); // its address has all of its state
+      this.facts.runs = runs;
+      this.drawLive(true);
       await this.readSummary();
       if (this.state.view === "episodes") await this.list.refresh();
       else if (this.state.view !== "timeline") await this.showPane();
@@ -266,10 +292,15 @@ class App {
       this.live.classList.add("pulse");
       setTimeout(() => this.live.classList.remove("pulse"), 900);
       refresh();
-    }, (connected) => {
-      this.live.classList.toggle("on", connected);
-      setText(this.live, connected ? "live" : "no server");
-    });
+    }, (connected) => this.drawLive(connected));
+  }
+
+  drawLive(connected) {
+    const writes = connected && this.facts.runs.some((run) => run.writes);
+    this.live.dataset.connected = connected;
+    this.live.classList.toggle("on", writes);
+    this.live.title = writes ? "A run writes; the page follows it" : connected ? "" : "Start the command again";
+    setText(this.live, writes ? "live" : connected ? "" : "no server");
   }
 }
 

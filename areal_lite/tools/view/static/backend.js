@@ -1,6 +1,6 @@
 // Where the page's data comes from: the server, or the file itself if it was exported.
 
-import { offlineTest } from "./filter.js";
+import { offlineTest, valueOf } from "./filter.js";
 
 let inlined = null;
 
@@ -20,8 +20,28 @@ export function start() {
   inlined = script ? JSON.parse(script.textContent) : null;
 }
 
+let asked = 0;
+let slow = 0;
+
+/** Show the loading sign while an answer takes long. */
+function waiting(change) {
+  asked += change;
+  clearTimeout(slow);
+  if (asked) slow = setTimeout(() => { document.body.dataset.loading = ""; }, 200);
+  else delete document.body.dataset.loading;
+}
+
 /** Return the answer to /api/NAME. */
-export async function ask(name, parameters = {}, signal = undefined) {
+export async function ask(name, parameters, signal) {
+  waiting(1);
+  try {
+    return await answerTo(name, parameters, signal);
+  } finally {
+    waiting(-1);
+  }
+}
+
+async function answerTo(name, parameters = {}, signal = undefined) {
   if (inlined) return offline[name](parameters);
   const query = new URLSearchParams(
     Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined),
@@ -89,12 +109,13 @@ const offline = {
   episodes({ filter, sort, offset, limit }) {
     const rows = select(filter);
     const key = (sort || "").replace(/^-/, "");
-    if (key && key !== "version") {
+    if (key) {
       const way = sort.startsWith("-") ? -1 : 1;
       const name = inlined.state.keys.find((each) => each.name === key || each.alias === key)?.name ?? key;
       rows.sort((a, b) => {
-        if (a[name] === null || b[name] === null) return (a[name] === null) - (b[name] === null);
-        return a[name] < b[name] ? -way : a[name] > b[name] ? way : 0;
+        const [one, two] = [valueOf(a, name), valueOf(b, name)];
+        if (one === null || two === null) return (one === null) - (two === null);
+        return one < two ? -way : one > two ? way : 0;
       });
     }
     return { rows: rows.slice(offset, offset + limit), total: rows.length };

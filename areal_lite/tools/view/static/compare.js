@@ -3,7 +3,7 @@
 import { ask } from "./backend.js";
 import { el, fill } from "./dom.js";
 import { count, number, reward, visible } from "./format.js";
-import { messages } from "./conversation.js";
+import { question } from "./conversation.js";
 import { quoted } from "./filter.js";
 import { linkTo } from "./state.js";
 
@@ -12,11 +12,6 @@ const SHOWN = 300;
 function rowsFilter(run, side, filter) {
   const tasks = side.tasks.map((task) => `task=${quoted(task)}`).join(" or ");
   return [filter && `(${filter})`, `run=${quoted(run)}`, `(${tasks})`].filter(Boolean).join(" ");
-}
-
-function question(prompt) {
-  const asked = (messages(prompt ?? "") ?? []).filter((each) => each.role === "user");
-  return (asked.at(-1)?.text ?? prompt ?? "no text").trim();
 }
 
 export async function compareView(node, state, change, runs) {
@@ -45,9 +40,13 @@ export async function compareView(node, state, change, runs) {
   show(0, SHOWN);
   fill(node, el("div", { class: "page wide" },
     el("div", { class: "page-head" }, el("h2", {}, "Compare"), chooser("first", first), el("span", { class: "quiet" }, "with"), chooser("second", second)),
+    found.both ? null : el("p", { class: "advice" },
+      "These runs share no row, so there is nothing to compare. Rows are the same if their prompts have the same tokens: compare runs with the same dataset, " +
+      "prompt and tokenizer, let both evaluate the same held-out rows (valid_dataset), or remove the filter. The curves of both are drawn together under Curves."),
     el("p", { class: "quiet" },
       `${count(found.both, "row")} in both: ${number(better)} better, ${number(worse)} worse in the second, mean change ${mean === null ? "–" : number(mean)}. ` +
       `Only in the first: ${number(found.only[0])}; only in the second: ${number(found.only[1])}. Rows are the same if their prompts have the same tokens. ` +
+      "Green: better in the second; red: worse. " +
       `${found.cut ? "Only the first 20,000 sequences of each run were read: narrow with a filter." : ""}`),
     el("table", { class: "table" },
       el("thead", {}, el("tr", {}, ["Change", first, second, "Part", "Prompt"].map((name, place) => el("th", { scope: "col", class: place ? "" : "right" }, visible(name))))),

@@ -8,6 +8,7 @@ const CHATML = /<\|im_start\|>([\w-]+)[ \t]*\n?([\s\S]*?)(?:<\|im_end\|>\n?|$)/g
 const TOOL_ONLY = /^\s*(<tool_response>[\s\S]*<\/tool_response>\s*)+$/;
 const LLAMA = /<\|start_header_id\|>([\w-]+)<\|end_header_id\|>\n*([\s\S]*?)(?:<\|eot_id\|>|$)/g;
 const PARTS = /<(tool_call|tool_response|think|tools)>([\s\S]*?)<\/\1>/g;
+const TOOLS = /<(tools)>([\s\S]*?)<\/\1>/g; // all that a system prompt has: its calls are instructions
 const ONLY_SPECIAL = /^\s*(<\|[^|<>\n]{1,48}\|>\s*)*$/;
 const SPECIAL = /(<\|[^|<>\n]{1,48}\|>|<\/?s>)/;
 
@@ -45,19 +46,19 @@ function special(text) {
   );
 }
 
-/** Return the nodes of a text; tool calls, tool results and thoughts get a frame each. */
-export function rich(text) {
+/** Return the nodes of a message; tool calls, tool results and thoughts get a frame each. */
+export function rich(text, role) {
   const nodes = [];
   let end = 0;
-  for (const match of text.matchAll(PARTS)) {
+  for (const match of text.matchAll(role === "system" || role === "prompt" ? TOOLS : PARTS)) {
     const before = text.slice(end, match.index);
     if (before.trim()) nodes.push(plain(before.replace(/^\n+|\n+$/g, "")));
     nodes.push(framed(match[1], match[2].trim()));
     end = match.index + match[0].length;
   }
   const rest = text.slice(end);
-  if (!(nodes.length && ONLY_SPECIAL.test(rest))) nodes.push(plain(nodes.length ? rest.replace(/^\n+|\n+$/g, "") : rest));
-  return nodes;
+  if (nodes.length) return ONLY_SPECIAL.test(rest) ? nodes : [...nodes, plain(rest.replace(/^\n+|\n+$/g, ""))];
+  return [plain(role === "tool" || role === "environment" ? indented(text) : rest)];
 }
 
 function framed(kind, text) {
@@ -65,7 +66,7 @@ function framed(kind, text) {
     return el("details", { class: "frame" }, el("summary", {}, kind === "think" ? "Thinking" : "Tools", ` · ${count(text.length, "character")}`), plain(text));
   }
   let title = kind === "tool_call" ? "Tool call" : "Tool result";
-  let body = text;
+  let body = indented(text);
   try {
     const call = JSON.parse(text);
     if (kind === "tool_call" && call.name) {
@@ -78,11 +79,50 @@ function framed(kind, text) {
   return el("div", { class: `frame ${kind}` }, el("div", { class: "frame-title" }, title), plain(body));
 }
 
+/** Return JSON with an indent, and any other text as it is. */
+function indented(text) {
+  try {
+    const value = JSON.parse(text);
+    return typeof value === "object" && value ? JSON.stringify(value, null, 1) : text;
+  } catch {
+    return text;
+  }
+}
+
+/** Return a text as one line without special tokens and thoughts. */
+export function spoken(text) {
+  return (text ?? "").split("</think>").at(-1).split(SPECIAL).filter((part) => !SPECIAL.test(part)).join(" ").replace(/\s+/g, " ").trim();
+}
+
+/** Return what the last message of a prompt asks, as one line. */
+export function question(prompt) {
+  const asked = (messages(prompt ?? "") ?? []).filter((each) => each.role !== "assistant" && each.text.trim());
+  return spoken(asked.at(-1)?.text ?? prompt);
+}
+
+/** Return the name of who wrote a turn: an agent, or the roles of its messages. */
+export function speaker(turn) {
+  if (turn.role === "assistant") return turn.agent && turn.agent !== "main" ? turn.agent : "assistant";
+  return typeof turn.text === "string" ? [...new Set(turnMessages(turn).map((each) => each.role))].join(", ") : turn.role;
+}
+
+/** Return what a turn is, and its text as one line: a call, a tool's result, JSON, or what was said. */
+export function gist(turn) {
+  const text = typeof turn.text === "string" ? turnMessages(turn).map((each) => each.text.trim()).filter(Boolean).at(-1) ?? "" : "";
+  const [, kind, inner] = [...text.matchAll(PARTS)].filter((each) => turn.role !== "prompt" && each[1].startsWith("tool_")).at(-1) ?? [];
+  const body = (inner ?? text).trim();
+  let value = null;
+  try { value = JSON.parse(body); } catch { /* no JSON */ }
+  if (kind === "tool_call") return [`calls ${value?.name ?? "a tool"}`, JSON.stringify(value?.arguments ?? value?.parameters ?? body)];
+  const what = typeof value === "object" && value ? (Array.isArray(value) ? count(value.length, "entry", "entries") : `JSON of ${Object.keys(value).join(", ")}`) : "";
+  return [[kind ? "tool result" : "", what].filter(Boolean).join(", "), spoken(body)];
+}
+
 function turnHead(turn, columns) {
   const trained = columns.mask?.reduce((sum, each) => sum + each, 0) ?? 0;
   const sampled = columns.logprob;
   const mean = sampled?.length ? sampled.reduce((sum, each) => sum + (each ?? 0), 0) / sampled.length : null;
-  const versions = [...new Set(columns.version ?? [])].filter((each) => each >= 0);
+  const versions = [...new Set(columns.version ?? [])].filter((each) => each !== null);
   const facts = [
     count(turn.ids?.length ?? 0, "token"),
     trained ? `${number(trained)} trained` : null,
@@ -120,12 +160,12 @@ export function conversation(episode, sequence) {
     const columns = { ...turn.columns, ...each.columns };
     const head = turnHead(turn, columns);
     if (turn.text === null || turn.text === undefined) {
-      nodes.push(bubble(turn.role, turn.agent ?? turn.role, [head, el("p", { class: "quiet" }, "No text: the run had no tokenizer. The token view has the ids.")]));
+      nodes.push(bubble(turn.role, speaker(turn), [head, el("p", { class: "quiet" }, "No text: the run had no tokenizer. The token view has the ids.")]));
       continue;
     }
     turnMessages(turn).forEach((part, place) => {
-      const name = turn.role === "assistant" ? turn.agent ?? "assistant" : part.role;
-      nodes.push(bubble(turn.role, name, [place ? null : head, rich(part.text)]));
+      const name = turn.role === "assistant" ? speaker(turn) : part.role;
+      nodes.push(bubble(turn.role, name, [place ? null : head, rich(part.text, part.role)]));
     });
   }
   if (!sequence.path.length) nodes.push(el("p", { class: "quiet" }, "The episode ended before its first turn."));

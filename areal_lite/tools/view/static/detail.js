@@ -55,6 +55,9 @@ export class Detail {
     const { state } = this;
     const versions = facts.head_version === null || facts.head_version === undefined ? number(facts.version)
       : facts.head_version === facts.tail_version ? number(facts.tail_version) : `${facts.head_version}–${facts.tail_version}`;
+    const calls = Object.values(this.episode.turns).filter((turn) => turn.started !== null);
+    const began = Math.min(...calls.map((turn) => turn.started));
+    const ended = Math.max(...calls.map((turn) => turn.started + (turn.latency_s ?? 0)));
     const entry = (name, ...value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
     return [
       el("header", { class: "detail-head" },
@@ -69,6 +72,7 @@ export class Detail {
           entry("Tokens", number(sequence.seqlen)),
           entry("Turns", number(sequence.path.length)),
           facts.trained_step === undefined ? null : entry("Trained in step", number(facts.trained_step)),
+          ended > began ? entry("Took", seconds(ended - began)) : null,
           facts.timings?.run_s === undefined ? null : entry("Group took", seconds(facts.timings.run_s)),
           facts.timings?.finished_at === undefined ? null : entry("Ended", clock(facts.timings.finished_at)),
           entry("Group", el("a", { href: linkTo({ filter: `group=${quoted(facts.group_id ?? "")}${facts.run ? ` run=${quoted(facts.run)}` : ""}` }) }, visible(facts.group_id ?? "–"))),

@@ -21,7 +21,19 @@ export function withTerm(filter, key, value) {
   return `${whole} ${key}=${quoted(value)}`.trim();
 }
 
-const TERM = /\s*([A-Za-z_][\w.]*)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|((?:\([^\s()]*\)|[^\s()"'])+))/gy;
+/** Return a filter for what was typed: words without any operator search the texts. */
+export function asFilter(typed) {
+  const words = typed.trim();
+  if (!words || /[=<>~()"]/.test(words)) return words;
+  return `text~"(?i)${words.replace(/[.*+?^${}|[\]\\]/g, "\\$&").replace(/\s+/g, "\\s+")}"`;
+}
+
+/** Return what a row has for a key of filters and of the order. */
+export function valueOf(row, name) {
+  return row[name] ?? row.numbers?.[name] ?? null;
+}
+
+const TERM = /\s*([A-Za-z_][\w./-]*)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|((?:\([^\s()]*\)|[^\s()"'])+))/gy;
 const NUMERIC = {
   "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b, "=": (a, b) => a === b,
 };
@@ -52,16 +64,16 @@ function offlineTerm(key, op, value, textOf) {
     const test = offlineTerm(key, op.slice(1), value, textOf);
     return (row) => !test(row);
   }
-  const valueOf = key.name === "text" ? textOf : (row) => row[key.name === "error" ? "cause" : key.name];
-  if (value === "none" && op === "=") return (row) => valueOf(row) === null || valueOf(row)?.length === 0;
+  const found = key.name === "text" ? textOf : (row) => valueOf(row, key.name === "error" ? "cause" : key.name);
+  if (value === "none" && op === "=") return (row) => found(row) === null || found(row)?.length === 0;
   if (op === "~") {
     const insensitive = value.startsWith("(?i)");
     const pattern = new RegExp(insensitive ? value.slice(4) : value, insensitive ? "i" : "");
-    return (row) => [valueOf(row)].flat().some((each) => each !== null && pattern.test(String(each)));
+    return (row) => [found(row)].flat().some((each) => each !== null && pattern.test(String(each)));
   }
   if (key.kind === "number") {
     const bound = Number(value);
-    return (row) => valueOf(row) !== null && valueOf(row) !== undefined && NUMERIC[op](valueOf(row), bound);
+    return (row) => found(row) !== null && NUMERIC[op](found(row), bound);
   }
-  return (row) => [valueOf(row)].flat().some((each) => each !== null && String(each) === value);
+  return (row) => [found(row)].flat().some((each) => each !== null && String(each) === value);
 }

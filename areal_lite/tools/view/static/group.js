@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 import { count, number, reward, visible } from "./format.js";
-import { rich, turnMessages } from "./conversation.js";
+import { rich, speaker, turnMessages } from "./conversation.js";
 import { linkTo } from "./state.js";
 
 export function groupView(group, current) {
@@ -38,5 +38,5 @@ function member(group, each, mean, current) {
     each.cause ? el("details", { class: "why", open: true }, el("summary", {}, visible(each.cause)),
       each.error && each.error.trim() !== each.cause ? el("pre", { class: "text" }, visible(each.error)) : null) : null,
     each.answer ? el("div", { class: "member-text" }, each.answer.map((turn) => turn.text === null ? el("p", { class: "quiet" }, "No text.")
-      : turnMessages(turn).map((part) => el("div", { class: "member-turn", "data-role": turn.role }, el("div", { class: "turn-role" }, visible(part.role ?? "")), rich(part.text))))) : null);
+      : turnMessages(turn).map((part) => el("div", { class: "member-turn", "data-role": turn.role }, el("div", { class: "turn-role" }, visible(turn.role === "assistant" ? speaker(turn) : part.role ?? "")), rich(part.text, part.role))))) : null);
 }

@@ -6,9 +6,11 @@ import { visible } from "./format.js";
 const KEYBOARD = [
   ["j  k", "next, previous episode"], ["Enter", "open the episode"], ["Esc", "close, or empty the filter"], ["/", "go to the filter"],
   ["g  G", "first, last episode"], ["t", "tokens"], ["c", "conversation"], ["b", "branches (tree)"], ["s", "group side by side"],
-  ["f", "newest first, followed live"], ["1 – 5", "episodes, failures, curves, timeline, compare"], ["d", "dark or light"], ["?", "this help"],
+  ["f", "last ended first, followed live"], ["1 – 5", "episodes, failures, curves, timeline, compare"], ["d", "dark or light"], ["?", "this help"],
 ];
 const EXAMPLES = [
+  ["not sure", "words alone search the texts, in any case"],
+  ["reward/correct=0 counts/answers>3", "a part of the reward, and a count, by their names in the dump"],
   ["status=failed error~Timeout", "failures whose error has Timeout"],
   ["reward<0.5 turns>3 version>=4", "all three must hold"],
   ['text~"(?i)not sure" or stop=length', "a regular expression in any turn, or an answer cut off"],

@@ -2,33 +2,61 @@
 
 import { ask } from "./backend.js";
 import { el, fill, say, setText } from "./dom.js";
-import { count, number, reward, seconds, visible } from "./format.js";
+import { question, spoken } from "./conversation.js";
+import { valueOf } from "./filter.js";
+import { clock, count, number, reward, seconds, visible } from "./format.js";
 
 const ROW = 28;
-const PAGE = 200;
+const PAGE = 100;
 const EXTRA = 8;
 const MAX_HEIGHT = 30_000_000; // browsers end at about 33 million pixels
 
 const COLUMNS = [
   { key: "status", label: "Status", text: (row) => row.status ?? "–" },
+  { key: "bar", label: "", draw: drawBar },
   { key: "reward", label: "Reward", sort: "reward", right: true, text: (row) => reward(row.reward) },
-  { key: "task", label: "Task", sort: "task", right: true, text: (row) => visible(row.task ?? "–") },
-  { key: "member", label: "#", sort: "member", right: true, text: (row) => number(row.member ?? row.sample) },
-  { key: "version", label: "Version", sort: "version", right: true, text: (row) => number(row.version) },
-  { key: "tokens", label: "Tokens", sort: "tokens", right: true, wide: true, text: (row) => number(row.tokens) },
-  { key: "trained", label: "Trained", sort: "trained", right: true, wide: true, text: (row) => number(row.trained) },
+  { key: "task", label: "Task", sort: "task", right: true, wide: true, text: (row) => visible(row.task ?? "–") },
+  { key: "member", label: "#", sort: "member", right: true, wide: true, text: (row) => number(row.member ?? row.sample) },
+  { key: "version", label: "Version", sort: "version", right: true, wide: true, text: (row) => number(row.version) },
   { key: "turns", label: "Turns", sort: "turns", right: true, wide: true, text: (row) => number(row.turns) },
-  { key: "run_s", label: "Time", sort: "run_s", right: true, wide: true, text: (row) => seconds(row.run_s) },
-  { key: "stop", label: "Stop", wide: true, text: (row) => visible(row.stop.join(", ")) },
-  { key: "scope", label: "Part", wide: true, text: (row) => (row.scope === "eval-rollout" ? "eval" : row.scope === "rollout" ? "train" : "") },
-  { key: "cause", label: "Cause", text: (row) => visible(row.cause ?? "") },
+  { key: "tokens", label: "Tokens", sort: "tokens", right: true, wide: true, text: (row) => number(row.tokens) },
+  { key: "took_s", label: "Time", sort: "took_s", right: true, wide: true, text: (row) => seconds(row.took_s) },
+  { key: "sorted", label: "", right: true, text: () => "" },
+  { key: "text", label: "Prompt and answer", draw: drawText },
   { key: "run", label: "Run", wide: true, several: true, text: (row) => visible(row.run) },
 ];
 
+function drawBar(cell, row) {
+  const share = Math.min(1, Math.max(0, row?.reward ?? 0));
+  cell.firstChild.style.width = `${Math.round(share * 100)}%`;
+}
+
+function drawText(cell, row) {
+  fill(cell, row && [
+    row.cause ? el("span", { class: "cause-of", title: visible(row.cause) }, visible(row.cause)) : null,
+    row.scope === "eval-rollout" ? el("span", { class: "badge" }, "evaluation") : null,
+    row.stop.includes("length") ? el("span", { class: "badge", title: "The answer was cut off at its longest." }, "cut off") : null,
+    el("span", { class: "asked" }, visible(question(row.prompt))),
+    el("span", { class: "answered" }, visible(spoken(row.answer))),
+  ]);
+}
+
+function drawSorted(key) {
+  return (row) => {
+    const value = valueOf(row, key);
+    return typeof value !== "number" ? visible(value ?? "–") : key === "finished" ? clock(value) : key.endsWith("_s") ? seconds(value) : number(value);
+  };
+}
+
+function classOf(column) {
+  return `cell c-${column.key}${column.right ? " right" : ""}${column.wide ? " wide" : ""}`;
+}
+
 export class EpisodeList {
-  constructor({ several, onOpen, onSort, onTotal, onError }) {
-    this.on = { open: onOpen, sort: onSort, total: onTotal, error: onError };
-    this.columns = COLUMNS.filter((column) => several || !column.several);
+  constructor({ runs, onOpen, onSort, onRows, onTotal, onError }) {
+    this.on = { open: onOpen, sort: onSort, rows: onRows, total: onTotal, error: onError };
+    this.columns = COLUMNS.filter((column) => runs.length > 1 || !column.several).map((column) => ({ ...column }));
+    this.sorted = this.columns.find((column) => column.key === "sorted");
     this.pages = new Map();
     this.waiting = new Set();
     this.total = 0;
@@ -46,8 +74,9 @@ export class EpisodeList {
       },
       this.space,
     );
-    this.empty = el("div", { class: "empty", hidden: true });
-    this.node = el("div", { class: `list${several ? " several" : ""}` }, this.head, this.body, this.empty);
+    this.empty = el("div", { class: "empty" }, "Loading…");
+    this.node = el("div", { class: "list" }, this.head, this.body, this.empty);
+    this.node.style.setProperty("--run", `${Math.max(...runs.map((run) => run.name.length), 0)}ch`);
     new ResizeObserver(() => {
       this.head.style.paddingRight = `${14 + this.body.offsetWidth - this.body.clientWidth}px`;
       this.draw();
@@ -70,6 +99,7 @@ export class EpisodeList {
     if (generation !== this.generation) return false;
     this.query = { filter, sort };
     this.on.error(null);
+    this.on.rows(page.rows);
     this.pages = new Map([[0, page.rows]]);
     this.waiting.clear();
     this.exact = page.total !== null;
@@ -180,13 +210,11 @@ export class EpisodeList {
 
   newLine() {
     const cells = this.columns.map((column) =>
-      el("span", { class: `cell c-${column.key}${column.right ? " right" : ""}${column.wide ? " wide" : ""}`, role: "gridcell" }),
+      el("span", { class: classOf(column), role: "gridcell" }, column.key === "bar" ? el("i", { class: "bar" }) : null),
     );
-    const bar = el("i", { class: "bar", "aria-hidden": "true" });
     const node = el("div", { class: "line", role: "row" }, cells);
-    cells[1].before(bar);
     this.space.append(node);
-    return { node, cells, bar, row: null, place: -1 };
+    return { node, cells, row: null, place: -1 };
   }
 
   drawLine(line, place, shift) {
@@ -205,27 +233,31 @@ export class EpisodeList {
     line.node.id = `row-${place}`;
     line.node.setAttribute("aria-rowindex", place + 1);
     line.node.dataset.status = row?.status ?? "";
-    this.columns.forEach((column, index) => setText(line.cells[index], row ? column.text(row) : index ? "" : "…"));
-    const share = row?.reward === null || row?.reward === undefined ? 0 : Math.min(1, Math.max(0, row.reward));
-    line.bar.style.width = `${Math.round(share * 44)}px`;
+    this.columns.forEach((column, index) => {
+      if (column.draw) column.draw(line.cells[index], row);
+      else setText(line.cells[index], row ? column.text(row) : index ? "" : "…");
+    });
   }
 
   drawHead() {
     const { sort } = this.query;
+    const by = sort.replace(/^-/, "");
+    const other = Boolean(by) && !this.columns.some((column) => column !== this.sorted && column.sort === by);
+    Object.assign(this.sorted, { label: by, sort: other ? by : null, text: drawSorted(by) });
+    this.node.classList.toggle("other", other);
     fill(
       this.head,
       this.columns.map((column) => {
         const key = column.sort;
-        const active = key && (sort === key || sort === `-${key}` || (!sort && key === "version"));
-        const down = sort === `-${key}`;
-        const place = `cell c-${column.key}${column.right ? " right" : ""}${column.wide ? " wide" : ""}`;
-        if (!key) return el("span", { class: place, role: "columnheader" }, column.label);
+        const active = key && (by === key || (!sort && key === "version"));
+        const down = sort === `-${key}` || !sort;
+        if (!key) return el("span", { class: classOf(column), role: "columnheader" }, column.label);
         return el(
           "button",
           {
-            class: `${place} sort`, role: "columnheader", title: `Sort by ${key}`,
+            class: `${classOf(column)} sort`, role: "columnheader", title: `Sort by ${key}`,
             "aria-sort": active ? (down ? "descending" : "ascending") : "none",
-            click: () => this.on.sort(active && !down ? `-${key}` : active && down ? "" : key === "reward" || key === "version" ? key : `-${key}`),
+            click: () => this.on.sort(!active || !sort ? (key === "reward" || key === "version" ? key : `-${key}`) : down ? key : `-${key}`),
           },
           column.label, active ? (down ? " ↓" : " ↑") : "",
         );

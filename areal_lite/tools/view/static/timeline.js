@@ -1,6 +1,7 @@
 // When episodes waited, called the model, and waited for the rest of their group; and what the trainer did meanwhile.
 
 import { ask } from "./backend.js";
+import { gist } from "./conversation.js";
 import { el, fill, svg } from "./dom.js";
 import { clock, count, number, reward, seconds, visible } from "./format.js";
 import { ticks } from "./curves.js";
@@ -37,7 +38,7 @@ export function slowest(episodes) {
 /** Return the calls of each server with the slot that each took there; nothing if the dump names no servers. */
 export function servers(episodes) {
   const found = new Map();
-  episodes.forEach((each, place) => each.calls.forEach(([start, length, , , server]) => {
+  episodes.forEach((each, place) => each.calls.forEach(([start, length, server]) => {
     if (!server) return;
     if (!found.has(server)) found.set(server, []);
     found.get(server).push({ start, end: start + length, place });
@@ -67,6 +68,7 @@ export async function timelineView(node, state, change) {
   const drawing = svg("svg", { class: "timeline", height, role: "img", "aria-label": "Episodes by time" });
   const box = el("div", { class: "timeline-box" }, drawing);
   const hint = () => fill(info, el("span", { class: "quiet" }, "Point at an episode. Drag to zoom, double-click to see all."));
+  const statuses = [...new Set(episodes.map((each) => each.status ?? "–"))];
   const waiting = episodes.reduce((sum, each) => sum + Math.max(0, each.end - each.last), 0);
   const total = episodes.reduce((sum, each) => sum + each.end - each.start, 0);
 
@@ -109,7 +111,13 @@ export async function timelineView(node, state, change) {
         return svg("g", { class: `ep${slow ? " slow" : ""}`, "data-n": place, "data-status": each.status },
           rect("e-life", each.start, each.end, top, LANE - 2),
           rect("e-tail", each.last, each.end, top, LANE - 2),
-          each.calls.map(([begin, length]) => rect("e-call", begin, begin + length, top, LANE - 2)));
+          each.calls.map(([begin, length]) => rect("e-call", begin, begin + length, top, LANE - 2)),
+          each.calls.map(([begin, , , seen], call) => {
+            const [before, took] = each.calls[call - 1] ?? [each.start, 0];
+            const gap = seen ? rect("e-seen", before + took, begin, top, LANE - 2) : null;
+            gap?.setAttribute("data-call", call);
+            return gap;
+          }));
       }),
       svg("rect", { class: "select", x: -9, y: 14, width: 0, height: height - 14 }));
   }
@@ -119,9 +127,12 @@ export async function timelineView(node, state, change) {
     const each = find(event);
     if (!each) return;
     const slow = last.get(`${each.run} ${each.group}`);
+    const seen = each.calls[event.target.dataset.call]?.[3];
+    const [what, text] = seen ? gist({ role: "environment", text: seen }) : [];
     const called = each.calls.reduce((sum, [, length]) => sum + length, 0);
     fill(info, el("b", {}, `Task ${visible(each.task)} #${number(each.member)}`),
       el("span", { class: "badge", "data-status": each.status }, each.status ?? "–"), el("span", {}, `reward ${reward(each.reward)}`),
+      seen ? [el("b", {}, visible(what || "environment")), el("code", { class: "seen" }, visible(text))] : null,
       el("span", {}, `from ${clock(each.start)}`), el("span", {}, `queued ${seconds(each.start - each.queued)}`),
       el("span", {}, `${count(each.calls.length, "call")}, ${seconds(called)}`),
       each === slow ? el("span", {}, "the slowest of its group")
@@ -156,8 +167,8 @@ export async function timelineView(node, state, change) {
       `${count(episodes.length, "episode")}${more ? " (the first that match; a filter such as version=4 shows others)" : ""} in ${count(Math.max(...lane) + 1, "slot")}, ${seconds(whole[1] - whole[0])}. ` +
       `${number((100 * waiting) / (total || 1), 1)} % of their time is after the last call: rewards, and waiting for the rest of the group.${busy.length ? "" : " The dump names no servers."}`),
     el("div", { class: "legend" },
-      [["e-call accepted", "model call"], ["e-life", "agent, tools"], ["e-tail", "after the last call"], ["t-wait", "trainer waits"], ["t-train", "trainer works"], ["t-load", "new weights"]].map(([name, label]) =>
-        [svg("svg", { width: 18, height: 10 }, svg("rect", { class: name, width: 18, height: 10 })), el("span", {}, label)])),
+      [...statuses.map((status) => ["e-call", `call, ${status}`, status]), ["e-call e-slowest", "of the slowest of a group"], ["e-seen", "tools, environment"], ["e-life", "agent"], ["e-tail", "after the last call"], ["t-wait", "trainer waits"], ["t-train", "trainer works"], ["t-load", "new weights"]].map(([name, label, status]) =>
+        [svg("svg", { width: 18, height: 10, "data-status": status }, svg("rect", { class: name, width: 18, height: 10 })), el("span", {}, label)])),
     box));
   hint();
   draw();

@@ -1,6 +1,7 @@
 // The tokens of a sequence, coloured by any per-token quantity that the episode has.
 
 import { el, fill, setText } from "./dom.js";
+import { speaker } from "./conversation.js";
 import { count, number, visible } from "./format.js";
 
 const TOKENS_SHOWN = 4000;
@@ -17,10 +18,10 @@ export function scale(quantity, values) {
   }
   if (quantity.kind === "category") {
     const distinct = [...new Set(known)];
-    const classes = new Map(distinct.map((value, place) => [value, value < 0 ? "" : `k${place % 8}`]));
+    const classes = new Map(distinct.map((value, place) => [value, `k${place % 8}`]));
     return {
       classOf: (value) => classes.get(value) ?? "",
-      legend: distinct.filter((value) => value >= 0).slice(0, 12).map((value) => [classes.get(value), number(value)]),
+      legend: distinct.slice(0, 12).map((value) => [classes.get(value), number(value)]),
     };
   }
   if (quantity.kind === "signed") {
@@ -78,7 +79,7 @@ export function tokenView(episode, sequence, texts, color, onColor) {
   for (const each of turns) {
     const length = each.turn.ids?.length ?? 0;
     const node = el("div", { class: `toks${texts ? "" : " ids"}` });
-    const title = el("div", { class: "toks-title" }, el("b", {}, visible(each.turn.agent ?? each.turn.role ?? "")), ` ${count(length, "token")}`);
+    const title = el("div", { class: "toks-title" }, el("b", {}, visible(speaker(each.turn) ?? "")), ` ${count(length, "token")}`);
     addTokens(node, each, 0, Math.min(length, TOKENS_SHOWN));
     body.append(el("section", { class: "turn-tokens", "data-role": each.turn.role }, title, node));
     if (length > TOKENS_SHOWN) {

@@ -1,7 +1,7 @@
 // The turns of an episode as a tree: one line for each turn, branches side by side.
 
 import { el, svg } from "./dom.js";
-import { turnMessages } from "./conversation.js";
+import { gist, speaker } from "./conversation.js";
 import { count, reward, seconds, visible } from "./format.js";
 
 const TURN_LANE = 16;
@@ -50,21 +50,23 @@ export function treeView(episode, sequence, onSequence) {
     lines.map((line) => svg("circle", { cx: x(line.lane), cy: y(line.place), r: 5, "data-role": line.turn.role, class: shown.has(line.turn.key) ? "on" : "" })),
   );
   const rows = lines.map(({ turn }) => {
-    const text = turn.text === null ? "" : turnMessages(turn).map((part) => part.text.trim()).filter(Boolean).at(-1) ?? "";
+    const [what, text] = gist(turn);
     return el("div", { class: `tree-turn${shown.has(turn.key) ? " on" : ""}`, role: "treeitem", "data-role": turn.role },
       el("div", { class: "tree-facts" },
-        el("b", {}, visible(turn.agent ?? turn.role ?? "")),
+        el("b", {}, visible(speaker(turn) ?? "")), what ? el("span", { class: "what" }, visible(what)) : null,
+        (ends.get(turn.key) ?? []).map((each) =>
+          el("button", { class: "link", click: () => onSequence(each.place) }, `sequence ${each.place + 1}: reward ${reward(each.reward)}`)),
         el("span", {}, `turn ${visible(turn.key.split("/").at(-1))}`), el("span", {}, count(turn.ids?.length ?? 0, "token")),
         turn.stop_reason ? el("span", {}, visible(turn.stop_reason)) : null,
         turn.latency_s === null ? null : el("span", {}, seconds(turn.latency_s)),
-        (ends.get(turn.key) ?? []).map((each) =>
-          el("button", { class: "link", click: () => onSequence(each.place) }, `sequence ${each.place + 1}: reward ${reward(each.reward)}`)),
       ),
-      el("div", { class: "tree-text" }, visible(text.slice(0, 300).replace(/\s+/g, " "))));
+      el("div", { class: "tree-text" }, visible(text.slice(0, 300))));
   });
   const forks = lanes - 1;
   return el("div", { class: "tree" },
     el("p", { class: "quiet" }, `${count(lines.length, "turn")}, ${count(episode.sequences.length, "sequence")}, ` +
       (forks > 0 ? count(forks, "branch", "branches") : "no branches")),
+    el("div", { class: "legend" }, [["prompt", "prompt"], ["assistant", "model"], ["environment", "environment"]].map(([role, label]) =>
+      [el("i", { class: "key", "data-role": role }), el("span", {}, label)]), el("span", {}, "filled: in the chosen sequence")),
     el("div", { class: "tree-grid" }, drawing, el("div", { role: "tree", "aria-label": "Turns" }, rows)));
 }
