@@ -6,7 +6,7 @@ Knows nothing of rewards and file formats.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,29 @@ def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | No
 
 def run_tokenizer(run: Path, named: str | None = None) -> Any:
     """Return the tokenizer ``named``, or the one of the run in the folder ``run``; None without one on this machine."""
+    if named is None:
+        return plain_tokenizer(model_folders(run)[0], run) or plain_tokenizer(run / "model", run)
     from areal_lite.data.chat.tokenizer import load_tokenizer
 
-    if named is not None:
-        return load_tokenizer(named)
-    for path in _tokenizer_folders(run):
-        if (path / "tokenizer_config.json").is_file() and has_plain_files(path, run):  # never a download
-            with contextlib.suppress(ConfigError):
-                return load_tokenizer(str(path))
+    return load_tokenizer(named)
+
+
+def plain_tokenizer(path: Path, run: Path) -> Any:
+    """Return the tokenizer in the folder ``path``, which files of ``run`` may name; None without one that is safe."""
+    if (path / "tokenizer_config.json").is_file() and has_plain_files(path, run):  # never a download
+        from areal_lite.data.chat.tokenizer import load_tokenizer
+
+        with contextlib.suppress(ConfigError):
+            return load_tokenizer(str(path))
     return None
 
 
-def _tokenizer_folders(run: Path) -> Iterator[Path]:
-    # Read as YAML: a config that this version refuses still names its tokenizer.
+def model_folders(run: Path) -> tuple[Path, Path]:
+    """Return the folders of tokenizer and model that the config in ``run`` names; the run's own without a config."""
+    # Read as YAML: a config that this version refuses still names them.
     with contextlib.suppress(*UNREADABLE, LookupError, AttributeError, TypeError):
         config = parse_yaml(read_text(run / CONFIG, open_inside), where=CONFIG)
-        yield Path((config.get("rollout") or {}).get("tokenizer_path") or config["model_path"])
-    yield run / "model"
+        return Path((config.get("rollout") or {}).get("tokenizer_path") or config["model_path"]), Path(
+            config["model_path"]
+        )
+    return run / "model", run / "model"

@@ -1,0 +1,141 @@
+"""Pure functions from a run's episodes to curves, and from a curve to a figure that a row of checks.toml judges."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from math import sqrt
+from statistics import fmean, pvariance
+from typing import Any
+
+from areal_lite.tools.diagnose.episodes import Curves, Facts
+
+Finding = dict[str, Any]
+"""A row of checks.toml (name, limit, meaning, fix, keys, ...) with ``severity`` (``ok`` without an alarm), ``figure``,
+and the ``curve`` that it was taken from."""
+SEVERITIES = ("problem", "warning", "ok")
+MIN_VERSIONS, LONG = 3, 10
+"""Versions from which a reward can be called stalled, and from which that itself is a finding."""
+SURE, SOLVED, GROWN = 2.0, 0.8, 1.3
+"""Standard errors from which a reward rises, share of its range from which it is high, factor of growing answers."""
+
+
+@cache
+def checks() -> list[Finding]:
+    text = (resources.files("areal_lite.tools.diagnose") / "checks.toml").read_text()
+    return [{"take": "last", "when": "always", "below": False, **row} for row in tomllib.loads(text)["check"]]
+
+
+def diagnose(episodes: Sequence[Facts], metrics: Curves) -> list[Finding]:
+    """Return a finding for each figure that the run has, the worst first."""
+    curves = all_curves(episodes, metrics)
+    rewards, lengths, (low, high) = curves["reward"], curves["tokens"], _range(episodes)
+    is_high = high > low and _last(rewards) >= low + SOLVED * (high - low)
+    holds = {
+        "always": True,
+        "stalled": len(rewards) >= MIN_VERSIONS and not (is_high or rise_of_reward(episodes) > SURE),
+        "growing": _last(lengths) > GROWN * _first(lengths),
+    }
+    found = []
+    for check in checks():
+        if curve := curves.get(check["source"]):
+            figure = _TAKE[check["take"]](curve)
+            beyond = figure < check["limit"] if check["below"] else figure > check["limit"]
+            severity = check["severity"] if beyond and holds[check["when"]] else "ok"
+            found.append({**check, "severity": severity, "figure": figure, "curve": curve})
+    return sorted(found, key=lambda each: SEVERITIES.index(each["severity"]))
+
+
+# -- curves
+
+
+def all_curves(episodes: Sequence[Facts], metrics: Curves) -> Curves:
+    """Return every curve that a check may name: metrics by step, facts by version, and what is made of them."""
+    counts = Counter(facts["reward"] for facts in episodes if "reward" in facts)
+    best, common = max(counts, default=0.0), max(counts, key=lambda reward: counts[reward], default=0.0)
+    judged = [facts | _of_reward(facts, best, common) for facts in episodes]
+    names = {name for facts in judged for name in facts}
+    curves = {"reward": [], "tokens": []} | metrics | {name: by_version(judged, name) for name in names}
+    entropy, tokens = curves.get("train/entropy", []), dict(curves.get("rollout/generated_tokens", ()))
+    variances = [dict(curves.get(f"{name}_variance", ())) for name in ("token", "reward")]
+    scales = {version: sqrt(variance * variances[1][version]) for version, variance in variances[0].items()}
+    return curves | {
+        "length_correlation": [(v, shared / scales[v]) for v, shared in curves.get("covariance", ()) if scales[v]],
+        "entropy_jump": [(step, abs(now - before)) for (_, before), (step, now) in pairwise(entropy)],
+        "discarded": [(s, lost / tokens[s]) for s, lost in curves.get("rollout/discarded_tokens", ()) if tokens.get(s)],
+        "rise": [(LONG, rise_of_reward(episodes))] if len(curves["reward"]) >= LONG else [],
+        "fall": _fall(curves["reward"], *_range(episodes)),
+    }
+
+
+def by_version(episodes: Iterable[Facts], name: str) -> list[tuple[int, float]]:
+    """Return the mean of a fact by version."""
+    values: dict[int, list[float]] = {}
+    for facts in episodes:
+        if name in facts:
+            values.setdefault(int(facts["version"]), []).append(facts[name])
+    return [(version, fmean(each)) for version, each in sorted(values.items())]
+
+
+def rise_of_reward(episodes: Iterable[Facts]) -> float:
+    """Return how far the reward of the last third of versions is above the first third's, in standard errors.
+
+    Each group is one sample, because its episodes share a row."""
+    rewarded = [facts for facts in episodes if "reward" in facts]
+    versions = sorted({facts["version"] for facts in rewarded})
+    means, error = [0.0], 0.0
+    for chosen in (_third(versions), _third(versions[::-1])) if versions else ():
+        part = [facts for facts in rewarded if facts["version"] in chosen]
+        means.append(fmean(facts["reward"] for facts in part))
+        error += pvariance([facts["reward"] for facts in part]) / len({facts["group"] for facts in part})
+    return (means[1] - means[2]) / sqrt(error) if error else 0.0
+
+
+def _of_reward(facts: Facts, best: float, common: float) -> Facts:
+    """Return whether an episode has no reward, the most frequent one or the best one, and facts of the best ones."""
+    if (reward := facts.get("reward")) is None:
+        return {}
+    found = {"zero": reward == 0} | ({"common": reward == common} if common else {})
+    found |= {"best": reward == best} if best > 0 else {}
+    known = [name for name in ("empty", "cut", "quoted") if name in facts and reward == best > 0]
+    return found | {f"best_{name}": facts[name] for name in known}
+
+
+def _fall(rewards: Sequence[tuple[int, float]], low: float, high: float) -> list[tuple[int, float]]:
+    """Return how far the mean reward of a third of the versions is below its best so far, by the range of rewards."""
+    if len(rewards) < 2 * MIN_VERSIONS or low == high:
+        return []
+    size, peak, falls = len(rewards) // 3, low, []
+    for end in range(size, len(rewards) + 1):
+        mean = fmean(reward for _, reward in rewards[end - size : end])
+        peak = max(peak, mean)
+        falls.append((rewards[end - 1][0], (peak - mean) / (high - low)))
+    return falls
+
+
+def _range(episodes: Iterable[Facts]) -> tuple[float, float]:
+    rewards = [facts["reward"] for facts in episodes if "reward" in facts]
+    return min(rewards, default=0.0), max(rewards, default=0.0)
+
+
+def _third(values: Sequence[Any]) -> Sequence[Any]:
+    """Return the last third, at least one."""
+    return values[-max(1, len(values) // 3) :]
+
+
+def _last(curve: Sequence[tuple[int, float]]) -> float:
+    return fmean(value for _, value in _third(curve)) if curve else 0.0
+
+
+def _first(curve: Sequence[tuple[int, float]]) -> float:
+    return _last(curve[::-1])
+
+
+_TAKE: Mapping[str, Callable[[Sequence[tuple[int, float]]], float]] = {
+    **{"last": _last, "first": _first, "end": lambda curve: curve[-1][1]},
+    "most": lambda curve: max(value for _, value in curve),
+}
