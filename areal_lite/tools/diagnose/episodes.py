@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from areal_lite.tools.foreign_files import read_records
+import orjson
+
+from areal_lite.api.failure import FailureKind
+from areal_lite.tools.foreign_files import has_plain_files, read_inside, read_records
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.last_answer import model_folders, plain_tokenizer
+from areal_lite.tools.inspect.last_answer import model_folders
 from areal_lite.tools.inspect.plot import curve
 
 MAX_LINES = 20_000
@@ -28,9 +32,8 @@ Facts = dict[str, float]
 """Facts of an episode, without those that are unknown: shares, and 0 or 1, but for ``version``, ``group`` (number),
 ``reward``, ``tokens`` (trained) and products of deviations from the means of the group."""
 Record = Mapping[str, Any]
-Spelling = tuple[Mapping[int, str], Mapping[int, str], frozenset[str]]
-"""Tokens by id of the run's tokenizer, those of the model's own if that is another, and markers such as ``<|im_start|>``
-in the chat template; each empty where unknown."""
+Spelling = tuple[Mapping[str, int], frozenset[int], frozenset[str]]
+"""Ids by token, ids that the model's own tokenizer gives to another token, and markers of the chat template."""
 
 
 def read_run(dumps: Dumps, run: str, filter: str = "") -> tuple[list[Facts], Curves]:
@@ -45,7 +48,8 @@ def read_run(dumps: Dumps, run: str, filter: str = "") -> tuple[list[Facts], Cur
     for number, (_, records) in enumerate(groups):
         members: dict[Any, list[Record]] = {}
         for record in records:
-            members.setdefault(record.get("member_idx", record["id"]), []).append(record)
+            place = record.get("member_idx")
+            members.setdefault(record["id"] if place is None else place, []).append(record)
         found = [episode_facts(lines, spelling) | {"group": number} for lines in members.values()]
         episodes += with_group_facts(found, [answer_of(lines[0]["turns"]) for lines in members.values()])
     metrics = list(read_records(path)) if (path := dumps.runs[run] / "metrics.jsonl").is_file() else []
@@ -53,34 +57,64 @@ def read_run(dumps: Dumps, run: str, filter: str = "") -> tuple[list[Facts], Cur
 
 
 def read_spelling(root: Path) -> Spelling:
+    """Return what the tokenizers of the run say, read as text; all empty if they are not files of this machine."""
     named, model = model_folders(root)
-    tokenizer = plain_tokenizer(named, root)
-    own = plain_tokenizer(model, root) if tokenizer is not None and named != model else None
-    known = [{} if each is None else {id: token for token, id in each.get_vocab().items()} for each in (tokenizer, own)]
-    return known[0], known[1], frozenset(MARKER.findall(str(getattr(tokenizer, "chat_template", ""))))
+    named = named if named.is_dir() else root / "model"
+    tokens = _vocabulary(named, root)
+    own = _vocabulary(model, root) if named != model else {}
+    template = _text(named / "chat_template.jinja", root)
+    with contextlib.suppress(ValueError, AttributeError):
+        template += str(orjson.loads(_text(named / "tokenizer_config.json", root)).get("chat_template"))
+    foreign = frozenset(id for token, id in tokens.items() if own and own.get(token) != id)
+    return tokens, foreign, frozenset(MARKER.findall(template))
+
+
+def _vocabulary(folder: Path, root: Path) -> dict[str, int]:
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        saved = orjson.loads(_text(folder / "tokenizer.json", root))
+        known = saved["model"]["vocab"]
+        pairs = known.items() if isinstance(known, dict) else ((token, id) for id, (token, _) in enumerate(known))
+        return {str(token): int(id) for token, id in pairs} | {
+            t["content"]: int(t["id"]) for t in saved["added_tokens"]
+        }
+    return {}
+
+
+def _text(path: Path, root: Path) -> str:
+    with contextlib.suppress(OSError):
+        if has_plain_files(path.parent, root):
+            return read_inside(path, Path("/")).decode(errors="replace")
+    return ""
+
+
+def calls_of(turns: Sequence[Record]) -> list[Record]:
+    """Return the model calls of a line; if none was recorded, what its loss mask separates."""
+    answers = [turn for turn in turns if turn.get("role") == "assistant"]
+    return [turn for turn in answers if turn.get("started") is not None] or answers
 
 
 def episode_facts(lines: Sequence[Record], spelling: Spelling) -> Facts:
     """Return what the lines of an episode say; facts of its text are those of the first, and need text."""
-    first, turns, (tokens, own, markers) = lines[0], lines[0]["turns"], spelling
-    calls = [turn for turn in turns if turn.get("role") == "assistant"]
-    masks = [(turn.get("role"), sum(turn.get("loss_mask") or ())) for line in lines for turn in line["turns"]]
-    rewards, trained = [line["reward"] for line in lines if line.get("reward") is not None], sum(n for _, n in masks)
-    ids = [id for turn in turns for id in turn.get("ids") or ()]
-    facts: Facts = {"version": first["version"] or 0, "tokens": trained, "failed": first.get("status") == "failed"}
+    first, turns, (tokens, foreign, markers) = lines[0], lines[0]["turns"], spelling
+    calls, ids = calls_of(turns), [id for turn in turns for id in turn.get("ids") or ()]
+    rewards = [line["reward"] for line in lines if line.get("reward") is not None]
+    trained, sampled = (
+        sum(sum(turn.get("loss_mask") or ()) for line in lines for turn in chosen(line["turns"]))
+        for chosen in (list, calls_of)
+    )
+    facts: Facts = {"version": first["version"] or 0, "tokens": trained}
     facts["cut"] = any(turn.get("stop_reason") == "length" for turn in calls)
     facts |= {"reward": fmean(rewards)} if rewards else {}
-    facts |= {f"failed_{first['error_kind']}": 1.0} if first.get("error_kind") else {}
+    facts |= {f"failed_{kind}": first.get("error_kind") == kind for kind in FailureKind}
     facts |= {"untrained": not trained} if first.get("status") == "accepted" else {}
-    facts |= {"unsampled": sum(n for role, n in masks if role != "assistant") / trained} if trained else {}
-    if ids and own:
-        facts["foreign"] = sum(tokens.get(id) != own.get(id) for id in ids) / len(ids)
+    facts |= {"unsampled": 1 - sampled / trained} if trained else {}
+    facts |= {"foreign": sum(id in foreign for id in ids) / len(ids)} if ids else {}
     answer = answer_of(turns)
     if answer is None:
         return facts
-    last, prompt = calls[-1].get("ids") or [], "".join(turn.get("text") or "" for turn in turns if turn not in calls)
+    last, prompt = calls[-1].get("ids") or [], "".join(turn.get("text") or "" for turn in turns[:1])
     grams, asked = list(zip(*(last[start:] for start in range(4)), strict=False)), set(MARKER.findall(prompt))
-    unknown = bool(tokens) and not asked <= set(tokens.values())
+    unknown = bool(tokens) and not asked <= tokens.keys()
     return facts | {
         **{"empty": not answer, "quoted": len(answer) >= QUOTE and answer in prompt},
         "repeated": len(last) >= 20 and 1 - len(set(grams)) / len(grams) > REPEATED,
@@ -92,7 +126,7 @@ def episode_facts(lines: Sequence[Record], spelling: Spelling) -> Facts:
 
 def answer_of(turns: Sequence[Record]) -> str | None:
     """Return the text that the model wrote, without markers; None without a call or its text."""
-    texts = [turn.get("text") for turn in turns if turn.get("role") == "assistant"]
+    texts = [turn.get("text") for turn in calls_of(turns)]
     return None if not texts or None in texts else MARKER.sub("", "\n".join(filter(None, texts))).strip()
 
 

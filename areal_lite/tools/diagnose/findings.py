@@ -68,7 +68,6 @@ def all_curves(episodes: Sequence[Facts], metrics: Curves) -> Curves:
         "entropy_jump": [(step, abs(now - before)) for (_, before), (step, now) in pairwise(entropy)],
         "discarded": [(s, lost / tokens[s]) for s, lost in curves.get("rollout/discarded_tokens", ()) if tokens.get(s)],
         "rise": [(LONG, rise_of_reward(episodes))] if len(curves["reward"]) >= LONG else [],
-        "fall": _fall(curves["reward"], *_range(episodes)),
     }
 
 
@@ -84,15 +83,15 @@ def by_version(episodes: Iterable[Facts], name: str) -> list[tuple[int, float]]:
 def rise_of_reward(episodes: Iterable[Facts]) -> float:
     """Return how far the reward of the last third of versions is above the first third's, in standard errors.
 
-    Each group is one sample, because its episodes share a row."""
-    rewarded = [facts for facts in episodes if "reward" in facts]
-    versions = sorted({facts["version"] for facts in rewarded})
-    means, error = [0.0], 0.0
-    for chosen in (_third(versions), _third(versions[::-1])) if versions else ():
-        part = [facts for facts in rewarded if facts["version"] in chosen]
-        means.append(fmean(facts["reward"] for facts in part))
-        error += pvariance([facts["reward"] for facts in part]) / len({facts["group"] for facts in part})
-    return (means[1] - means[2]) / sqrt(error) if error else 0.0
+    Groups are the samples, because their episodes share a row."""
+    groups: dict[float, dict[float, list[float]]] = {}
+    for facts in episodes:
+        if "reward" in facts:
+            groups.setdefault(facts["version"], {}).setdefault(facts["group"], []).append(facts["reward"])
+    versions = [[fmean(rewards) for rewards in groups[version].values()] for version in sorted(groups)]
+    parts = [[mean for version in _third(each) for mean in version] for each in (versions, versions[::-1])]
+    error = sqrt(sum(pvariance(means) / len(means) for means in parts)) if versions else 0.0
+    return (fmean(parts[0]) - fmean(parts[1])) / error if error else 0.0
 
 
 def _of_reward(facts: Facts, best: float, common: float) -> Facts:
@@ -103,18 +102,6 @@ def _of_reward(facts: Facts, best: float, common: float) -> Facts:
     found |= {"best": reward == best} if best > 0 else {}
     known = [name for name in ("empty", "cut", "quoted") if name in facts and reward == best > 0]
     return found | {f"best_{name}": facts[name] for name in known}
-
-
-def _fall(rewards: Sequence[tuple[int, float]], low: float, high: float) -> list[tuple[int, float]]:
-    """Return how far the mean reward of a third of the versions is below its best so far, by the range of rewards."""
-    if len(rewards) < 2 * MIN_VERSIONS or low == high:
-        return []
-    size, peak, falls = len(rewards) // 3, low, []
-    for end in range(size, len(rewards) + 1):
-        mean = fmean(reward for _, reward in rewards[end - size : end])
-        peak = max(peak, mean)
-        falls.append((rewards[end - 1][0], (peak - mean) / (high - low)))
-    return falls
 
 
 def _range(episodes: Iterable[Facts]) -> tuple[float, float]:

@@ -55,20 +55,14 @@ def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | No
 
 def run_tokenizer(run: Path, named: str | None = None) -> Any:
     """Return the tokenizer ``named``, or the one of the run in the folder ``run``; None without one on this machine."""
-    if named is None:
-        return plain_tokenizer(model_folders(run)[0], run) or plain_tokenizer(run / "model", run)
     from areal_lite.data.chat.tokenizer import load_tokenizer
 
-    return load_tokenizer(named)
-
-
-def plain_tokenizer(path: Path, run: Path) -> Any:
-    """Return the tokenizer in the folder ``path``, which files of ``run`` may name; None without one that is safe."""
-    if (path / "tokenizer_config.json").is_file() and has_plain_files(path, run):  # never a download
-        from areal_lite.data.chat.tokenizer import load_tokenizer
-
-        with contextlib.suppress(ConfigError):
-            return load_tokenizer(str(path))
+    if named is not None:
+        return load_tokenizer(named)
+    for path in (model_folders(run)[0], run / "model"):
+        if (path / "tokenizer_config.json").is_file() and has_plain_files(path, run):  # never a download
+            with contextlib.suppress(ConfigError):
+                return load_tokenizer(str(path))
     return None
 
 
@@ -77,7 +71,6 @@ def model_folders(run: Path) -> tuple[Path, Path]:
     # Read as YAML: a config that this version refuses still names them.
     with contextlib.suppress(*UNREADABLE, LookupError, AttributeError, TypeError):
         config = parse_yaml(read_text(run / CONFIG, open_inside), where=CONFIG)
-        return Path((config.get("rollout") or {}).get("tokenizer_path") or config["model_path"]), Path(
-            config["model_path"]
-        )
+        model = Path(config["model_path"])
+        return Path((config.get("rollout") or {}).get("tokenizer_path") or model), model
     return run / "model", run / "model"
