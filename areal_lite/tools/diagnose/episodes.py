@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
+from statistics import StatisticsError, correlation
 from typing import Any
 
 import orjson
@@ -30,10 +30,16 @@ Curves = dict[str, list[tuple[int, float]]]
 """Values by name, in the order of their steps or versions."""
 Facts = dict[str, float]
 """Facts of an episode, without those that are unknown: shares, and 0 or 1, but for ``version``, ``group`` (number),
-``reward``, ``tokens`` (trained) and products of deviations from the means of the group."""
+``reward``, ``tokens`` (trained) and ``length_correlation`` (of the group)."""
 Record = Mapping[str, Any]
 Spelling = tuple[Mapping[str, int], frozenset[int], frozenset[str]]
 """Ids by token, ids that the model's own tokenizer gives to another token, and markers of the chat template."""
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean; unlike the standard library's it is infinite, and no error, for numbers that no run has."""
+    known = list(values)
+    return sum(known) / len(known)
 
 
 def read_run(dumps: Dumps, run: str, filter: str = "") -> tuple[list[Facts], Curves]:
@@ -104,7 +110,7 @@ def episode_facts(lines: Sequence[Record], spelling: Spelling) -> Facts:
     )
     facts: Facts = {"version": first["version"] or 0, "tokens": trained}
     facts["cut"] = any(turn.get("stop_reason") == "length" for turn in calls)
-    facts |= {"reward": fmean(rewards)} if rewards else {}
+    facts |= {"reward": mean(rewards)} if rewards else {}
     facts |= {f"failed_{kind}": first.get("error_kind") == kind for kind in FailureKind}
     facts |= {"untrained": not trained} if first.get("status") == "accepted" else {}
     facts |= {"unsampled": 1 - sampled / trained} if trained else {}
@@ -133,13 +139,13 @@ def answer_of(turns: Sequence[Record]) -> str | None:
 def with_group_facts(found: list[Facts], answers: Sequence[str | None]) -> list[Facts]:
     """Return the episodes of a group with what only the group says: equal rewards, length and reward, like answers."""
     rewarded = [facts for facts in found if "reward" in facts]
+    rewards, lengths = ([facts[name] for facts in rewarded] for name in ("reward", "tokens"))
     if len(rewarded) > 1:
-        means = {name: fmean(facts[name] for facts in rewarded) for name in ("reward", "tokens")}
-        flat = len({facts["reward"] for facts in rewarded}) == 1
+        own = {"flat": len(set(rewards)) == 1}
+        with contextlib.suppress(StatisticsError, OverflowError):  # constant rewards or lengths
+            own["length_correlation"] = correlation(rewards, lengths)
         for facts in rewarded:
-            reward, length = (facts[name] - mean for name, mean in means.items())
-            facts |= {"covariance": reward * length, "reward_variance": reward**2, "token_variance": length**2}
-            facts["flat"] = flat
+            facts |= own
     words = [frozenset((answer or "").lower().split()) for answer in answers]
     for place, (facts, own) in enumerate(zip(found, words, strict=True)):
         others = [other for other in words[:place] + words[place + 1 :] if other]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
 from itertools import pairwise
 from math import sqrt
-from statistics import fmean, pvariance
 from typing import Any
 
-from areal_lite.tools.diagnose.episodes import Curves, Facts
+from areal_lite.tools.diagnose.episodes import Curves, Facts, mean
 
 Finding = dict[str, Any]
 """A row of checks.toml (name, limit, meaning, fix, keys, ...) with ``severity`` (``ok`` without an alarm), ``figure``,
@@ -33,17 +32,19 @@ def checks() -> list[Finding]:
 def diagnose(episodes: Sequence[Facts], metrics: Curves) -> list[Finding]:
     """Return a finding for each figure that the run has, the worst first."""
     curves = all_curves(episodes, metrics)
-    rewards, lengths, (low, high) = curves["reward"], curves["tokens"], _range(episodes)
-    is_high = high > low and _last(rewards) >= low + SOLVED * (high - low)
+    rewards = [facts["reward"] for facts in episodes if "reward" in facts] or [0.0]
+    low, high, lengths = min(rewards), max(rewards), curves["tokens"]
+    is_high = high > low and _last(curves["reward"]) >= low + SOLVED * (high - low)
     holds = {
         "always": True,
-        "stalled": len(rewards) >= MIN_VERSIONS and not (is_high or rise_of_reward(episodes) > SURE),
-        "growing": _last(lengths) > GROWN * _first(lengths),
+        "stalled": len(curves["reward"]) >= MIN_VERSIONS and not (is_high or rise_of_reward(episodes) > SURE),
+        "growing": _last(lengths) > GROWN * _last(lengths[::-1]),
     }
     found = []
     for check in checks():
         if curve := curves.get(check["source"]):
-            figure = _TAKE[check["take"]](curve)
+            most, part = max(value for _, value in curve), curve[::-1] if check["take"] == "first" else curve
+            figure = most if check["take"] == "most" else _last(part)
             beyond = figure < check["limit"] if check["below"] else figure > check["limit"]
             severity = check["severity"] if beyond and holds[check["when"]] else "ok"
             found.append({**check, "severity": severity, "figure": figure, "curve": curve})
@@ -60,13 +61,11 @@ def all_curves(episodes: Sequence[Facts], metrics: Curves) -> Curves:
     judged = [facts | _of_reward(facts, best, common) for facts in episodes]
     names = {name for facts in judged for name in facts}
     curves = {"reward": [], "tokens": []} | metrics | {name: by_version(judged, name) for name in names}
-    entropy, tokens = curves.get("train/entropy", []), dict(curves.get("rollout/generated_tokens", ()))
-    variances = [dict(curves.get(f"{name}_variance", ())) for name in ("token", "reward")]
-    scales = {version: sqrt(variance * variances[1][version]) for version, variance in variances[0].items()}
+    sampled = dict(curves.get("rollout/generated_tokens", ()))
+    lost = [each for each in curves.get("rollout/discarded_tokens", ()) if sampled.get(each[0])]
     return curves | {
-        "length_correlation": [(v, shared / scales[v]) for v, shared in curves.get("covariance", ()) if scales[v]],
-        "entropy_jump": [(step, abs(now - before)) for (_, before), (step, now) in pairwise(entropy)],
-        "discarded": [(s, lost / tokens[s]) for s, lost in curves.get("rollout/discarded_tokens", ()) if tokens.get(s)],
+        "entropy_jump": [(s, abs(now - before)) for (_, before), (s, now) in pairwise(curves.get("train/entropy", ()))],
+        "discarded": [(step, tokens / sampled[step]) for step, tokens in lost],
         "rise": [(LONG, rise_of_reward(episodes))] if len(curves["reward"]) >= LONG else [],
     }
 
@@ -77,7 +76,7 @@ def by_version(episodes: Iterable[Facts], name: str) -> list[tuple[int, float]]:
     for facts in episodes:
         if name in facts:
             values.setdefault(int(facts["version"]), []).append(facts[name])
-    return [(version, fmean(each)) for version, each in sorted(values.items())]
+    return [(version, mean(each)) for version, each in sorted(values.items())]
 
 
 def rise_of_reward(episodes: Iterable[Facts]) -> float:
@@ -88,10 +87,15 @@ def rise_of_reward(episodes: Iterable[Facts]) -> float:
     for facts in episodes:
         if "reward" in facts:
             groups.setdefault(facts["version"], {}).setdefault(facts["group"], []).append(facts["reward"])
-    versions = [[fmean(rewards) for rewards in groups[version].values()] for version in sorted(groups)]
-    parts = [[mean for version in _third(each) for mean in version] for each in (versions, versions[::-1])]
-    error = sqrt(sum(pvariance(means) / len(means) for means in parts)) if versions else 0.0
-    return (fmean(parts[0]) - fmean(parts[1])) / error if error else 0.0
+    versions = [[mean(rewards) for rewards in groups[version].values()] for version in sorted(groups)]
+    if not versions:
+        return 0.0
+    last, first = ([each for version in _third(part) for each in version] for part in (versions, versions[::-1]))
+    rise = mean(last) - mean(first)
+    error = sqrt(
+        sum(mean((each - mean(part)) * (each - mean(part)) for each in part) / len(part) for part in (last, first))
+    )
+    return rise / error if error else 0.0
 
 
 def _of_reward(facts: Facts, best: float, common: float) -> Facts:
@@ -104,25 +108,10 @@ def _of_reward(facts: Facts, best: float, common: float) -> Facts:
     return found | {f"best_{name}": facts[name] for name in known}
 
 
-def _range(episodes: Iterable[Facts]) -> tuple[float, float]:
-    rewards = [facts["reward"] for facts in episodes if "reward" in facts]
-    return min(rewards, default=0.0), max(rewards, default=0.0)
-
-
 def _third(values: Sequence[Any]) -> Sequence[Any]:
     """Return the last third, at least one."""
     return values[-max(1, len(values) // 3) :]
 
 
 def _last(curve: Sequence[tuple[int, float]]) -> float:
-    return fmean(value for _, value in _third(curve)) if curve else 0.0
-
-
-def _first(curve: Sequence[tuple[int, float]]) -> float:
-    return _last(curve[::-1])
-
-
-_TAKE: Mapping[str, Callable[[Sequence[tuple[int, float]]], float]] = {
-    **{"last": _last, "first": _first, "end": lambda curve: curve[-1][1]},
-    "most": lambda curve: max(value for _, value in curve),
-}
+    return mean(value for _, value in _third(curve)) if curve else 0.0

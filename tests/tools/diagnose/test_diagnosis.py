@@ -109,7 +109,7 @@ def test_every_check_names_keys_that_exist_and_is_described() -> None:
     for check in checks():
         assert all(explain(key, [RunConfig]) for key in check["keys"]) and check["keys"], check["name"]
         assert f"| `{check['name']}` |" in text
-        assert (check["severity"] in ("problem", "warning")) and check["take"] in ("last", "first", "end", "most")
+        assert (check["severity"] in ("problem", "warning")) and check["take"] in ("last", "first", "most")
         assert check["when"] in ("always", "stalled", "growing")
 
 
