@@ -141,11 +141,11 @@ def with_group_facts(found: list[Facts], answers: Sequence[str | None]) -> list[
     rewarded = [facts for facts in found if "reward" in facts]
     rewards, lengths = ([facts[name] for facts in rewarded] for name in ("reward", "tokens"))
     if len(rewarded) > 1:
-        own = {"flat": len(set(rewards)) == 1}
+        shared: Facts = {"flat": len(set(rewards)) == 1}
         with contextlib.suppress(StatisticsError, OverflowError):  # constant rewards or lengths
-            own["length_correlation"] = correlation(rewards, lengths)
+            shared["length_correlation"] = correlation(rewards, lengths)
         for facts in rewarded:
-            facts |= own
+            facts |= shared
     words = [frozenset((answer or "").lower().split()) for answer in answers]
     for place, (facts, own) in enumerate(zip(found, words, strict=True)):
         others = [other for other in words[:place] + words[place + 1 :] if other]

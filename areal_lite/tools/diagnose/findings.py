@@ -60,7 +60,7 @@ def all_curves(episodes: Sequence[Facts], metrics: Curves) -> Curves:
     best, common = max(counts, default=0.0), max(counts, key=lambda reward: counts[reward], default=0.0)
     judged = [facts | _of_reward(facts, best, common) for facts in episodes]
     names = {name for facts in judged for name in facts}
-    curves = {"reward": [], "tokens": []} | metrics | {name: by_version(judged, name) for name in names}
+    curves: Curves = {"reward": [], "tokens": []} | metrics | {name: by_version(judged, name) for name in names}
     sampled = dict(curves.get("rollout/generated_tokens", ()))
     lost = [each for each in curves.get("rollout/discarded_tokens", ()) if sampled.get(each[0])]
     return curves | {
