@@ -22,7 +22,7 @@ from areal_lite.tools.inspect.plot import curve
 MAX_LINES = 20_000
 """Dumped lines that are read, some seconds' worth; of more, whole groups at random, the same each time."""
 REPEATED, GARBLED, ALIKE, QUOTE = 0.5, 0.05, 0.9, 40
-"""Where facts of an answer begin: repeated 4-grams (seq-rep-4 of arXiv:1908.04319; 0.01 in human text), characters that
+"""Where facts of an answer begin: repeated 4-grams (seq-rep-4 of arXiv:1908.04319), characters that
 are no text, Jaccard index of the words of two answers, and characters of a quotation."""
 MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 _PAST_END = re.compile(r"(?:<\|(?:im_end|eot_id|end|endoftext|eos)\|>|<end_of_turn>)\s*[^\s<]")
