@@ -6,7 +6,7 @@ Knows nothing of rewards and file formats.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,18 @@ def run_tokenizer(run: Path, named: str | None = None) -> Any:
 
     if named is not None:
         return load_tokenizer(named)
-    for path in _tokenizer_folders(run):
+    for path in (model_folders(run)[0], run / "model"):
         if (path / "tokenizer_config.json").is_file() and has_plain_files(path, run):  # never a download
             with contextlib.suppress(ConfigError):
                 return load_tokenizer(str(path))
     return None
 
 
-def _tokenizer_folders(run: Path) -> Iterator[Path]:
-    # Read as YAML: a config that this version refuses still names its tokenizer.
+def model_folders(run: Path) -> tuple[Path, Path]:
+    """Return the folders of tokenizer and model that the config in ``run`` names; the run's own without a config."""
+    # Read as YAML: a config that this version refuses still names them.
     with contextlib.suppress(*UNREADABLE, LookupError, AttributeError, TypeError):
         config = parse_yaml(read_text(run / CONFIG, open_inside), where=CONFIG)
-        yield Path((config.get("rollout") or {}).get("tokenizer_path") or config["model_path"])
-    yield run / "model"
+        model = Path(config["model_path"])
+        return Path((config.get("rollout") or {}).get("tokenizer_path") or model), model
+    return run / "model", run / "model"

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="S", help="seed of --sample")
     add("--json", action="store_true", help="one JSON object per line: of an episode its dumped line with run and id")
     add("--diff", nargs=2, metavar="ID", help="where two episodes begin to differ; an ID is FILE:LINE, as listed")
+    add("--diagnose", action="store_true", help="why the reward does not rise: figures, what they mean, what to change")
     add("--tokens", metavar="ID", help="each token of an episode: id, text, whether it trains, log-prob, version")
 
 
@@ -95,6 +96,8 @@ def _print(dumps: Dumps, level: str, options: argparse.Namespace, console: Conso
         return _print_tokens(dumps, options.tokens, options, console)
     if options.diff is not None:
         return _print_difference(dumps, options.diff, options, console)
+    if options.diagnose:
+        return _print_diagnosis(dumps, options, console)
     if options.json:
         return _print_json(_objects(dumps, level, options))
     pager = console.pager(styles=bool(shutil.which("less"))) if console.is_terminal and sys.stdin.isatty() else None
@@ -221,6 +224,28 @@ def _print_versions(dumps: Dumps, options: argparse.Namespace, console: Console)
             console.print(Text(printable(str(failure["error"] or "").rstrip())), soft_wrap=True)
     if shown:
         console.print(Text("\nepisodes: add a filter, such as status=failed or reward<0.5; groups: --by groups", "dim"))
+    return shown
+
+
+def _print_diagnosis(dumps: Dumps, options: argparse.Namespace, console: Console) -> int:
+    from areal_lite.tools.diagnose.episodes import read_run
+    from areal_lite.tools.diagnose.findings import diagnose
+
+    shown = 0
+    for run in dumps.runs:
+        findings = diagnose(*read_run(dumps, run, options.filter))
+        shown += len(findings)
+        if options.json:
+            _print_json({"run": run, **each} for each in findings)
+            continue
+        alarms = [each for each in findings if each["severity"] != "ok"]
+        console.print(Text(printable(f"{run}: {len(alarms)} of {len(findings)} figures are suspicious"), "bold"))
+        for each in alarms:
+            beyond = f"{each['figure']:.3g}, {'below' if each['below'] else 'above'} {each['limit']:g}"
+            console.print(Text(f"\n{each['severity']} {each['name']}: {beyond}", "red"))
+            console.print(f"{each['meaning']}.\nTo do: {each['fix']}: {', '.join(each['keys'])}", soft_wrap=True)
+        others = ", ".join(f"{each['name']} {each['figure']:.3g}" for each in findings[len(alarms) :])
+        console.print(Text(f"\nno alarm: {others or '-'}", "dim"), soft_wrap=True)
     return shown
 
 

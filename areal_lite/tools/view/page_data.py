@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
+from areal_lite.tools.diagnose.episodes import read_run
+from areal_lite.tools.diagnose.findings import diagnose
 from areal_lite.tools.foreign_files import open_inside, read_records
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.filters import KEYS
@@ -185,6 +187,12 @@ class Answers:
         drawn = [panel for panel in panels if any(name in each for each in curves.values() for name in panel["curves"])]
         known = sorted(name for name in names if "/" in name)
         return {"runs": curves, "panels": drawn, "names": known}
+
+    def diagnosis(self, filter: str) -> Json:
+        """Return the findings of each run, and version, trained tokens and reward of its episodes."""
+        read = {run: read_run(self.dumps, run, filter) for run in self.dumps.runs}
+        facts = {run: [[each.get(n) for n in ("version", "tokens", "reward")] for each in read[run][0]] for run in read}
+        return {"runs": [{"run": run, "findings": diagnose(*read[run]), "episodes": facts[run]} for run in read]}
 
     def timeline(self, filter: str) -> Json:
         """Return when the episodes of the first matching rows waited, called the model and ended, and the steps. A call

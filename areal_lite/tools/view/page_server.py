@@ -67,6 +67,7 @@ REQUESTS: dict[str, tuple[Callable[[Answers, Query], Any], str]] = {
     "texts": (lambda a, q: a.texts(_named(q, "run"), _named(q, "id")), _NAMES_HINT),
     "group": (lambda a, q: a.group(_named(q, "run"), _named(q, "group")), _NAMES_HINT),
     "metrics": (lambda a, q: a.metrics([n for n in q.get("extra", "").split(",") if n]), _NAMES_HINT),
+    "diagnosis": (lambda a, q: a.diagnosis(q.get("filter", "")), _FILTER_HINT),
     "timeline": (lambda a, q: a.timeline(q.get("filter", "")), _FILTER_HINT),
     "compare": (lambda a, q: a.compare(_named(q, "first"), _named(q, "second"), q.get("filter", "")), _FILTER_HINT),
 }

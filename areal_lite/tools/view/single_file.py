@@ -65,7 +65,7 @@ def _data(answers: Answers, filter: str) -> dict[str, Any]:
         **{"rows": [answers.listed_row(row) for row in rows], "total": answers.dumps.count(filter) or len(rows)},
         **{"episodes": episodes, "places": places, "texts": texts},
         **{"state": answers.state() | {"filter": "", "notes": []}, "summary": answers.summary(filter)},
-        **{"metrics": answers.metrics(), "timeline": answers.timeline(filter)},
+        **{"metrics": answers.metrics(), "timeline": answers.timeline(filter), "diagnosis": answers.diagnosis(filter)},
         "compare": {f"{a} {b}": answers.compare(a, b, filter) for a, b in pairs},
     }
 

@@ -42,6 +42,7 @@ METRICS = {"step": 1, "time": 99.0, "train/loss": 0.5, "train/reward_mean": 0.5,
 READERS = {
     "inspect": (),
     "inspect --by turns": ("--by", "turns"),
+    "inspect --diagnose": ("--diagnose",),
     "inspect --tokens": ("--tokens", "rollout/0/7.jsonl:1"),
     "verify": (),
     "plot": (),

@@ -239,6 +239,13 @@ def test_long_curves_are_thinned_out(run: Path) -> None:
     assert 1000 < len(found["runs"]["exp/t"]["train/reward_mean"]) <= 2000
 
 
+def test_a_diagnosis_has_the_findings_of_each_run_and_its_rewards(run: Path) -> None:
+    (answer,) = answers([run], ("diagnosis", {"filter": "version=3"}))
+    (found,) = answer["runs"]
+    assert found["run"] == _name(run) and {"zero_reward", "truncated"} <= {each["name"] for each in found["findings"]}
+    assert found["episodes"] == [[3, 3, 0.5], [3, 2, 1.0]]  # version, trained tokens of all lines, reward
+
+
 def test_the_timeline_has_the_calls_of_each_episode_once(run: Path) -> None:
     turns = [
         turn("assistant", started=99.0, latency_s=0.5, agent="main", server="http://a:1"),

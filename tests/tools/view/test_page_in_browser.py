@@ -39,8 +39,17 @@ VIEWS = {
     "failures": ("#failures", ".cause .traceback"),
     "curves": ("#curves", ".panel path.stroke"),
     "timeline": ("#timeline?filter=version%3C3", ".timeline rect.e-call"),
+    "diagnosis": ("#diagnosis", ".panel rect"),
     "compare": ("#compare", "td.change"),
 }
+VIEW_KEYS = (
+    ("2", "failures"),
+    ("3", "curves"),
+    ("4", "timeline"),
+    ("5", "diagnosis"),
+    ("6", "compare"),
+    ("1", "episodes"),
+)
 TABS = {"conversation": ".turn", "tokens": ".toks .tok", "tree": ".tree-turn", "group": ".member", "record": ".record"}
 Page = Any
 
@@ -431,7 +440,7 @@ def test_the_keyboard_reaches_everything(page: Page, runs: list[Path]) -> None:
         assert page.evaluate("document.activeElement.getAttribute('role')") == "grid"
         page.keyboard.press("Escape")
         until(page, lambda: page.input_value("#filter") == "")
-        for key, name in (("2", "failures"), ("3", "curves"), ("4", "timeline"), ("5", "compare"), ("1", "episodes")):
+        for key, name in VIEW_KEYS:
             page.keyboard.press(key)
             assert re.split("[#?]", page.url)[1] == name
         page.keyboard.press("?")

@@ -4,6 +4,7 @@ import { ask, follow, isExported, start } from "./backend.js";
 import { compareView } from "./compare.js";
 import { curvesView } from "./curves.js";
 import { Detail } from "./detail.js";
+import { diagnosisView } from "./diagnosis.js";
 import { el, fill, later, setText } from "./dom.js";
 import { failuresView } from "./failures.js";
 import { asFilter, termValue, withTerm } from "./filter.js";
@@ -13,8 +14,8 @@ import { EpisodeList } from "./list.js";
 import { readState, writeState } from "./state.js";
 import { timelineView } from "./timeline.js";
 
-const VIEWS = { episodes: "Episodes", failures: "Failures", curves: "Curves", timeline: "Timeline", compare: "Compare" };
-const PANES = { failures: failuresView, curves: curvesView, timeline: timelineView, compare: compareView };
+const VIEWS = { episodes: "Episodes", failures: "Failures", curves: "Curves", timeline: "Timeline", diagnosis: "Diagnosis", compare: "Compare" };
+const PANES = { failures: failuresView, curves: curvesView, timeline: timelineView, diagnosis: diagnosisView, compare: compareView };
 
 class App {
   constructor(facts) {

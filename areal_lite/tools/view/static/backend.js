@@ -106,6 +106,7 @@ const offline = {
   state: () => inlined.state,
   summary: () => inlined.summary,
   metrics: () => inlined.metrics,
+  diagnosis: () => inlined.diagnosis,
   episodes({ filter, sort, offset, limit }) {
     const rows = select(filter);
     const key = (sort || "").replace(/^-/, "");

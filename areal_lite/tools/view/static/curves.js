@@ -23,7 +23,7 @@ export function ticks(low, high, wanted = 4) {
   return found;
 }
 
-class PanelView {
+export class PanelView {
   constructor(panel, runs, range, on) {
     this.range = range;
     this.on = on;

@@ -6,7 +6,7 @@ import { visible } from "./format.js";
 const KEYBOARD = [
   ["j  k", "next, previous episode"], ["Enter", "open the episode"], ["Esc", "close, or empty the filter"], ["/", "go to the filter"],
   ["g  G", "first, last episode"], ["t", "tokens"], ["c", "conversation"], ["b", "branches (tree)"], ["s", "group side by side"],
-  ["f", "last ended first, followed live"], ["1 – 5", "episodes, failures, curves, timeline, compare"], ["d", "dark or light"], ["?", "this help"],
+  ["f", "last ended first, followed live"], ["1 – 6", "episodes, failures, curves, timeline, diagnosis, compare"], ["d", "dark or light"], ["?", "this help"],
 ];
 const EXAMPLES = [
   ["not sure", "words alone search the texts, in any case"],
