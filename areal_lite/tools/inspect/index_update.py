@@ -168,7 +168,7 @@ class IndexUpdate:
         select = "SELECT task, sample, id FROM episodes WHERE version >= ? AND scope = ? ORDER BY id"
         trained = self._connection.execute(select, (new[0] - _SEARCHED, self._text_id("scope", "rollout"))).fetchall()
         ids = {(str(task), sample): id for task, sample, id in trained}
-        update = f"UPDATE episodes SET {', '.join(f'{name} = ?' for name in FACTS)} WHERE id = ?"
+        update = f"UPDATE episodes SET {', '.join(f'{name} = ?' for name in FACTS)} WHERE id = ?"  # nosec B608 # our columns, bound values
         for step in new:
             means = fact_means(files[step], self._root)
             self._connection.executemany(update, [(step, *each, ids[key]) for key, each in means if key in ids])
