@@ -298,7 +298,7 @@ def test_two_ranks_give_the_results_of_one_process(name: str, tmp_path: Path, ti
     whole = run(path, "trial_name=whole")
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*ranks, "-m", "areal_lite", name, str(path), "trial_name=ranks", "checkpoint.every_steps=2"],
+        [*ranks, "-m", "areal_lite", name, str(path), "-v", "trial_name=ranks", "checkpoint.every_steps=2"],
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

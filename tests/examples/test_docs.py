@@ -129,7 +129,7 @@ PARTS = [
 def test_a_yaml_of_the_documentation_is_part_of_a_run(page, block, tmp_path):
     whole = yaml.safe_load((REPOSITORY / "configs/on_policy.yaml").read_text())
     for name, section in yaml.safe_load(block).items():
-        whole[name] = whole.get(name, {}) | section
+        whole[name] = whole.get(name, {}) | section if isinstance(section, dict) else section
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(whole))
     assert load_config(tmp_path / "run.yaml")
 

@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO
 
-import areal_lite
 from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes.child_process import ChildProcess
@@ -77,7 +76,7 @@ class EmbeddedProgram(ServerProcess):
 
     def _environment(self) -> dict[str, str]:
         threads = str(cpu_threads(self.config))
-        package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
+        package_root = str(Path(__file__).resolve().parents[3])
         variables = os.environ | self.config.env
         if self._gpus is not None:
             variables["CUDA_VISIBLE_DEVICES"] = self._gpus

@@ -119,7 +119,7 @@ def test_baselines_and_lines_of_the_dump_are_columns(tmp_path: Path) -> None:
 
 def test_the_documentation_reads_it_with_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[3] / "docs/trajectories.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(import pandas.*?)^```$", text, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     Path("RUN/training").mkdir(parents=True)
     columns = {name: np.ones(4, np.float32) for name in ("clipped", "advantages", "importance_weights")}
