@@ -19,7 +19,7 @@ from areal_lite.config.dotted_path import load_object
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
-from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
+from areal_lite.data.chat.tokenizer import check_chat_template, load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.added_columns import collate_fn_of
 from areal_lite.data.rows.samplers import make_curriculum
@@ -57,6 +57,9 @@ def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> 
     raw: Any = getattr(dataset, "rows", dataset)
     first_row = next(generate(), {}) if generate else raw[0]
     packer = _packer(config, rows, first_row, workflow)
+    batch = config.rollout.consumer_batch_size
+    if not generate and hasattr(raw, "__len__") and len(raw) < batch:
+        logger.warning("a batch has %d rows and train_dataset has %d: rows repeat within a batch", batch, len(raw))
     settings = SourceSettings(
         buffer_filter=config.buffer_filter,
         n_samples_per_prompt=config.rollout.group_size,
@@ -204,6 +207,8 @@ def _check_keys(config: RunConfig, cls: Any) -> None:
 def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: WorkflowChoice) -> DataPacker:
     packer = make_data_packer(model_type(config.model_path), config.data_packer)
     tokenizer = load_tokenizer(tokenizer_path(config))
+    if not issubclass(workflow.cls, RolloutWorkflow):
+        check_chat_template(tokenizer)
     packer.setup(tokenizer=tokenizer, processor=load_processor(config.model_path), config=rows)
     packer.collate_fn = collate_fn_of(rows)
     packer.prepare_prompt = prompt_preparer(config, rows, workflow, tokenizer=tokenizer, first_row=first_row)

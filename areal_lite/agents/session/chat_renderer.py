@@ -21,7 +21,7 @@ from areal_lite.agents.parsers.answer_parser import AnswerParser, answer_parser
 from areal_lite.agents.parsers.response_template import ResponseTemplateParser, has_usable_template
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.data.chat.hermes_tools import drops_tools, in_hermes_form
-from areal_lite.errors import ConfigError
+from areal_lite.data.chat.tokenizer import check_chat_template
 
 _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
@@ -42,11 +42,7 @@ class ChatRenderer:
         reasoning_parser: str | None = None,
         tools_in_system_prompt: bool = False,
     ) -> None:
-        if getattr(tokenizer, "chat_template", "") is None:
-            raise ConfigError(
-                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template to render messages "
-                "with: use an instruction-tuned model's tokenizer, or set tokenizer.chat_template"
-            )
+        check_chat_template(tokenizer)
         self.tokenizer = tokenizer
         self._tools_in_system_prompt = tools_in_system_prompt
         if tools_in_system_prompt:

@@ -35,6 +35,15 @@ def _load(path: str) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # nosec B615 # a folder, or a hub name of the user's config
 
 
+def check_chat_template(tokenizer: Any) -> None:
+    """Raise ConfigError for a tokenizer that cannot write messages."""
+    if getattr(tokenizer, "chat_template", "") is None:
+        raise ConfigError(
+            f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template to render messages with: "
+            "use that of an instruction-tuned model, or write one to chat_template.jinja in its folder"
+        )
+
+
 def tokenizer_files(path: str) -> dict[str, bytes]:
     """Return the tokenizer files of ``path`` by name, as they are stored beside a model's weights."""
     with TemporaryDirectory() as folder:

@@ -10,6 +10,9 @@ half. So the error is kept, and whoever waits for a batch gets it; the feed draw
 A batch may never come: every group is rejected, or the rows end. Groups without training data are counted since the
 last accepted one, and beyond a limit the wait ends with the reasons. Stale groups are still counted after an accepted
 one: a bound that is too tight lets some groups through and would otherwise redraw the others for ever.
+
+A mistake in the agent, its reward or its rows fails every episode. So until a group has run to its end, a few rows that
+fail for one cause end the feed. A server that is down does not: it may return.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.data.source.rollout_data_source import RolloutDataSource, restarted
 from areal_lite.data.source.source_settings import SampleGroup
-from areal_lite.errors import ConfigError, StarvationError
+from areal_lite.errors import ConfigError, EpisodeError, StarvationError
 from areal_lite.rollout.episodes.batch_cut import STALE, OldestGroups
 from areal_lite.rollout.episodes.ended_groups import PASSING, advice
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
 from areal_lite.rollout.episodes.group_runner import Submission
 from areal_lite.rollout.episodes.partial_rollout import sampled_group
+
+FIRST_ROWS, FIRST_EPISODES = 3, 8
+"""Rows, and episodes of theirs, that have to fail for one cause before any other has run to its end."""
 
 
 class RowFeed:
@@ -40,7 +46,7 @@ class RowFeed:
         self.running: dict[TaskId, Submission] = {}
         self.exhausted = False
         self.error: Exception | None = None
-        """Ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
+        """Ended the feed: the source's own exception, or one for failed episodes."""
         self.waited_for_oldest_s = 0.0  # seconds that a full batch waited for running groups, see OldestGroups
         self.oldest_groups = OldestGroups()
         self._full_since: float | None = None
@@ -48,6 +54,8 @@ class RowFeed:
         self._handed_over: list[SampleGroup] = []
         self._misses: Counter[tuple[str, FailureKind | None]] = Counter()
         """Groups without training data, by reason and by the kind of their failure; None for one that did not fail."""
+        self._failed_first: dict[tuple[FailureKind, str], Counter[int]] | None = {}
+        """Failed episodes of each row by kind and type of the failure; None once a group has run to its end."""
 
     def next_group(self) -> SampleGroup | None:
         """Return the next group; None once the source has ended."""
@@ -89,6 +97,7 @@ class RowFeed:
 
     def accept(self, group: Group) -> None:
         """Keep an accepted group for a batch, and reset the counts of missed groups except stale ones."""
+        self._failed_first = None
         self._misses = Counter({miss: n for miss, n in self._misses.items() if miss[0] == STALE})
         self.oldest_groups.add_finished(group)
         self.finished.put(group)
@@ -133,6 +142,19 @@ class RowFeed:
             else:
                 self.source.drop(group.samples, drop_reason(group))
         self.count_miss(miss_reason(group), None if group.failure is None else group.failure.kind)
+        self._judge_first(group)
+
+    def _judge_first(self, group: Group) -> None:
+        """End the feed if all episodes of the first rows failed for one cause that does not pass."""
+        if (failure := group.failure) is None:
+            self._failed_first = None
+        elif self._failed_first is not None and failure.kind not in PASSING:
+            rows = self._failed_first.setdefault((failure.kind, failure.type), Counter())
+            rows[group.samples[0].group_index] += len(group.trajectories)
+            if len(rows) >= FIRST_ROWS and rows.total() >= FIRST_EPISODES:
+                failed = f"all {rows.total()} episodes of the first {len(rows)} rows failed"
+                fix = "Nothing was trained: mend the agent, its reward or the rows, and start again"
+                self.end(EpisodeError(f"{failed}: {failure.summary.rstrip('.')}. {fix}"))
 
     def _return(self, samples: SampleGroup) -> None:
         self.source.give_back([samples])

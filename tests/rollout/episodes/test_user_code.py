@@ -15,7 +15,7 @@ from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPac
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.sample import Sample
 from areal_lite.data.source.source_settings import SourceSettings
-from areal_lite.errors import ConfigError, StarvationError
+from areal_lite.errors import ConfigError, EpisodeError, StarvationError
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.rollout.episodes.test_partial_rollout import hold, let_go, rows_of, source_of
 from tests.rollout.scripted import OneTurn, tensors_of
@@ -96,6 +96,29 @@ def test_a_packer_that_fails_for_every_row_ends_the_run_with_its_error(
     engine = start_engine(start_stub(), consumer_batch_size=1, faults={"max_empty_batches": 2})
     with pytest.raises(StarvationError, match="x failed: ValueError: row 1 has no question"):
         engine.prepare_batch(source_with(PackerOf(1), 1), OneTurn)
+
+
+ONE_BY_ONE: dict[str, Any] = {"max_concurrent_rollouts": 1, "faults": {"failed_group_retries": 0}}
+
+
+@pytest.mark.parametrize(("members", "rows", "failed"), [(1, 8, 8), (3, 3, 9), (8, 3, 24)])
+def test_the_first_rows_that_fail_for_one_cause_end_the_run(
+    start_stub: StartStub, start_engine: StartEngine, members: int, rows: int, failed: int
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=20, group_size=members, **ONE_BY_ONE)
+    says = f"all {failed} episodes of the first {rows} rows failed: KeyError: 'broken agent'. Nothing was trained"
+    with pytest.raises(EpisodeError, match=says):
+        engine.prepare_batch([{"do": "raise"}] * 20, OneTurn)
+    assert engine.export_stats()["failed"] == rows
+
+
+@pytest.mark.parametrize("others", [["raise"] * 7 + ["ok"] + ["raise"] * 8, ["raise", "bad"] * 7 + ["ok"],
+                                    ["raise"] * 7 + ["reject"] + ["raise"] * 8 + ["ok"]])  # fmt: skip
+def test_rows_may_fail_once_another_has_run_to_its_end_or_for_several_causes(
+    start_stub: StartStub, start_engine: StartEngine, others: list[str]
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2, **ONE_BY_ONE)
+    assert len(engine.prepare_batch([{"do": do} for do in [*others, "ok"]], OneTurn)) == 2
 
 
 @pytest.mark.parametrize("members", [1, 3])
