@@ -22,7 +22,7 @@ from areal_lite.embedded.decoder.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
 from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
-from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
+from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, whole_rows
 
 
 class ModelRunner:
@@ -88,7 +88,7 @@ class ModelRunner:
         if decoder is not None and not decoder.pads:
             return self._forward_rows(decoder, slots, tokens, past)
         lengths = [len(ids) for ids in tokens]
-        width = max(*lengths, self._min_width)
+        width = whole_rows(max(lengths)) if self._min_width else max(lengths)
         plan = self.cache.plan
         plan.set(slots, past, width)
         padded = [ids + [0] * (width - len(ids)) for ids in tokens]

@@ -96,11 +96,15 @@ def test_trainer_and_server_have_the_same_bits(family: str) -> None:
     assert scorer.read_exactly()
     runner = ModelRunner(windowed(family, 24), slots=4, context_length=100, exact=True)
     runner.check_against_plain_forward()
+    widths: list[int] = []
+    for model in (scorer.model, runner.model):  # what is left over after whole vector registers is rounded otherwise
+        model.get_decoder().register_forward_hook(lambda _, __, out: widths.append(out[0].shape[1]))
     packed, _ = packed_together([sequence(IDS, range(5, 80))], share=False)
     logits = [runner.forward([0], [IDS[:5]], [0])]
     logits += [runner.forward([0], [[IDS[i]]], [i]) for i in range(5, 79)]
     expected = torch.cat(logits).log_softmax(-1).gather(1, torch.tensor(IDS[5:])[:, None])[:, 0]
     assert torch.equal(scorer(packed).logprobs.detach(), expected)
+    assert set(widths) == {16, 80}
     assert (expected - reference(windowed(family, 24), IDS)[range(4, 79), IDS[5:]]).abs().max() < 2e-5
 
 

@@ -1,8 +1,8 @@
 """Attention that computes a token the same way in every layout, for trainer and embedded server.
 
 Guarantees, on a CPU in float32, that a token gets the same bits whether a model reads a sequence at once or token by
-token: each query is computed on its own, over its keys in whole blocks. Matrix products give a row the same bits in all
-batches of at least :data:`MIN_ROWS` rows, which callers keep. Slower than plain attention.
+token: each query is computed on its own, over its keys in whole blocks. The other operations give a token the same bits
+in every pass of :func:`whole_rows`, which callers keep. Slower than plain attention.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from areal_lite.models.attention_windows import added_to_scores, causal_window, 
 EXACT = "areal_lite_exact"
 """Name of the attention implementation."""
 MIN_ROWS = 16
-"""Fewest tokens of a forward pass; libraries have other kernels for fewer rows."""
+"""Fewest rows of a matrix product; libraries have other kernels for fewer."""
 _BLOCK = 32
+
+
+def whole_rows(tokens: int) -> int:
+    """Return ``tokens`` rounded up to a multiple of :data:`MIN_ROWS`: what is left over after whole vector registers is
+    computed by other code, with other rounding."""
+    return -(-tokens // MIN_ROWS) * MIN_ROWS
 
 
 def exact_attention(

@@ -31,7 +31,7 @@ from areal_lite.models.attention_windows import (
     within_window,
 )
 from areal_lite.models.fused_decoder import FusedDecoder
-from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
+from areal_lite.models.kernels.exact_attention import read_exactly, whole_rows
 from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
@@ -122,8 +122,8 @@ class PackedModel(nn.Module):
         """Bin length at which attention costs as much as the layers' matrices."""
         self.ragged = False
         """True if one bin holds all sequences, without padding and mask."""
-        self.min_width = 0
-        """Fewest tokens of a bin."""
+        self.reads_exactly = False
+        """True if each sequence is computed on its own, with the bits of the embedded server."""
         self._reads_segments = False
         self._fused: tuple[FusedDecoder, ...] = ()
         with torch.no_grad():
@@ -146,7 +146,7 @@ class PackedModel(nn.Module):
     def read_exactly(self) -> bool:
         """Compute each sequence on its own, with the bits of the embedded server; return whether the model can."""
         if exact := self.shares_prefixes and not self.ragged and read_exactly(self.model):
-            self.shares_prefixes, self.min_width, self._reads_segments = False, MIN_ROWS, False
+            self.shares_prefixes, self.reads_exactly, self._reads_segments = False, True, False
         return exact
 
     def states(self, packed: PackedSequences) -> Tensor:
@@ -171,7 +171,8 @@ class PackedModel(nn.Module):
     def _padded(self, packed: PackedSequences) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return a bin for each block: ids ``[B, L]``, flat indices ``[N]``, and what else the model takes."""
         lengths = torch.tensor(packed.lengths, device=packed.input_ids.device)
-        width = max(*packed.lengths, self.min_width)
+        width = max(packed.lengths)
+        width = whole_rows(width) if self.reads_exactly else width
         used = torch.arange(width, device=lengths.device) < lengths[:, None]
         ids, positions = (
             part.new_zeros(used.shape).masked_scatter(used, part) for part in (packed.input_ids, packed.position_ids)

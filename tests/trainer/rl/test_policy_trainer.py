@@ -695,7 +695,7 @@ def test_log_probs_are_exact_where_runs_are_deterministic_in_float32(
         trainer = make_trainer(tiny, deterministic=deterministic, dtype=dtype)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert (trainer._policy.min_width > 0) == (deterministic and dtype == "float32")
+    assert trainer._policy.reads_exactly == (deterministic and dtype == "float32")
 
 
 def test_the_entropy_term_is_as_strong_as_its_coefficient(tiny: Path) -> None:
