@@ -23,6 +23,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, whole_rows
+from areal_lite.models.out_of_memory import is_out_of_memory
 
 
 class ModelRunner:
@@ -128,6 +129,8 @@ class ModelRunner:
         try:
             difference = self._difference_to_plain_forward()
         except Exception as error:  # a model may raise anything on an unsupported cache
+            if is_out_of_memory(error):
+                raise
             raise ConfigError(
                 f"the model ({type(self.model).__name__}) does not run with the embedded server's slot cache "
                 f"({type(error).__name__}: {error}). Serve it with SGLang or vLLM instead."

@@ -104,6 +104,7 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
     from areal_lite.embedded.routes.weight_routes import WeightRoutes
     from areal_lite.embedded.scheduler import BatchLimits, Scheduler
+    from areal_lite.models.out_of_memory import is_out_of_memory
     from areal_lite.models.policy_model import resolve_device, resolve_dtype
 
     on = resolve_device(config.device, key="device")
@@ -122,8 +123,17 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     batch_size = 1 if served.deterministic else config.max_running_requests
     # Slots beyond the batch keep the KV of finished turns for an agent's next turn.
     slots = batch_size + max(4, batch_size // 2)
-    runner = ModelRunner(model, slots=slots, context_length=context_length, exact=served.deterministic)
-    runner.check_against_plain_forward()
+    try:
+        runner = ModelRunner(model, slots=slots, context_length=context_length, exact=served.deterministic)
+        runner.check_against_plain_forward()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"memory ran out for the KV of {slots} slots of {context_length} tokens ({error}): lower "
+            f"server.max_running_requests from {config.max_running_requests} or server.context_length from "
+            f"{context_length}"
+        ) from error
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))

@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 
 from areal_lite.config.trainer_config import LearnerConfig, OptimizerConfig
 from areal_lite.errors import TrainingError
+from areal_lite.models.out_of_memory import is_out_of_memory
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import shard
 from areal_lite.models.policy_model import resolve_dtype
@@ -130,7 +131,7 @@ class Learner:
             try:
                 return compute(tokens)
             except (MemoryError, RuntimeError) as error:
-                if not _out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 halved = self.max_tokens < self._config.max_tokens_per_microbatch
                 if halved or tokens == 1 or self.ranks.size > 1:
@@ -215,10 +216,3 @@ def _keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, -1)
-
-
-def _out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Return whether memory ran out; torch has an exception type for GPU memory only, and not for CUDA libraries."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(words in str(error) for words in ("DefaultCPUAllocator: can't allocate", "_ALLOC_FAILED"))

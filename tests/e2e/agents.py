@@ -51,6 +51,23 @@ class BrokenAgent:
         raise RuntimeError("the agent is broken")
 
 
+class WordyAgent(LetterAgent):
+    """Rewards with a word."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        """Ask once."""
+        await super().run(data, **extra_kwargs)
+        return "good"
+
+
+class SilentAgent:
+    """Calls no model."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Score nothing."""
+        return 1.0
+
+
 class WithoutGreedyAnswers(LetterAgent):
     """Raises in every episode that is not trained, and rewards the others by 2 and more."""
 

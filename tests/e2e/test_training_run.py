@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from areal_lite.config.loader import load_config
-from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
+from areal_lite.errors import ConfigError, EpisodeError, RunDirBusyError
 from areal_lite.runs.entry_points import (
     check_learnable,
     check_startable,
@@ -330,11 +330,13 @@ def test_a_folder_of_a_run_without_steps_can_be_reused(served_yaml: Path) -> Non
             pass
 
 
-def test_an_agent_that_always_raises_stops_the_run_with_its_error_counted(served_yaml: Path) -> None:
-    with pytest.raises(StarvationError, match="x failed: RuntimeError: the agent is broken"):
-        train(
-            served_yaml,
-            "workflow=tests.e2e.agents.BrokenAgent",
-            "eval_dataset=null",
-            "rollout.faults.max_empty_batches=2",
-        )
+@pytest.mark.parametrize(("agent", "says"), [
+    ("BrokenAgent", "RuntimeError: the agent is broken"),
+    ("WordyAgent", "the reward is 'good'"),
+    ("SilentAgent", "the agent called no model"),
+])  # fmt: skip
+def test_a_mistake_in_every_episode_stops_the_run_after_its_first_rows(
+    served_yaml: Path, agent: str, says: str
+) -> None:
+    with pytest.raises(EpisodeError, match=f"episodes of the first 3 rows failed: .*{says}.* Nothing was trained"):
+        train(served_yaml, f"workflow=tests.e2e.agents.{agent}", "eval_dataset=null")

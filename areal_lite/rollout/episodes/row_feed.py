@@ -152,6 +152,7 @@ class RowFeed:
             rows = self._failed_first.setdefault((failure.kind, failure.type), Counter())
             rows[group.samples[0].group_index] += len(group.trajectories)
             if len(rows) >= FIRST_ROWS and rows.total() >= FIRST_EPISODES:
+                self._failed_first = None
                 failed = f"all {rows.total()} episodes of the first {len(rows)} rows failed"
                 fix = "Nothing was trained: mend the agent, its reward or the rows, and start again"
                 self.end(EpisodeError(f"{failed}: {failure.summary.rstrip('.')}. {fix}"))

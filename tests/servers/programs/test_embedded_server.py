@@ -149,6 +149,10 @@ def test_bad_settings_fail_before_the_start(tiny: Path, tmp_path: Path) -> None:
 def test_errors_of_the_child_process_are_raised_in_the_parent(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="context_length is 999.*256 at most"):
         EmbeddedServer(model_path=str(tiny), context_length=999, **FAST).start()
+    with pytest.raises(
+        ConfigError, match=r"memory ran out for the KV .*: lower server.max_running_requests from 2000000"
+    ):
+        EmbeddedServer(model_path=str(tiny), max_running_requests=2_000_000_000, **FAST).start()
     broken = tmp_path / "broken"
     shutil.copytree(tiny, broken)
     (broken / "config.json").write_text("{}")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
+from areal_lite.errors import ConfigError
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from areal_lite.tools.doctor import doctor_model, doctor_run
 from areal_lite.tools.doctor.doctor import doctor
@@ -255,7 +256,9 @@ def test_a_tokenizer_without_a_chat_template_is_to_fix(config: Path, model: Path
     template(model, None)
     code, lines = examine(config)
     assert code == 64
-    assert "use an instruction-tuned model's tokenizer" in the_line(lines, "fix", "has no chat template")
+    assert "use that of an instruction-tuned model" in the_line(lines, "fix", "has no chat template")
+    with pytest.raises(ConfigError, match="chat_template.jinja in its folder"):
+        list(doctor_run.dry_run_findings(load_config(config, [])))
 
 
 def test_a_missing_tokenizer_is_to_fix(config: Path) -> None:
