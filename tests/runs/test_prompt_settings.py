@@ -129,3 +129,17 @@ def test_a_prompt_is_filtered_by_the_length_that_the_workflow_asks_with(tiny_mod
     asked = data.source.rollout_input(group)
     assert isinstance(asked, UnpreparedRow)
     assert len(asked.prepared()["raw_prompt_ids"]) <= 39
+
+
+@pytest.mark.parametrize(("batch", "repeats"), [(2, False), (3, True)])
+def test_a_batch_that_has_a_row_twice_is_said(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, repeats: bool
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Hi"}\n{"prompt": "Hi there"}\n')
+    names: dict[str, Any] = {"experiment_name": "e", "model_path": str(tiny_model), "workflow": SINGLE}
+    trainer = TrainerConfig(total_steps=1, learning_rate=1.0)
+    rows, given = DatasetConfig(path=str(path)), {"reward_fn": "len"}
+    config = RunConfig(**names, trainer=trainer, train_dataset=rows, workflow_kwargs=given)
+    training_data(replace(config, rollout=replace(config.rollout, consumer_batch_size=batch)))
+    assert ("a batch has 3 rows and train_dataset has 2: rows repeat within a batch" in caplog.text) == repeats
