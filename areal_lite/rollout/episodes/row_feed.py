@@ -37,6 +37,28 @@ FIRST_ROWS, FIRST_EPISODES = 3, 8
 """Rows, and episodes of theirs, that have to fail for one cause before any other has run to its end."""
 
 
+class _FirstRows:
+    """Failed episodes of each row by kind and type of their failure, until a group has run to its end."""
+
+    def __init__(self) -> None:
+        self._failed: dict[tuple[FailureKind, str], Counter[int]] | None = {}
+
+    def judge(self, group: Group) -> EpisodeError | None:
+        """Return the error that ends the feed once all episodes of the first rows failed for a cause that stays."""
+        if (failure := group.failure) is None:
+            self._failed = None
+        if self._failed is None or failure is None or failure.kind in PASSING:
+            return None
+        rows = self._failed.setdefault((failure.kind, failure.type), Counter())
+        rows[group.samples[0].group_index] += len(group.trajectories)
+        if len(rows) < FIRST_ROWS or rows.total() < FIRST_EPISODES:
+            return None
+        self._failed = None
+        failed = f"all {rows.total()} episodes of the first {len(rows)} rows failed"
+        fix = "Nothing was trained: mend the agent, its reward or the rows, and start again"
+        return EpisodeError(f"{failed}: {failure.summary.rstrip('.')}. {fix}")
+
+
 class RowFeed:
     """One data source with the accepted groups that wait for a batch."""
 
@@ -54,8 +76,7 @@ class RowFeed:
         self._handed_over: list[SampleGroup] = []
         self._misses: Counter[tuple[str, FailureKind | None]] = Counter()
         """Groups without training data, by reason and by the kind of their failure; None for one that did not fail."""
-        self._failed_first: dict[tuple[FailureKind, str], Counter[int]] | None = {}
-        """Failed episodes of each row by kind and type of the failure; None once a group has run to its end."""
+        self._first_rows = _FirstRows()
 
     def next_group(self) -> SampleGroup | None:
         """Return the next group; None once the source has ended."""
@@ -97,7 +118,7 @@ class RowFeed:
 
     def accept(self, group: Group) -> None:
         """Keep an accepted group for a batch, and reset the counts of missed groups except stale ones."""
-        self._failed_first = None
+        self._first_rows.judge(group)
         self._misses = Counter({miss: n for miss, n in self._misses.items() if miss[0] == STALE})
         self.oldest_groups.add_finished(group)
         self.finished.put(group)
@@ -142,20 +163,8 @@ class RowFeed:
             else:
                 self.source.drop(group.samples, drop_reason(group))
         self.count_miss(miss_reason(group), None if group.failure is None else group.failure.kind)
-        self._judge_first(group)
-
-    def _judge_first(self, group: Group) -> None:
-        """End the feed if all episodes of the first rows failed for one cause that does not pass."""
-        if (failure := group.failure) is None:
-            self._failed_first = None
-        elif self._failed_first is not None and failure.kind not in PASSING:
-            rows = self._failed_first.setdefault((failure.kind, failure.type), Counter())
-            rows[group.samples[0].group_index] += len(group.trajectories)
-            if len(rows) >= FIRST_ROWS and rows.total() >= FIRST_EPISODES:
-                self._failed_first = None
-                failed = f"all {rows.total()} episodes of the first {len(rows)} rows failed"
-                fix = "Nothing was trained: mend the agent, its reward or the rows, and start again"
-                self.end(EpisodeError(f"{failed}: {failure.summary.rstrip('.')}. {fix}"))
+        if (mistake := self._first_rows.judge(group)) is not None:
+            self.end(mistake)
 
     def _return(self, samples: SampleGroup) -> None:
         self.source.give_back([samples])
