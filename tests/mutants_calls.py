@@ -42,7 +42,8 @@ def functions(node: ast.AST, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def prepare(tree: Path) -> None:
     """Number the functions of a copy of the tree, before anything is recorded in it."""
-    names, starts = [], {}
+    names: list[str] = []
+    starts: dict[str, int] = {}
     for path in sorted((tree / "areal_lite").rglob("*.py")):
         file = str(path.relative_to(tree))
         starts[file] = len(names)
