@@ -248,16 +248,22 @@ def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
         limit_s = 60 + 5 * sum(chosen[name] for name in names)
         return run_tests(TREE, [f"--timeout={TEST_S}", "--timeout-method=thread", *names], limit_s)
 
-    for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
-        if code := timed(names):
-            break
-    failed = failures(TREE) if code else []
-    found = [name for name in chosen if failed and (name == failed[-1] or name.startswith(f"{failed[-1]}::"))]
-    hung = not found
-    found = found[:1] or names
-    code = code and timed(found)  # a test that failed by chance passes now
+    def search() -> tuple[list[str], bool]:
+        """Return what failed twice, and whether it names no single test; nothing if all pass."""
+        for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
+            while timed(names):
+                failed = failures(TREE)
+                found = [
+                    name for name in names if failed and (name == failed[-1] or name.startswith(f"{failed[-1]}::"))
+                ]
+                if timed(found[:1] or names):
+                    return found[:1] or names, not found
+                names = names[names.index(found[0]) + 1 :] if found else []  # it had failed by chance
+        return [], False
+
+    found, hung = search()
     path.write_bytes(original)
-    return found[0] if code and not (hung and timed(found)) else ""
+    return found[0] if found and not (hung and timed(found)) else ""
 
 
 def failing(names: list[str]) -> set[str]:

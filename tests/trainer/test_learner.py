@@ -91,6 +91,14 @@ def test_weights_outside_of_the_loss_decay_too() -> None:
     torch.testing.assert_close(module["idle"].weight.detach(), before * (1 - 0.1 * 0.5))
 
 
+def test_an_update_changes_the_versions_that_rounded_copies_are_made_by() -> None:
+    module = nn.Linear(2, 2)
+    learner = learner_of(module, weight_decay=0.5)
+    versions = [parameter._version for parameter in module.parameters()]
+    learner.update(lambda _: [module.weight], lambda weight: weight.sum())
+    assert all(now._version > before for now, before in zip(module.parameters(), versions, strict=True))
+
+
 @pytest.mark.parametrize(
     "loss_of", [lambda weight: weight.sqrt().sum(), lambda weight: weight.sum() + math.inf], ids=["gradient", "loss"]
 )
