@@ -2,8 +2,7 @@
 
 Works in copies of the tree, with the tests that call the changed function, nearest first. A mutant is killed if a test
 fails that passes without the change. Prints the mutants that survive and exits with 1 if fewer than the target are
-killed. As a pytest plugin, this file records which test calls which function.
-
+killed.
 A run that was stopped continues: ``build/mutants.json`` keeps the calls of each test file and
 ``build/mutants_killed.json`` the test that killed each mutant, until that test or the mutant's file changes.
 """
@@ -25,7 +24,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -33,65 +31,18 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mutants_calls
+
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "build" / "mutants.json"
 KILLED = ROOT / "build" / "mutants_killed.json"
 TESTS = "agents api config data e2e files models processes rollout runs servers tools trainer workflows"
-ELSEWHERE = {
-    "areal_lite/files/model_path.py": "tests/files/test_hub_name.py",
-    "areal_lite/processes/call_child.py": "tests/api/test_reward_wrapper.py",
-    "areal_lite/rollout/workers/worker_process.py": "tests/rollout/workers/test_worker_pool.py",
-    "areal_lite/rollout/dumps/dump_writer.py": "tests/rollout/dumps/test_trajectory_dumper.py",
-    "areal_lite/models/parallel/sharding.py": "tests/models/parallel/test_distributed.py",
-}
-"""Files that run in processes of their own, where calls are not recorded, and their tests."""
 TEST_S = 120
 """Most seconds of one test."""
 NEAREST = 10
 """Tests that run before the others are collected."""
 TREE = Path()
 """This process's copy of the tree."""
-
-# -- a pytest plugin: which test calls which function --------------------------------------------------------
-
-_codes: dict[int, Any] = {}
-_tests: dict[str, dict[str, Any]] = {}
-
-
-def _called() -> list[str]:
-    """Return ``path:function``; lambdas and comprehensions count as the function they are in."""
-    home = f"{Path.cwd()}/"
-    codes = [code for code in _codes.copy().values() if code.co_filename.startswith(f"{home}areal_lite/")]
-    return [f"{c.co_filename.removeprefix(home)}:{c.co_qualname.partition('.<locals>.<')[0]}" for c in codes]
-
-
-def _note(frame: Any, event: str, arg: Any) -> None:
-    _codes[id(frame.f_code)] = frame.f_code
-
-
-def pytest_runtest_setup(item: Any) -> None:
-    """Begin to record."""
-    _codes.clear()
-    threading.settrace(_note)
-    sys.settrace(_note)
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    """Keep time and calls of a test; the first setup, which makes shared fixtures, counts for all tests."""
-    test = _tests.setdefault(report.nodeid, {"seconds": 0.0, "passed": True, "calls": []})
-    test["seconds"] += report.duration
-    test["passed"] &= report.passed
-    if report.when == "setup":
-        test["calls"] += next(iter(_tests.values()))["calls"] if len(_tests) > 1 else _called()
-    if report.when == "teardown":
-        sys.settrace(None)
-        test["calls"] = sorted({*test["calls"], *_called()})
-
-
-def pytest_sessionfinish() -> None:
-    """Write the record of one test file."""
-    Path("calls.json").write_text(json.dumps({name: test for name, test in _tests.items() if test["passed"]}))
-
 
 # -- mutants -------------------------------------------------------------------------------------------------
 
@@ -101,7 +52,6 @@ SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
-DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Mutant(NamedTuple):
@@ -168,7 +118,7 @@ def walk(node: Any, name: str = "", in_function: bool = False) -> Iterator[tuple
         if key in ("annotation", "returns", "decorator_list", "exc"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, DEFINITIONS):
+            if isinstance(child, mutants_calls.DEFINITIONS):
                 inner = f"{name}{'.<locals>.' if in_function else '.'}{child.name}".removeprefix(".")
                 yield from walk(child, inner, not isinstance(child, ast.ClassDef))
             elif isinstance(child, ast.AST):
@@ -197,13 +147,14 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def run_tests(tree: Path, arguments: list[str], timeout_s: float) -> int:
+def run_tests(tree: Path, arguments: list[str], timeout_s: float, variables: dict[str, str] | None = None) -> int:
     """Run pytest in a fork, which has torch already; return its exit code, or -1 after the time limit."""
     child = os.fork()
     if not child:
         os.setsid()
         os.chdir(tree)
         sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
+        os.environ.update(variables or {})
         output = os.open(tree / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -247,7 +198,11 @@ def failures(tree: Path) -> list[str]:
 def record_file(name: str) -> tuple[str, dict[str, Any]]:
     """Return time and calls of each test of a file."""
     (TREE / "calls.json").write_text("{}")
-    if run_tests(TREE, ["-p", "tests.mutants", "--timeout=600", "--maxfail=1000", name], 1200) not in (0, 5):
+    if not (TREE / "calls.bin").exists():
+        mutants_calls.prepare(TREE)
+    recording = {"AREAL_LITE_CALLS": "1", "PYTHONPYCACHEPREFIX": str(TREE / mutants_calls.PYCACHE)}
+    arguments = ["-p", "tests.mutants_calls", "--timeout=600", "--maxfail=1000", name]
+    if run_tests(TREE, arguments, 1200, recording) not in (0, 5):
         print((TREE / "output.txt").read_text()[-500:])
     return name, json.loads((TREE / "calls.json").read_bytes())
 
@@ -259,8 +214,6 @@ def chosen_tests(mutant: Mutant, tests: dict[str, dict[str, Any]], seconds: floa
     functions.
     """
     exact = [name for name, test in tests.items() if f"{mutant.path}:{mutant.function}" in test["calls"]]
-    if home := ELSEWHERE.get(mutant.path):
-        exact += [name for name in tests if name.startswith(f"{home}::") and name not in exact]
     by_file = (n for n, test in tests.items() if any(call.startswith(f"{mutant.path}:") for call in test["calls"]))
     package = mutant.path.split("/")[1]
 
@@ -295,16 +248,22 @@ def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
         limit_s = 60 + 5 * sum(chosen[name] for name in names)
         return run_tests(TREE, [f"--timeout={TEST_S}", "--timeout-method=thread", *names], limit_s)
 
-    for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
-        if code := timed(names):
-            break
-    failed = failures(TREE) if code else []
-    found = [name for name in chosen if failed and (name == failed[-1] or name.startswith(f"{failed[-1]}::"))]
-    hung = not found
-    found = found[:1] or names
-    code = code and timed(found)  # a test that failed by chance passes now
+    def search() -> tuple[list[str], bool]:
+        """Return what failed twice, and whether it names no single test; nothing if all pass."""
+        for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
+            while timed(names):
+                failed = failures(TREE)
+                found = [
+                    name for name in names if failed and (name == failed[-1] or name.startswith(f"{failed[-1]}::"))
+                ]
+                if timed(found[:1] or names):
+                    return found[:1] or names, not found
+                names = names[names.index(found[0]) + 1 :] if found else []  # it had failed by chance
+        return [], False
+
+    found, hung = search()
     path.write_bytes(original)
-    return found[0] if code and not (hung and timed(found)) else ""
+    return found[0] if found and not (hung and timed(found)) else ""
 
 
 def failing(names: list[str]) -> set[str]:
@@ -339,7 +298,9 @@ def begin(folder: str) -> None:
 
 def functions_of(path: str) -> dict[str, str]:
     """Return a digest of each function of a file."""
-    nodes = [node for node in ast.walk(ast.parse((ROOT / path).read_bytes())) if isinstance(node, DEFINITIONS)]
+    nodes = [
+        node for node in ast.walk(ast.parse((ROOT / path).read_bytes())) if isinstance(node, mutants_calls.DEFINITIONS)
+    ]
     return {node.name: hashlib.sha256(ast.dump(node).encode()).hexdigest() for node in nodes}
 
 
