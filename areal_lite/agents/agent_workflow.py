@@ -22,7 +22,6 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.reward_value import as_reward
-from areal_lite.api.scalars import record_counts
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.rollout_config import InferenceEngineConfig
@@ -80,7 +79,7 @@ class AgentWorkflow(RolloutWorkflow):
                 explain_misrouted_call(error, access.base_url)
             raise
         finally:
-            record_counts(session.counts())
+            episode_context.record_counts(session.counts())
             doors.service.close(access.api_key)
             if context.shared is None:
                 await shared.aclose()
@@ -96,7 +95,7 @@ class AgentWorkflow(RolloutWorkflow):
             )
         with attributed_to(FailureKind.REWARD):
             sequences, parts = rewarded(session, reward, self._config.rewards.weights, self._config.rewards.key)
-        record_counts({f"reward/{name}": value for name, value in parts.items()})
+        episode_context.record_counts({f"reward/{name}": value for name, value in parts.items()})
         return sequences
 
     async def _run_agent(

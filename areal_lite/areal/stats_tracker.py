@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_lite.api.scalars import record_scalars
+from areal_lite.api.episode_context import record_scalars
 
 
 @dataclass(frozen=True, slots=True)

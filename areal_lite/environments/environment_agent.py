@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from openai import AsyncOpenAI
 
+from areal_lite.api.episode_context import record_counts
 from areal_lite.api.failure import FailureKind, attributed_to
-from areal_lite.api.scalars import record_counts
 from areal_lite.environments.catalog import environment_maker
 from areal_lite.environments.environment import Environment, Messages, Observation, Step, ToolCall, WrongAction
 from areal_lite.environments.random_state import OwnRandom

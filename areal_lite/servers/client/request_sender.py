@@ -78,8 +78,7 @@ class RequestSender:
         failures: Failures | None = None
         sends = 0
         while True:
-            if self._gate.holds:
-                await self._gate.until_released()
+            await self._gate.until_released()
             server = pool.pick(preferred=answer.server, avoid=() if failures is None else failures.servers)
             if server is None:
                 await self._gate.until_usable()

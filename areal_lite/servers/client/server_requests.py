@@ -21,7 +21,6 @@ import orjson
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
-from areal_lite.servers.client.connector import Connector
 from areal_lite.servers.client.model_identity import read_config
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import (
@@ -46,6 +45,7 @@ CONTROL_TIMEOUT_S = 25.0
 MAX_CONTROL_REPLY = 2**24
 """Bytes of the longest reply that is not an answer."""
 MAX_RETRY_AFTER_S = 30.0
+ADDRESSES_KEPT_S = 300
 ADAPTER_PREFIX = "areal-lite-"
 """Beginning of the names of the adapters that runs load."""
 _JSON = {"Content-Type": "application/json"}
@@ -85,6 +85,26 @@ class _Request:
         self._saved_s = min(most, self._saved_s - (now - self._heard) + earned_s)
         self._heard, self._tokens = now, num_tokens
         return self._saved_s >= 0
+
+
+class Connector(aiohttp.TCPConnector):
+    """Keeps the addresses of servers, and looks one up again once a connection to it fails.
+
+    So a server that moves is found by the next connection, and a name server that is away for a moment disturbs no run.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(resolver=aiohttp.ThreadedResolver(), ttl_dns_cache=ADDRESSES_KEPT_S, **options)
+
+    async def connect(self, req: aiohttp.ClientRequest, traces: Any, timeout: Any) -> Any:
+        while True:
+            try:
+                return await super().connect(req, traces, timeout)
+            except KeyError:  # another connection failed, and forgot the addresses between our lookup and its use
+                continue
+            except BaseException:  # a request whose time is over cancels this
+                self.clear_dns_cache(req.url.raw_host, req.url.port)
+                raise
 
 
 class ServerRequests:
