@@ -47,7 +47,7 @@ class Answer:
         )
         self.broken_streams = 0
         self._began = time.monotonic()
-        self.parked: asyncio.Event | None = None
+        self.parked = asyncio.Event()
         """Set once an interrupted call has kept its tokens."""
 
     @property

@@ -119,7 +119,7 @@ class ServerRequests:
         self.limits = ServerLimits(vocab_size=reported(read_config(config.tokenizer_path), "vocab_size", int))
         """Those of the tokenizer's folder, narrowed by what servers report."""
         self.version = 0
-        """Policy version of tokens whose version a server does not report."""
+        """The client's policy version, that of tokens whose version a server does not report."""
 
     def open(self) -> None:
         count = 1 if self._config.router is None else len(self._config.addresses)

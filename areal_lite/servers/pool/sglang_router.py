@@ -125,9 +125,8 @@ class Router:
         reconciler: Reconciler,
         gate: RequestGate,
     ) -> None:
-        self.pool = gate.pool
-        """The router alone, as the server of every generation."""
-        self._target = self.pool.servers[0]
+        self._pool = gate.pool
+        (self._target,) = gate.pool.servers  # the router, as the server of every generation
         self._servers = servers
         self._requests = requests
         self._reconciler = reconciler
@@ -174,7 +173,7 @@ class Router:
             )
 
     def failed(self, _: Server, reason: str, *, at_once: bool = False) -> None:
-        self.pool.failed(self._target, reason, at_once=at_once)
+        self._pool.failed(self._target, reason, at_once=at_once)
         self._gate.servers_changed.set()
 
     async def _confirm(self) -> None:
@@ -216,10 +215,10 @@ class Router:
             ready = any(listed[url].get("is_healthy", True) for url in serving & listed.keys())
             if ready == self._blocked:
                 self._blocked = not ready
-                self.pool.wait(self._target, -1 if ready else 1)
+                self._pool.wait(self._target, -1 if ready else 1)
                 self._gate.wake_all()
             if self._target.state == "down":
-                self.pool.set_state(self._target, "trial")
+                self._pool.set_state(self._target, "trial")
                 self._gate.wake_all()
             return ready and listed.keys() == serving
 

@@ -319,7 +319,7 @@ class Listed:
         )
         self.gate.running = 1
         self.it = router.Router(config, self.pool, self, self, self.gate)  # type: ignore[arg-type]
-        (self.target,) = self.it.pool.servers
+        (self.target,) = self.gate.pool.servers
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         assert server is self.target
