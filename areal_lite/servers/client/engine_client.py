@@ -47,7 +47,7 @@ from areal_lite.servers.client.request_sender import SEND_ERRORS, RequestSender,
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.pool.reconciler import Reconciler
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import RequestGate, Servers
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.pool.sglang_router import Router, router_pool
 from areal_lite.servers.weights.published_weights import PublishedWeights
@@ -72,11 +72,10 @@ class EngineClient:
         self.requests = ServerRequests(config, dialect_of(config.backend))
         targets = self.pool if config.router is None else router_pool(config.router)
         self.gate = RequestGate(targets, patience_s=config.faults.outage_patience_s, on_outage=on_outage)
-        self._reconciler = Reconciler(config, self.pool, self.requests, self.gate, identity=identity)
-        self._router: Router | None = None
-        if config.router is not None:
-            self._router = Router(config, self.pool, self.requests, self._reconciler, self.gate)
-        self._sender = RequestSender(config, self.requests, self._reconciler, self._router, self.gate)
+        servers = Servers(config, self.pool, self.requests, self.gate)
+        self._reconciler = Reconciler(servers, identity=identity)
+        self._router = None if config.router is None else Router(servers, self._reconciler)
+        self._sender = RequestSender(servers, self._reconciler, self._router)
         self._calls: set[Answer] = set()
         self._said_full = False
 

@@ -36,13 +36,12 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
-from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError
 from areal_lite.servers.dialects.dialect import ErrorReply
-from areal_lite.servers.pool.request_gate import Outage, RequestGate, failures_of
-from areal_lite.servers.pool.server_pool import Server, ServerPool
+from areal_lite.servers.pool.request_gate import Outage, Servers, failures_of
+from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.weights.published_weights import PublishedWeights
 from areal_lite.servers.weights.weight_loader import WeightLoader
 
@@ -65,21 +64,10 @@ _ERRORS = (ServerError, ErrorReply, *REQUEST_ERRORS)
 class Reconciler:
     """Watches and repairs servers from :meth:`open` to :meth:`close`, on one event loop."""
 
-    def __init__(
-        self,
-        config: InferenceEngineConfig,
-        pool: ServerPool,
-        requests: ServerRequests,
-        gate: RequestGate,
-        *,
-        identity: ModelIdentity | None = None,
-    ) -> None:
-        self._config = config
-        self._pool = pool
-        self._requests = requests
-        self._gate = gate
+    def __init__(self, servers: Servers, *, identity: ModelIdentity | None = None) -> None:
+        self._config, self._pool, self._requests, self._gate = servers
         self._identity = identity or ModelIdentity()
-        self._loader = WeightLoader(config, pool, requests, gate)
+        self._loader = WeightLoader(servers)
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         """The task that repairs or examines a server."""
         self._others: set[asyncio.Task[None]] = set()

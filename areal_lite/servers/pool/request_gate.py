@@ -17,8 +17,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
+from areal_lite.servers.client.server_requests import ServerRequests
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 
 logger = logging.getLogger(__name__)
@@ -157,6 +160,16 @@ class RequestGate:
         if error := self._outage.watch(lasts and self.is_waiting and not updating, now, failures_of(servers)):
             self.give_up(error)
         return any(s.unhealthy for s in servers)
+
+
+class Servers(NamedTuple):
+    """What the parts of an engine client share."""
+
+    config: InferenceEngineConfig
+    pool: ServerPool
+    """The servers themselves, also where generation goes through a router."""
+    requests: ServerRequests
+    gate: RequestGate
 
 
 def failures_of(servers: Sequence[Server]) -> str:

@@ -19,9 +19,9 @@ import orjson
 
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests, bounded_body
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, bounded_body
 from areal_lite.servers.pool.reconciler import START_TIMEOUT_S, Reconciler
-from areal_lite.servers.pool.request_gate import Outage, RequestGate
+from areal_lite.servers.pool.request_gate import Outage, Servers
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 
 logger = logging.getLogger(__name__)
@@ -117,20 +117,11 @@ def router_pool(url: str) -> ServerPool:
 class Router:
     """The router and its list of servers, from :meth:`open` to :meth:`close`."""
 
-    def __init__(
-        self,
-        config: InferenceEngineConfig,
-        servers: ServerPool,
-        requests: ServerRequests,
-        reconciler: Reconciler,
-        gate: RequestGate,
-    ) -> None:
-        self._pool = gate.pool
-        (self._target,) = gate.pool.servers  # the router, as the server of every generation
-        self._servers = servers
-        self._requests = requests
+    def __init__(self, servers: Servers, reconciler: Reconciler) -> None:
+        config, self._servers, self._requests, self._gate = servers
         self._reconciler = reconciler
-        self._gate = gate
+        self._pool = self._gate.pool
+        (self._target,) = self._pool.servers  # the router, as the server of every generation
         self._outage = Outage(f"the router {self._target.url} was unusable", config.faults.outage_patience_s)
         self._blocked = False
         """The router has no server that may answer."""

@@ -18,7 +18,7 @@ from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.pool import sglang_router as router
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import RequestGate, Servers
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from tests.rollout.router_stand_in import RouterStandIn
 from tests.rollout.scripted import OneTurn, on_a_loop, until
@@ -318,7 +318,7 @@ class Listed:
             router.router_pool("r:1"), patience_s=30.0, on_outage=lambda error: self.outages.put_nowait(str(error))
         )
         self.gate.running = 1
-        self.it = router.Router(config, self.pool, self, self, self.gate)  # type: ignore[arg-type]
+        self.it = router.Router(Servers(config, self.pool, self, self.gate), self)  # type: ignore[arg-type]
         (self.target,) = self.gate.pool.servers
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
