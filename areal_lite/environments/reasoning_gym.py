@@ -1,7 +1,5 @@
 """``reasoning-gym:TASK``: questions with a verifier, one answer each. Rows are generated: row i from ``seed + i``."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from functools import cache
