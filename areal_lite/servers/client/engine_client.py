@@ -85,8 +85,6 @@ class EngineClient:
             await self._router.open()
 
     async def close(self) -> None:
-        if self._router is not None:
-            await self._router.close()
         await self._reconciler.close()
         await self.requests.close()
 

@@ -84,7 +84,7 @@ class Reconciler:
             if failure is not None:
                 self.failed(server, failure, at_once=True)
         self._requests.limits.newest_version = max(server.info.version or 0 for server in self._pool.servers)
-        self._own(asyncio.create_task(self._watch()))
+        self.own(asyncio.create_task(self._watch()))
 
     async def close(self) -> None:
         self._closed = True
@@ -95,7 +95,8 @@ class Reconciler:
             await asyncio.wait(tasks, timeout=1.0)
         await self._loader.broadcasts.close()
 
-    def _own(self, task: asyncio.Task[None]) -> None:
+    def own(self, task: asyncio.Task[Any]) -> None:
+        """End ``task`` with :meth:`close`."""
         self._others.add(task)
         task.add_done_callback(self._others.discard)
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it was acted on where it matters
@@ -206,7 +207,7 @@ class Reconciler:
         loader.updating = True
         loads = {asyncio.create_task(loader.load(server)): server for server in servers if server.state != "down"}
         for task in loads:
-            self._own(task)
+            self.own(task)
         try:
             await self._until_enough(set(loads))
             errors = {server: _error_of(task) for task, server in loads.items()}

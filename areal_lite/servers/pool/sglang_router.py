@@ -113,7 +113,7 @@ def router_pool(url: str) -> ServerPool:
 
 
 class Router:
-    """The router and its list of servers, from :meth:`open` to :meth:`close`."""
+    """The router and its list of servers, from :meth:`open` until the reconciler closes."""
 
     def __init__(self, servers: Servers, reconciler: Reconciler) -> None:
         config, self._servers, self._requests, self._gate = servers
@@ -125,7 +125,6 @@ class Router:
         """The router has no server that may answer."""
         self._lock = asyncio.Lock()
         self._examination: asyncio.Task[bool] | None = None
-        self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Give the router our servers, and return once it has one that answers; raises ServerError or ConfigError."""
@@ -141,19 +140,12 @@ class Router:
                                 "rollout.addresses, so it would not get the weights: write both alike"
                             )
                         if await self.sync():
-                            self._watching = asyncio.create_task(self._watch())
+                            self._reconciler.own(asyncio.create_task(self._watch()))
                             return
                     except (ServerError, *REQUEST_ERRORS) as error:
                         last = str(error) or type(error).__name__
                     await asyncio.sleep(SYNC_S)
         raise ServerError(f"the router at {self._target.url} is not ready: {last}. Is it up, and is it sglang-router?")
-
-    async def close(self) -> None:
-        tasks = [task for task in (self._watching, self._examination) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=1.0)
 
     def check_fields(self, body: dict[str, Any]) -> None:
         if dropped := sorted(body["sampling_params"].keys() - _PASSED_ON):
@@ -184,6 +176,7 @@ class Router:
         """Examine every server after a bad reply; return whether some were found that should not have answered."""
         if self._examination is None or self._examination.done():
             self._examination = asyncio.create_task(self._examine())
+            self._reconciler.own(self._examination)
         return await asyncio.shield(self._examination)
 
     async def _examine(self) -> bool:
