@@ -34,4 +34,6 @@ class SharedResources:
         """Close all resources, the newest first."""
         while self._made:
             _, resource = self._made.popitem()
-            await (resource.aclose() if hasattr(resource, "aclose") else resource.close())
+            closing = resource.aclose() if hasattr(resource, "aclose") else resource.close()
+            if closing is not None:
+                await closing
