@@ -21,9 +21,7 @@ class StatsTracker:
         record_scalars({prefix + key: value for key, value in values.items()})
 
 
-def get(name: str = "") -> StatsTracker:
-    """Return the tracker of a scope; workflows use ``workflow_context.stat_scope()``."""
-    return StatsTracker(name)
-
+get = StatsTracker
+"""Returns the tracker of a scope; workflows use ``workflow_context.stat_scope()``."""
 
 scalar = StatsTracker().scalar
