@@ -62,13 +62,16 @@ class ServerProcess(ABC):
     def pid(self) -> int | None:
         return None if self._child is None else self._child.pid
 
+    def poll(self) -> int | None:
+        return self.wait(0)
+
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Return the exit code once the server has ended, negative for a signal; None after ``timeout_s``."""
         return None if self._child is None else self._child.wait(timeout_s)
 
     def launch(self) -> None:
         """Start the program; :meth:`wait_until_ready` must follow."""
-        if self._child is not None and self.wait(0) is None:
+        if self._child is not None and self.poll() is None:
             raise ServerError(f"{self.name} is already started (pid {self.pid}); create another one.")
         if self._log is None or self._log.closed:
             if self.log_path is None:
@@ -83,7 +86,7 @@ class ServerProcess(ABC):
         """Return once the server answers requests; raises ConfigError or ServerError."""
         try:
             answers = self._answers(time.monotonic() + self.config.start_timeout_s)
-            if not answers and (code := self.wait(0)) is not None:
+            if not answers and (code := self.poll()) is not None:
                 raise self._start_error(code)
             if not answers:
                 raise ServerError(
