@@ -1,9 +1,8 @@
 """The workflow around an agent: opens a session, runs the agent, and turns what it returns into rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import socket_client
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.isolation.agent_access import AgentAccess
-from areal_lite.agents.isolation.agent_processes import AgentProcesses, pickled_agent
+from areal_lite.agents.isolation.agent_processes import pickled_agent, run_in_process
 from areal_lite.agents.isolation.agent_thread import run_in_thread
 from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
 from areal_lite.agents.session.chat_history import Interactions
@@ -22,12 +21,12 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.reward_value import as_reward
-from areal_lite.api.scalars import record_counts
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, ContextOverflowError
+from areal_lite.processes.call_pool import CallPool
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -80,7 +79,7 @@ class AgentWorkflow(RolloutWorkflow):
                 explain_misrouted_call(error, access.base_url)
             raise
         finally:
-            record_counts(session.counts())
+            episode_context.record_counts(session.counts())
             doors.service.close(access.api_key)
             if context.shared is None:
                 await shared.aclose()
@@ -96,7 +95,7 @@ class AgentWorkflow(RolloutWorkflow):
             )
         with attributed_to(FailureKind.REWARD):
             sequences, parts = rewarded(session, reward, self._config.rewards.weights, self._config.rewards.key)
-        record_counts({f"reward/{name}": value for name, value in parts.items()})
+        episode_context.record_counts({f"reward/{name}": value for name, value in parts.items()})
         return sequences
 
     async def _run_agent(
@@ -104,11 +103,11 @@ class AgentWorkflow(RolloutWorkflow):
     ) -> Any:
         if self._pickled is not None:
 
-            async def pool() -> AgentProcesses:
-                return AgentProcesses(self._config.agents.processes)
+            async def processes() -> CallPool:
+                return CallPool(self._config.agents.processes or 2 * (os.cpu_count() or 1))
 
-            processes = await shared.get("agent_processes", pool)
-            return await processes.run(self._pickled, data, access, episode_context.current())
+            pool = await shared.get("agent_processes", processes)
+            return await run_in_process(pool, self._pickled, data, access, episode_context.current())
 
         def call(http_client: Any = access.http_client) -> Any:
             return self.agent.run(data, base_url=access.base_url, api_key=access.api_key, http_client=http_client)

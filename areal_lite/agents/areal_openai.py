@@ -4,8 +4,6 @@ For workflows that call the model themselves. An agent with ``async run()`` uses
 ``ArealOpenAI`` are AReaL's.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -19,9 +17,9 @@ from areal_lite.agents.session.chat_history import Interactions, Style
 from areal_lite.agents.session.chat_renderer import chat_renderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.episode_context import record_counts
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.reward_value import as_reward
-from areal_lite.api.scalars import record_counts
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
 

@@ -1,7 +1,6 @@
-"""The episode that the running code belongs to: a contextvar, isolated between episodes."""
+"""The episode that the running code belongs to, and what it records there: a contextvar, isolated between episodes."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -100,3 +99,31 @@ leave = _current.reset
 def of(context: Context) -> EpisodeContext:
     """Return the episode context of code that runs in ``context``."""
     return context.get(_current, _OUTSIDE)
+
+
+def record_counts(counts: Mapping[str, float]) -> None:
+    """Keep numbers in the running episode's record, and their means in the run's metrics."""
+    if (episode := current().episode) is not None:
+        episode.counts |= counts
+
+
+def record_reward_facts(facts: Mapping[str, float | str | None]) -> None:
+    """Keep what a reward function said beside its reward in the running episode's record, if there is one."""
+    if (episode := current().episode) is not None:
+        episode.reward_extra |= facts
+
+
+def record_scalars(values: Mapping[str, float]) -> None:
+    """Record numbers of the running episode, by metric name.
+
+    Raises:
+        RuntimeError: Outside an episode, for example in a reward function's worker process.
+        TypeError, ValueError: If a value is not a number.
+    """
+    episode = current().episode
+    if episode is None:
+        raise RuntimeError(
+            f"{', '.join(values)} cannot be recorded here: metrics belong to a running episode. Record them in "
+            "arun_episode() or run(), not in a reward function, which runs in another process"
+        )
+    episode.scalars += [(name, float(value)) for name, value in values.items()]

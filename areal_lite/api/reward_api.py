@@ -5,8 +5,6 @@ finite numbers all raise. What a function returns beside its reward goes into th
 accidents (endless loops, memory, ``os._exit``); it is not a sandbox against an attacker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import inspect
@@ -99,7 +97,7 @@ class AsyncRewardWrapper:
             return await self._checked(args, kwargs)
 
     async def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | list[float]:
-        from areal_lite.api import episode_context, scalars  # which load numpy
+        from areal_lite.api import episode_context  # which loads numpy
 
         key = episode_context.current().reward_key
         value, facts = await self._call(key, args, kwargs)
@@ -109,9 +107,9 @@ class AsyncRewardWrapper:
                 f"reward {self._name} is a list of {len(value)} for {len(tokens)} completion_ids: it must be a finite "
                 "number, or one for each of them"
             )
-        scalars.record_reward_facts(facts)
+        episode_context.record_reward_facts(facts)
         if key is not None:
-            scalars.record_counts({f"reward/{key}": sum(value) if isinstance(value, list) else value})
+            episode_context.record_counts({f"reward/{key}": sum(value) if isinstance(value, list) else value})
         return value
 
     async def _call(self, key: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reward:

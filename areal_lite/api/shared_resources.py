@@ -1,7 +1,5 @@
 """Objects that all episodes of an engine share, such as HTTP clients: made on first use, closed with the engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -36,4 +34,6 @@ class SharedResources:
         """Close all resources, the newest first."""
         while self._made:
             _, resource = self._made.popitem()
-            await (resource.aclose() if hasattr(resource, "aclose") else resource.close())
+            closing = resource.aclose() if hasattr(resource, "aclose") else resource.close()
+            if closing is not None:
+                await closing

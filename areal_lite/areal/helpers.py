@@ -1,7 +1,5 @@
 """AReaL's helpers that areal_lite itself has no need for; those for tracing do nothing, as dumps have all times."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -67,17 +65,12 @@ class Category:
     SCHEDULER, INSTR, MISC = "scheduler", "instr", "misc"
 
 
-def trace_perf(name: str = "", *, category: Any = None) -> Callable[[F], F]:
+def trace_perf(*names: Any, **options: Any) -> Callable[[F], F]:
     """Return a decorator that leaves the function as it is."""
     return lambda function: function
 
 
-def trace_session(phase: str = "") -> Callable[[F], F]:
-    """Return a decorator that leaves the function as it is."""
-    return lambda function: function
-
-
-session_context = trace_session
+trace_session = session_context = trace_perf
 
 
 def trace_scope(name: str, category: Any = None, args: Any = None, **payload: Any) -> nullcontext[None]:

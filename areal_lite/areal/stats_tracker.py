@@ -1,10 +1,8 @@
 """AReaL's statistics: the mean of each value over the accepted episodes of a step is the metric ``scope/name``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from areal_lite.api.scalars import record_scalars
+from areal_lite.api.episode_context import record_scalars
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +21,7 @@ class StatsTracker:
         record_scalars({prefix + key: value for key, value in values.items()})
 
 
-def get(name: str = "") -> StatsTracker:
-    """Return the tracker of a scope; workflows use ``workflow_context.stat_scope()``."""
-    return StatsTracker(name)
-
+get = StatsTracker
+"""Returns the tracker of a scope; workflows use ``workflow_context.stat_scope()``."""
 
 scalar = StatsTracker().scalar

@@ -5,8 +5,6 @@ dotted path, so it must be trusted; it is still parsed as plain data (``SafeLoad
 ``${...}`` before validation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

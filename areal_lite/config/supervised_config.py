@@ -3,8 +3,6 @@
 ``kind`` at the top of a file selects one; a file without it is a reinforcement learning run.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated, Literal
 

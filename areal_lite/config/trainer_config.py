@@ -1,7 +1,5 @@
 """The ``trainer:`` section: optimizer, algorithm and losses."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ The model's wrong tool arguments and wrong actions are answered, and it acts aga
 environment raises, or does not answer in time, fails the episode with the kind ``environment``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -16,8 +14,8 @@ from typing import Any, TypeVar
 
 from openai import AsyncOpenAI
 
+from areal_lite.api.episode_context import record_counts
 from areal_lite.api.failure import FailureKind, attributed_to
-from areal_lite.api.scalars import record_counts
 from areal_lite.environments.catalog import environment_maker
 from areal_lite.environments.environment import Environment, Messages, Observation, Step, ToolCall, WrongAction
 from areal_lite.environments.random_state import OwnRandom

@@ -1,10 +1,8 @@
 """``reasoning-gym:TASK``: questions with a verifier, one answer each. Rows are generated: row i from ``seed + i``."""
 
-from __future__ import annotations
-
 import difflib
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import reasoning_gym
@@ -76,6 +74,5 @@ def score(task: str, answer: str, row: dict[str, Any]) -> float:
     return float(reasoning_gym.get_score_answer_fn(task)(answer=answer, entry=row))
 
 
-@cache
-def _scorer(timeout_s: float) -> AsyncRewardWrapper:
-    return AsyncRewardWrapper(score, timeout_seconds=timeout_s)
+_scorer = cache(partial(AsyncRewardWrapper, score))
+"""Returns the shared wrapper of :func:`score` with a limit in seconds."""

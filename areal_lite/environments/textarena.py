@@ -3,8 +3,6 @@
 Each seat reads only what is new to it. The rewards of all seats come with the end of the game.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

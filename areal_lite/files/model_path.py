@@ -4,8 +4,6 @@ A name that cannot be had is an error within two seconds: huggingface_hub retrie
 lacks, and this asks once.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -154,14 +154,14 @@ class RemoteInfEngine(EngineLifecycle):
 
     def get_version(self) -> int:
         """Return the policy version."""
-        return self._client.version
+        return self._client.requests.version
 
     async def _set_version(self, version: int) -> None:
         """Set the policy version and start the episodes it lets start; the trainer is its only writer."""
         if self._workers is not None:  # before the episodes that start now
             self._workers.set_version(version)
         self._executor.set_version(version)
-        self._client.version = version
+        self._client.requests.version = version
 
     async def _update_weights(self, weights: PublishedWeights) -> None:
         """Have the servers load ``weights`` and make its version the policy version; if none loaded it, ServerError."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from areal_lite.api.episode_context import EpisodeContext as WorkflowContext
 from areal_lite.api.episode_context import current as get
 from areal_lite.api.episode_context import enter as set
-from areal_lite.api.scalars import record_scalars
+from areal_lite.api.episode_context import record_scalars
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import scope_name
 

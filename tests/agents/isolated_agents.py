@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from areal_lite.api.scalars import record_reward_facts
+from areal_lite.api.episode_context import record_reward_facts
 from areal_lite.rollout import workflow_context
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]

@@ -152,7 +152,7 @@ class RealServerContract:
     # -- tokens --------------------------------------------------------------------------------
 
     def test_the_server_reports_its_window(self, engine: RemoteInfEngine) -> None:
-        window = engine._client._requests.limits.context_length
+        window = engine._client.requests.limits.context_length
         assert window is not None
         assert self.longest_prompt < window <= self.context_length
 

@@ -135,7 +135,7 @@ def adapters_of(engine: RemoteInfEngine) -> list[str]:
     """Return the names of the adapters that the only server has loaded."""
     client, loop = engine._client, engine._loop
     assert loop is not None
-    return loop.call(client._requests.adapters(client.pool.servers[0]))
+    return loop.call(client.requests.adapters(client.pool.servers[0]))
 
 
 @pytest.mark.slow

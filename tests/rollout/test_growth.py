@@ -33,7 +33,7 @@ SERVERS = 100
 def make_client(monkeypatch: pytest.MonkeyPatch) -> EngineClient:
     """Return a client whose servers take one turn of the loop more than the one before, without a network."""
     client = EngineClient(InferenceEngineConfig(backend="sglang", addresses=[f"s:{i}" for i in range(SERVERS)]))
-    requests = client._requests
+    requests = client.requests
 
     async def take(server: server_pool.Server, *_: Any, **__: Any) -> Any:
         for _ in range(1 + server.index):

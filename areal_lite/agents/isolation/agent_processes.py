@@ -1,7 +1,5 @@
 """Agents in processes of a pool, each one episode at a time (``rollout.agents.isolation: process``)."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os
@@ -33,30 +31,21 @@ def pickled_agent(agent: Any) -> PickledObject:
     return pickled_object(partial(_run_episode, agent), name=f"agent {type(agent).__name__}", hint=hint)
 
 
-class AgentProcesses:
-    """The agents' processes of one engine, at most ``size``; None is two per core."""
-
-    def __init__(self, size: int | None) -> None:
-        self._pool = CallPool(size or 2 * (os.cpu_count() or 1))
-
-    async def run(
-        self, agent: PickledObject, data: dict[str, Any], access: AgentAccess, context: EpisodeContext
-    ) -> Any:
-        """Return the reward of one episode; what its agent ran and recorded is added to the context's episode."""
-        sent = context._replace(episodes=None, episode=None, shared=None, agent=None)
-        reply = await self._pool.call(agent, (data, replace(access, http_client=None), sent))
-        if context.episode is not None:
-            # The process runs users' code and chooses the types.
-            recorded = _RECORDED.validate_python(reply["recorded"])
-            context.episode.processes += recorded.processes
-            context.episode.reward_extra |= recorded.reward_extra
-            context.episode.scalars += recorded.scalars
-        if "error" in reply:
-            raise rebuilt(*reply["error"])
-        return reply["reward"]
-
-    async def aclose(self) -> None:
-        self._pool.close()
+async def run_in_process(
+    pool: CallPool, agent: PickledObject, data: dict[str, Any], access: AgentAccess, context: EpisodeContext
+) -> Any:
+    """Return the reward of one episode; what its agent ran and recorded is added to the context's episode."""
+    sent = context._replace(episodes=None, episode=None, shared=None, agent=None)
+    reply = await pool.call(agent, (data, replace(access, http_client=None), sent))
+    if context.episode is not None:
+        # The process runs users' code and chooses the types.
+        recorded = _RECORDED.validate_python(reply["recorded"])
+        context.episode.processes += recorded.processes
+        context.episode.reward_extra |= recorded.reward_extra
+        context.episode.scalars += recorded.scalars
+    if "error" in reply:
+        raise rebuilt(*reply["error"])
+    return reply["reward"]
 
 
 def _run_episode(agent: Any, data: dict[str, Any], access: AgentAccess, context: EpisodeContext) -> dict[str, Any]:

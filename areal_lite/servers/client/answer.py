@@ -3,8 +3,6 @@
 Of the answers that an episode keeps, prompts that extend one share its ids, and a rerun takes them as its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -47,7 +45,7 @@ class Answer:
         )
         self.broken_streams = 0
         self._began = time.monotonic()
-        self.parked: asyncio.Event | None = None
+        self.parked = asyncio.Event()
         """Set once an interrupted call has kept its tokens."""
 
     @property

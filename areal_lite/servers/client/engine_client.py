@@ -28,8 +28,6 @@ What can still fail: an interrupted call whose server does not answer within ``I
 its episode samples them again when it is run again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -47,7 +45,7 @@ from areal_lite.servers.client.request_sender import SEND_ERRORS, RequestSender,
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.pool.reconciler import Reconciler
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import RequestGate, Servers
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.pool.sglang_router import Router, router_pool
 from areal_lite.servers.weights.published_weights import PublishedWeights
@@ -69,38 +67,26 @@ class EngineClient:
     ) -> None:
         self.pool = ServerPool(config.addresses)
         self._config = config
-        self._requests = ServerRequests(config, dialect_of(config.backend))
+        self.requests = ServerRequests(config, dialect_of(config.backend))
         targets = self.pool if config.router is None else router_pool(config.router)
         self.gate = RequestGate(targets, patience_s=config.faults.outage_patience_s, on_outage=on_outage)
-        self._reconciler = Reconciler(config, self.pool, self._requests, self.gate, identity=identity)
-        self._router: Router | None = None
-        if config.router is not None:
-            self._router = Router(config, self.pool, self._requests, self._reconciler, self.gate)
-        self._sender = RequestSender(config, self._requests, self._reconciler, self._router, self.gate)
+        servers = Servers(config, self.pool, self.requests, self.gate)
+        self._reconciler = Reconciler(servers, identity=identity)
+        self._router = None if config.router is None else Router(servers, self._reconciler)
+        self._sender = RequestSender(servers, self._reconciler, self._router)
         self._calls: set[Answer] = set()
         self._said_full = False
 
     async def open(self) -> None:
         """Open the connections and compare every server with what the run wants; see :class:`Reconciler`."""
-        self._requests.open()
+        self.requests.open()
         await self._reconciler.open()
         if self._router is not None:
             await self._router.open()
 
     async def close(self) -> None:
-        if self._router is not None:
-            await self._router.close()
         await self._reconciler.close()
-        await self._requests.close()
-
-    @property
-    def version(self) -> int:
-        """The client's policy version; labels tokens only if a server does not."""
-        return self._requests.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._requests.version = version
+        await self.requests.close()
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         """Have the servers load ``weights``; see :class:`Reconciler`. No generation is sent once a server pauses."""
@@ -118,9 +104,9 @@ class EngineClient:
         async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
             answer = Answer(ModelRequest(input_ids=input_ids, gconfig=gconfig), None, must_stay=False)
             call = answer.next_call(input_ids, num_tokens, seed=None)
-            body = self._sender.addressed(self._requests.dialect.generate_body(call), server)
+            body = self._sender.addressed(self.requests.dialect.generate_body(call), server)
             try:
-                chunk = await self._requests.generate(server, body, self._requests.reader(call))
+                chunk = await self.requests.generate(server, body, self.requests.reader(call))
             except SEND_ERRORS as error:
                 self._reconciler.failed(server, reason_of(error))
                 return None
@@ -146,10 +132,10 @@ class EngineClient:
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer; see ``InferenceEngine.agenerate``."""
         episode = episode_context.current().episode
-        must_stay = req.gconfig.is_constrained and not self._requests.dialect.continues_constraints
+        must_stay = req.gconfig.is_constrained and not self.requests.dialect.continues_constraints
         answer = Answer(req, episode, must_stay=must_stay)
         if episode is not None and episode.oldest_version is None:
-            episode.oldest_version = self.version
+            episode.oldest_version = self.requests.version
         prefix = req.prefix or continued(req.input_ids, episode)
         self._calls.add(answer)
         self.gate.running += 1
@@ -168,7 +154,7 @@ class EngineClient:
     async def _generate(self, answer: Answer, prefix: TokenPrefix) -> ModelResponse:
         req = answer.req
         seed = self._seed(answer.episode) if req.gconfig.seed is None else req.gconfig.seed
-        budget = token_budget(req, prefix.num_accepted, self._requests.limits)
+        budget = token_budget(req, prefix.num_accepted, self.requests.limits)
         # Without a prefix of its own, the caller may extend its list while the answer is sampled.
         input_ids = prefix.tolist() if req.prefix is None else req.input_ids
         recorded = take_recorded(answer.episode, input_ids)
@@ -194,7 +180,7 @@ class EngineClient:
                 if fruitless:
                     await asyncio.sleep(pause_s(fruitless, first_s=0.01, longest_s=1.0))
         response = answer.finish(input_ids, finish)
-        window = self._requests.limits.window(req.gconfig)
+        window = self.requests.limits.window(req.gconfig)
         self._said_full = self._said_full or said_full(response, window, req.gconfig.max_new_tokens)
         return response
 
@@ -216,8 +202,6 @@ class EngineClient:
         for episode in episodes:
             episode.interrupted = True
         answers = [answer for answer in self._calls if id(answer.episode) in chosen]
-        for answer in answers:
-            answer.parked = asyncio.Event()
         self.gate.wake_all()  # those that wait for a server have nothing to return, and must see the interruption
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(INTERRUPT_GRACE_S), asyncio.TaskGroup() as tasks:
@@ -228,12 +212,10 @@ class EngineClient:
         if answer.server is not None:
             for server in [answer.server] if self._router is None else self.pool.servers:
                 with contextlib.suppress(ServerError, *REQUEST_ERRORS):
-                    await self._requests.control(server, self._requests.dialect.abort(answer.req.rid))
-        assert answer.parked is not None
+                    await self.requests.control(server, self.requests.dialect.abort(answer.req.rid))
         await answer.parked.wait()
 
     async def _park(self, answer: Answer) -> None:
         """Never return an interrupted call's answer: the workflow would act on half of one before it is cancelled."""
-        if answer.parked is not None:
-            answer.parked.set()
+        answer.parked.set()
         await asyncio.Event().wait()  # until the cancellation that follows every interruption

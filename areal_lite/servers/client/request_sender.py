@@ -8,8 +8,6 @@ nothing about the request, and waiting for it is bounded by ``outage_patience_s`
 these would fail whole batches in the second in which a server restarts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -19,14 +17,13 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer
-from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests, SilentServerError
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, SilentServerError
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall
 from areal_lite.servers.dialects.reply_reader import ReceiverError
 from areal_lite.servers.pool.reconciler import Reconciler
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import Servers
 from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.pool.sglang_router import AFFINITY_HEADER, Router
 
@@ -50,19 +47,11 @@ class OtherModelError(BadResponse):
 class RequestSender:
     """Sends generation calls to the servers of the gate's pool."""
 
-    def __init__(
-        self,
-        config: InferenceEngineConfig,
-        requests: ServerRequests,
-        reconciler: Reconciler,
-        router: Router | None,
-        gate: RequestGate,
-    ) -> None:
-        self._max_tries = config.request_retries
-        self._requests = requests
+    def __init__(self, servers: Servers, reconciler: Reconciler, router: Router | None) -> None:
+        self._max_tries = servers.config.request_retries
+        self._requests, self._gate = servers.requests, servers.gate
         self._reconciler = reconciler
         self._router = router
-        self._gate = gate
         self.retried = 0
 
     async def send(self, call: GenerationCall, answer: Answer) -> tuple[Chunk, int]:
@@ -78,8 +67,7 @@ class RequestSender:
         failures: Failures | None = None
         sends = 0
         while True:
-            if self._gate.holds:
-                await self._gate.until_released()
+            await self._gate.until_released()
             server = pool.pick(preferred=answer.server, avoid=() if failures is None else failures.servers)
             if server is None:
                 await self._gate.until_usable()

@@ -6,8 +6,6 @@ stream with tokens (``min_stream_tokens_per_s``). A reply that cannot be trusted
 read than what was asked for can take.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -21,7 +19,6 @@ import orjson
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
-from areal_lite.servers.client.connector import Connector
 from areal_lite.servers.client.model_identity import read_config
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import (
@@ -46,6 +43,7 @@ CONTROL_TIMEOUT_S = 25.0
 MAX_CONTROL_REPLY = 2**24
 """Bytes of the longest reply that is not an answer."""
 MAX_RETRY_AFTER_S = 30.0
+ADDRESSES_KEPT_S = 300
 ADAPTER_PREFIX = "areal-lite-"
 """Beginning of the names of the adapters that runs load."""
 _JSON = {"Content-Type": "application/json"}
@@ -87,6 +85,26 @@ class _Request:
         return self._saved_s >= 0
 
 
+class Connector(aiohttp.TCPConnector):
+    """Keeps the addresses of servers, and looks one up again once a connection to it fails.
+
+    So a server that moves is found by the next connection, and a name server that is away for a moment disturbs no run.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(resolver=aiohttp.ThreadedResolver(), ttl_dns_cache=ADDRESSES_KEPT_S, **options)
+
+    async def connect(self, req: aiohttp.ClientRequest, traces: Any, timeout: Any) -> Any:
+        while True:
+            try:
+                return await super().connect(req, traces, timeout)
+            except KeyError:  # another connection failed, and forgot the addresses between our lookup and its use
+                continue
+            except BaseException:  # a request whose time is over cancels this
+                self.clear_dns_cache(req.url.raw_host, req.url.port)
+                raise
+
+
 class ServerRequests:
     """Keep-alive connections to all servers; ``open`` and ``close`` on the loop they are used on."""
 
@@ -99,7 +117,7 @@ class ServerRequests:
         self.limits = ServerLimits(vocab_size=reported(read_config(config.tokenizer_path), "vocab_size", int))
         """Those of the tokenizer's folder, narrowed by what servers report."""
         self.version = 0
-        """Policy version of tokens whose version a server does not report."""
+        """The client's policy version, that of tokens whose version a server does not report."""
 
     def open(self) -> None:
         count = 1 if self._config.router is None else len(self._config.addresses)

@@ -27,8 +27,6 @@ What can still fail: a server that acknowledges a version and serves another. Th
 with what was acknowledged, and reports the server as :meth:`Reconciler.behind`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -36,13 +34,12 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
-from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError
 from areal_lite.servers.dialects.dialect import ErrorReply
-from areal_lite.servers.pool.request_gate import Outage, RequestGate, failures_of
-from areal_lite.servers.pool.server_pool import Server, ServerPool
+from areal_lite.servers.pool.request_gate import Outage, Servers, failures_of
+from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.weights.published_weights import PublishedWeights
 from areal_lite.servers.weights.weight_loader import WeightLoader
 
@@ -65,21 +62,10 @@ _ERRORS = (ServerError, ErrorReply, *REQUEST_ERRORS)
 class Reconciler:
     """Watches and repairs servers from :meth:`open` to :meth:`close`, on one event loop."""
 
-    def __init__(
-        self,
-        config: InferenceEngineConfig,
-        pool: ServerPool,
-        requests: ServerRequests,
-        gate: RequestGate,
-        *,
-        identity: ModelIdentity | None = None,
-    ) -> None:
-        self._config = config
-        self._pool = pool
-        self._requests = requests
-        self._gate = gate
+    def __init__(self, servers: Servers, *, identity: ModelIdentity | None = None) -> None:
+        self._config, self._pool, self._requests, self._gate = servers
         self._identity = identity or ModelIdentity()
-        self._loader = WeightLoader(config, pool, requests, gate)
+        self._loader = WeightLoader(servers)
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         """The task that repairs or examines a server."""
         self._others: set[asyncio.Task[None]] = set()
@@ -98,7 +84,7 @@ class Reconciler:
             if failure is not None:
                 self.failed(server, failure, at_once=True)
         self._requests.limits.newest_version = max(server.info.version or 0 for server in self._pool.servers)
-        self._own(asyncio.create_task(self._watch()))
+        self.own(asyncio.create_task(self._watch()))
 
     async def close(self) -> None:
         self._closed = True
@@ -109,7 +95,8 @@ class Reconciler:
             await asyncio.wait(tasks, timeout=1.0)
         await self._loader.broadcasts.close()
 
-    def _own(self, task: asyncio.Task[None]) -> None:
+    def own(self, task: asyncio.Task[Any]) -> None:
+        """End ``task`` with :meth:`close`."""
         self._others.add(task)
         task.add_done_callback(self._others.discard)
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it was acted on where it matters
@@ -220,7 +207,7 @@ class Reconciler:
         loader.updating = True
         loads = {asyncio.create_task(loader.load(server)): server for server in servers if server.state != "down"}
         for task in loads:
-            self._own(task)
+            self.own(task)
         try:
             await self._until_enough(set(loads))
             errors = {server: _error_of(task) for task, server in loads.items()}

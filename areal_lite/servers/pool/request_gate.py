@@ -11,43 +11,45 @@ finds the room taken by a new one queues again, behind; it may be overtaken, but
 when it ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
+from areal_lite.servers.client.server_requests import ServerRequests
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 
 logger = logging.getLogger(__name__)
 OUTAGE_LINE_S = 10.0
 
 
+@dataclass(slots=True)
 class Outage:
     """Watches a condition: logs it every 10 s, and gives up after ``patience_s``; ``what`` is in the past tense."""
 
-    def __init__(self, what: str, patience_s: float) -> None:
-        self._what = what
-        self._patience_s = patience_s
-        self._since: float | None = None
-        self._said_at = 0.0
+    what: str
+    patience_s: float
+    since: float | None = None
+    said_at: float = 0.0
 
     def watch(self, lasts: bool, now: float, reason: str) -> ServerError | None:
         """Return the error once it has lasted too long; then, and when it does not last, it begins anew."""
         if not lasts:
-            self._since = None
+            self.since = None
             return None
-        if self._since is None:
-            self._since = self._said_at = now
-        lasted = now - self._since
-        if lasted >= self._patience_s:
-            self._since = None
-            return ServerError(f"{self._what} for {self._patience_s:g} s: {reason}")
-        if now - self._said_at >= OUTAGE_LINE_S:
-            self._said_at = now
-            logger.warning("%s for %.0f s; the run ends after %.0f s: %s", self._what, lasted, self._patience_s, reason)
+        if self.since is None:
+            self.since = self.said_at = now
+        lasted = now - self.since
+        if lasted >= self.patience_s:
+            self.since = None
+            return ServerError(f"{self.what} for {self.patience_s:g} s: {reason}")
+        if now - self.said_at >= OUTAGE_LINE_S:
+            self.said_at = now
+            logger.warning("%s for %.0f s; the run ends after %.0f s: %s", self.what, lasted, self.patience_s, reason)
         return None
 
 
@@ -157,6 +159,16 @@ class RequestGate:
         if error := self._outage.watch(lasts and self.is_waiting and not updating, now, failures_of(servers)):
             self.give_up(error)
         return any(s.unhealthy for s in servers)
+
+
+class Servers(NamedTuple):
+    """What the parts of an engine client share."""
+
+    config: InferenceEngineConfig
+    pool: ServerPool
+    """The servers themselves, also where generation goes through a router."""
+    requests: ServerRequests
+    gate: RequestGate
 
 
 def failures_of(servers: Sequence[Server]) -> str:

@@ -5,8 +5,6 @@ Guarantees that a server which is down, behind or examined with old weights is r
 once it serves the newest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -19,9 +17,9 @@ import orjson
 
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests, bounded_body
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, bounded_body
 from areal_lite.servers.pool.reconciler import START_TIMEOUT_S, Reconciler
-from areal_lite.servers.pool.request_gate import Outage, RequestGate
+from areal_lite.servers.pool.request_gate import Outage, Servers
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 
 logger = logging.getLogger(__name__)
@@ -115,29 +113,18 @@ def router_pool(url: str) -> ServerPool:
 
 
 class Router:
-    """The router and its list of servers, from :meth:`open` to :meth:`close`."""
+    """The router and its list of servers, from :meth:`open` until the reconciler closes."""
 
-    def __init__(
-        self,
-        config: InferenceEngineConfig,
-        servers: ServerPool,
-        requests: ServerRequests,
-        reconciler: Reconciler,
-        gate: RequestGate,
-    ) -> None:
-        self.pool = gate.pool
-        """The router alone, as the server of every generation."""
-        self._target = self.pool.servers[0]
-        self._servers = servers
-        self._requests = requests
+    def __init__(self, servers: Servers, reconciler: Reconciler) -> None:
+        config, self._servers, self._requests, self._gate = servers
         self._reconciler = reconciler
-        self._gate = gate
+        self._pool = self._gate.pool
+        (self._target,) = self._pool.servers  # the router, as the server of every generation
         self._outage = Outage(f"the router {self._target.url} was unusable", config.faults.outage_patience_s)
         self._blocked = False
         """The router has no server that may answer."""
         self._lock = asyncio.Lock()
         self._examination: asyncio.Task[bool] | None = None
-        self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Give the router our servers, and return once it has one that answers; raises ServerError or ConfigError."""
@@ -153,19 +140,12 @@ class Router:
                                 "rollout.addresses, so it would not get the weights: write both alike"
                             )
                         if await self.sync():
-                            self._watching = asyncio.create_task(self._watch())
+                            self._reconciler.own(asyncio.create_task(self._watch()))
                             return
                     except (ServerError, *REQUEST_ERRORS) as error:
                         last = str(error) or type(error).__name__
                     await asyncio.sleep(SYNC_S)
         raise ServerError(f"the router at {self._target.url} is not ready: {last}. Is it up, and is it sglang-router?")
-
-    async def close(self) -> None:
-        tasks = [task for task in (self._watching, self._examination) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=1.0)
 
     def check_fields(self, body: dict[str, Any]) -> None:
         if dropped := sorted(body["sampling_params"].keys() - _PASSED_ON):
@@ -174,7 +154,7 @@ class Router:
             )
 
     def failed(self, _: Server, reason: str, *, at_once: bool = False) -> None:
-        self.pool.failed(self._target, reason, at_once=at_once)
+        self._pool.failed(self._target, reason, at_once=at_once)
         self._gate.servers_changed.set()
 
     async def _confirm(self) -> None:
@@ -196,6 +176,7 @@ class Router:
         """Examine every server after a bad reply; return whether some were found that should not have answered."""
         if self._examination is None or self._examination.done():
             self._examination = asyncio.create_task(self._examine())
+            self._reconciler.own(self._examination)
         return await asyncio.shield(self._examination)
 
     async def _examine(self) -> bool:
@@ -216,10 +197,10 @@ class Router:
             ready = any(listed[url].get("is_healthy", True) for url in serving & listed.keys())
             if ready == self._blocked:
                 self._blocked = not ready
-                self.pool.wait(self._target, -1 if ready else 1)
+                self._pool.wait(self._target, -1 if ready else 1)
                 self._gate.wake_all()
             if self._target.state == "down":
-                self.pool.set_state(self._target, "trial")
+                self._pool.set_state(self._target, "trial")
                 self._gate.wake_all()
             return ready and listed.keys() == serving
 

@@ -7,8 +7,6 @@ A server is forgotten before its load begins rather than after it failed: betwee
 weights, and an answer that it gives then must not count as one of the version that it acknowledged before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -16,11 +14,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
-from areal_lite.servers.client.server_requests import ADAPTER_PREFIX, REQUEST_ERRORS, ServerRequests
-from areal_lite.servers.pool.request_gate import RequestGate
-from areal_lite.servers.pool.server_pool import Server, ServerPool
+from areal_lite.servers.client.server_requests import ADAPTER_PREFIX, REQUEST_ERRORS
+from areal_lite.servers.pool.request_gate import Servers
+from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.weights.broadcast_loader import BroadcastLoader
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightBroadcast, WeightFolder
 
@@ -28,13 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    def __init__(
-        self, config: InferenceEngineConfig, pool: ServerPool, requests: ServerRequests, gate: RequestGate
-    ) -> None:
-        self._config = config
-        self._servers = pool.servers
-        self._requests = requests
-        self._gate = gate
+    def __init__(self, servers: Servers) -> None:
+        self._config, self._pool, self._requests, self._gate = servers
         self.wanted: PublishedWeights | None = None
         """The newest weights; None before the first update."""
         self.updating = False
@@ -42,12 +34,12 @@ class WeightLoader:
         self._loaded: dict[Server, PublishedWeights] = {}
         """The weights that each server acknowledged last."""
         self._locks: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self.broadcasts = BroadcastLoader(requests, timeout_s=config.faults.request_timeout_s)
+        self.broadcasts = BroadcastLoader(servers.requests, timeout_s=servers.config.faults.request_timeout_s)
 
     def want(self, weights: PublishedWeights) -> Callable[[], None]:
         """Make ``weights`` the newest, and return a function that takes this back."""
         before, loaded = self.wanted, dict(self._loaded)
-        acknowledged = {server: (server.version, server.adapter) for server in self._servers}
+        acknowledged = {server: (server.version, server.adapter) for server in self._pool.servers}
 
         def take_back() -> None:
             self.wanted, self._loaded = before, loaded

@@ -19,11 +19,12 @@ import anthropic
 import pytest
 
 from areal_lite.agents.isolation.agent_access import AgentAccess, ProcessLimits
-from areal_lite.agents.isolation.agent_processes import AgentProcesses, pickled_agent
+from areal_lite.agents.isolation.agent_processes import pickled_agent, run_in_process
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
+from areal_lite.processes.call_pool import CallPool
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.agents.isolated_agents import (
     MESSAGES,
@@ -147,19 +148,19 @@ def test_the_process_of_a_cancelled_episode_is_killed_and_replaced(tmp_path: Pat
     access = AgentAccess(base_url="http://x/v1", anthropic_base_url="http://x", api_key="k", http_client=None)
 
     async def play() -> None:
-        processes, context = AgentProcesses(1), EpisodeContext()
-        hanging = asyncio.create_task(processes.run(pickled_agent(Hanging()), row, access, context))
+        processes, context = CallPool(1), EpisodeContext()
+        hanging = asyncio.create_task(run_in_process(processes, pickled_agent(Hanging()), row, access, context))
         await asyncio.to_thread(wait_until, lambda: path.exists() and path.read_text() != "")
-        waiting = asyncio.create_task(processes.run(pickled_agent(Reader()), row, access, context))
+        waiting = asyncio.create_task(run_in_process(processes, pickled_agent(Reader()), row, access, context))
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
         assert await waiting == 0.5
         for _ in range(2):
             with pytest.raises(LookupError, match="no such model folder"):
-                await processes.run(pickled_agent(Unloadable()), row, access, context)
-        assert await processes.run(pickled_agent(Reader()), row, access, context) == 0.5
-        await processes.aclose()
+                await run_in_process(processes, pickled_agent(Unloadable()), row, access, context)
+        assert await run_in_process(processes, pickled_agent(Reader()), row, access, context) == 0.5
+        processes.close()
 
     asyncio.run(play())
     wait_until(lambda: gone(int(path.read_text())))
@@ -227,14 +228,15 @@ def test_an_agents_processes_die_with_the_run_even_while_they_compute(tmp_path: 
     code = f"""
 import asyncio
 from areal_lite.agents.isolation.agent_access import AgentAccess, ProcessLimits
-from areal_lite.agents.isolation.agent_processes import AgentProcesses, pickled_agent
+from areal_lite.agents.isolation.agent_processes import pickled_agent, run_in_process
 from areal_lite.api.episode_context import EpisodeContext
+from areal_lite.processes.call_pool import CallPool
 from tests.agents.isolated_agents import Hanging
 async def main():
-    processes, agent, context = AgentProcesses(2), pickled_agent(Hanging()), EpisodeContext()
+    processes, agent, context = CallPool(2), pickled_agent(Hanging()), EpisodeContext()
     access = AgentAccess(base_url="http://x/v1", anthropic_base_url="http://x", api_key="k", http_client=None)
     rows = [dict(path={str(tmp_path)!r} + "/" + name) for name in "ab"]
-    await asyncio.gather(*(processes.run(agent, row, access, context) for row in rows))
+    await asyncio.gather(*(run_in_process(processes, agent, row, access, context) for row in rows))
 asyncio.run(main())
 """
     runner = subprocess.Popen([sys.executable, "-c", code])

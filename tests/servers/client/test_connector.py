@@ -13,8 +13,7 @@ import pytest
 from aiohttp import web
 
 from areal_lite.api import InferenceEngineConfig
-from areal_lite.servers.client.connector import Connector
-from areal_lite.servers.client.server_requests import ServerRequests
+from areal_lite.servers.client.server_requests import Connector, ServerRequests
 from areal_lite.servers.dialects.dialect import ControlCall
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.pool.server_pool import Server

@@ -217,7 +217,7 @@ async def connected(server: ScriptedServer, **config: Any) -> AsyncIterator[Engi
     )
     try:
         await client.open()
-        client.version = 7  # that of the server's tokens
+        client.requests.version = 7  # that of the server's tokens
         yield client
     finally:
         await client.close()
@@ -433,9 +433,9 @@ def test_each_part_restarts_the_timeout() -> None:
         due: list[float] = []
         async with connected(ScriptedServer("sglang", sizes=[50])) as client:
             await client.generate(
-                request(lambda *_: due.extend(t.when() for t in client._requests._silences._timers.values()))
+                request(lambda *_: due.extend(t.when() for t in client.requests._silences._timers.values()))
             )
-            assert not client._requests._silences.pending()
+            assert not client.requests._silences.pending()
         assert len(due) == LENGTH
         assert due == sorted(due) and due[0] < due[-1]
 
@@ -655,7 +655,7 @@ def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: b
             episode.record(answer)
         async with connected(server) as client:
             context.enter(EpisodeContext(episode=episode))
-            client.version = 8
+            client.requests.version = 8
             if with_top:
                 receiver = Receiver()
                 response = await client.generate(request(receiver, top_logprobs=1))
@@ -669,7 +669,7 @@ def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: b
             assert (response.output_tokens, response.output_versions) == (tokens, [7] * LENGTH)
             assert (response.attempts, response.server, response.stop_reason) == (0, "", "stop")
             assert episode.oldest_version == 8
-            client.version = 9
+            client.requests.version = 9
             answer = await client.generate(ModelRequest(input_ids=[9], gconfig=request().gconfig))
             assert (answer.attempts, answer.server) == (1, client.pool.servers[0].url)
             assert episode.oldest_version == 8 and episode.server is client.pool.servers[0]
@@ -704,14 +704,14 @@ def test_an_answer_of_another_model_has_its_server_compared_before_its_next(
             (address,) = client.pool.servers
             address.adapter, address.info = adapter, replace(address.info, name=serves)
             asked: list[Server] = []
-            info = client._requests.info
+            info = client.requests.info
 
             async def counted(one: Server) -> ServerInfo:
                 asked.append(one)
                 one.adapter = None
                 return replace(await info(one), name=serves)
 
-            client._requests.info = counted  # type: ignore[method-assign]
+            client.requests.info = counted  # type: ignore[method-assign]
             response = await client.generate(request(max_new_tokens=1))
             assert (response.attempts, address.bad_replies, len(asked)) == ((1, 0, 0) if trusted else (2, 1, 1))
             said = f"sent an answer of '{answers}', but it served '{adapter or serves}'"
@@ -774,7 +774,7 @@ def test_as_many_requests_are_woken_as_the_server_has_places() -> None:
 
 def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
     client = client_alone()
-    assert (client.version, client.counts()["retried_requests"], client.gate.is_waiting) == (0, 0, False)
+    assert (client.requests.version, client.counts()["retried_requests"], client.gate.is_waiting) == (0, 0, False)
     client.gate.running += 1
     assert client.gate.is_waiting and client.gate._released.is_set()
     client.gate.hold()

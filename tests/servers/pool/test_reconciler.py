@@ -21,7 +21,7 @@ from areal_lite.servers.dialects import Dialect, dialect_of
 from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, ServerInfo, ServerLimits
 from areal_lite.servers.pool import reconciler as module
 from areal_lite.servers.pool.reconciler import Reconciler
-from areal_lite.servers.pool.request_gate import RequestGate, failures_of
+from areal_lite.servers.pool.request_gate import RequestGate, Servers, failures_of
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.weights.published_weights import WeightFolder
 from tests.rollout.scripted import on_a_loop
@@ -95,7 +95,7 @@ class Setup:
         self.gate.running = 1
         settings = InferenceEngineConfig(backend=backend, addresses=addresses, **config)
         self.requests.dialect = dialect_of(backend)
-        self.it = Reconciler(settings, self.pool, self.requests, self.gate)  # type: ignore[arg-type]
+        self.it = Reconciler(Servers(settings, self.pool, self.requests, self.gate))  # type: ignore[arg-type]
         self.loader = self.it._loader
 
     async def repaired(self) -> None:

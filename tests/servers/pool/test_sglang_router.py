@@ -18,7 +18,7 @@ from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.pool import sglang_router as router
-from areal_lite.servers.pool.request_gate import RequestGate
+from areal_lite.servers.pool.request_gate import RequestGate, Servers
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from tests.rollout.router_stand_in import RouterStandIn
 from tests.rollout.scripted import OneTurn, on_a_loop, until
@@ -308,6 +308,7 @@ class Listed:
         self.bad: set[int] = set()
         """Servers that an examination finds to be bad."""
         self.examined: list[int] = []
+        self.owned: list[asyncio.Task[Any]] = []
         self.outages: asyncio.Queue[str] = asyncio.Queue()
         addresses = [f"s:{index}" for index in range(count)]
         config = InferenceEngineConfig(
@@ -318,8 +319,8 @@ class Listed:
             router.router_pool("r:1"), patience_s=30.0, on_outage=lambda error: self.outages.put_nowait(str(error))
         )
         self.gate.running = 1
-        self.it = router.Router(config, self.pool, self, self, self.gate)  # type: ignore[arg-type]
-        (self.target,) = self.it.pool.servers
+        self.it = router.Router(Servers(config, self.pool, self, self.gate), self)  # type: ignore[arg-type]
+        (self.target,) = self.gate.pool.servers
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         assert server is self.target
@@ -331,6 +332,9 @@ class Listed:
         elif method == "DELETE":
             del self.workers[path.removeprefix("/workers/id-")]
         return orjson.dumps({"workers": list(self.workers.values())})
+
+    def own(self, task: asyncio.Task[Any]) -> None:
+        self.owned.append(task)
 
     async def examine(self, server: Server) -> bool:
         self.examined.append(server.index)
@@ -392,6 +396,7 @@ async def test_a_server_behind_the_router_is_well_again_after_an_examination() -
     listed.error = OSError("reset")
     assert await listed.it.examine()
     assert listed.examined == [1, 3, 1, 3]
+    assert len(listed.owned) == 2  # they end with the reconciler
 
 
 @pytest.mark.parametrize(("error", "reason"), [(OSError("reset"), "reset"), (TimeoutError(), "TimeoutError")])
@@ -434,14 +439,13 @@ async def test_only_those_who_wait_for_a_router_that_is_away_run_out_of_patience
     if not sound:
         listed.it.failed(listed.target, "reset", at_once=True)
         listed.error = OSError("reset")
-    listed.it._watching = asyncio.create_task(listed.it._watch())
+    watching = asyncio.create_task(listed.it._watch())
     for _ in range(5):
         listed.gate.servers_changed.set()
         for _ in range(10):
             await asyncio.sleep(0)
     assert next(seconds) >= 5 and listed.outages.empty()
-    await listed.it.close()
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    watching.cancel()
 
 
 @pytest.mark.parametrize("reply", [{"workers": 3}, {}, [], {"workers": ["http://s:0"]}])
