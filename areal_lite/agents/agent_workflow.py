@@ -1,5 +1,7 @@
 """The workflow around an agent: opens a session, runs the agent, and turns what it returns into rewards."""
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 import os

@@ -4,6 +4,8 @@ For workflows that call the model themselves. An agent with ``async run()`` uses
 ``ArealOpenAI`` are AReaL's.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -6,6 +6,8 @@ Read workflow_api (what users write), engine_api (what an episode calls), trajec
 that comes about) and tensor_dict (AReaL's view of it).
 """
 
+from __future__ import annotations
+
 import importlib
 from typing import TYPE_CHECKING
 

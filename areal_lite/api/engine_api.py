@@ -1,5 +1,7 @@
 """The inference engine as workflows see it, and what its callers give it beside a workflow: rows and filters."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """The episode that the running code belongs to, and what it records there: a contextvar, isolated between episodes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field

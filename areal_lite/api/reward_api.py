@@ -5,6 +5,8 @@ finite numbers all raise. What a function returns beside its reward goes into th
 accidents (endless loops, memory, ``os._exit``); it is not a sandbox against an attacker.
 """
 
+from __future__ import annotations
+
 import asyncio
 import atexit
 import inspect

@@ -1,5 +1,7 @@
 """A reward that a function returned, checked; imports little, because each process that computes rewards loads it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """Objects that all episodes of an engine share, such as HTTP clients: made on first use, closed with the engine."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar

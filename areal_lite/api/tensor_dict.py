@@ -15,6 +15,8 @@ Other keys pass through: tensors and lists with B entries are merged, anything e
 first. torch is loaded only when a dict is made or merged.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,6 +3,8 @@
 Sequences are made when the episode ends; turns, which show how they came about, on first use.
 """
 
+from __future__ import annotations
+
 import math
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence

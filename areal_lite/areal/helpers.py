@@ -1,5 +1,7 @@
 """AReaL's helpers that areal_lite itself has no need for; those for tracing do nothing, as dumps have all times."""
 
+from __future__ import annotations
+
 import copy
 import functools
 import logging

@@ -4,6 +4,8 @@ No file has a path of the table. Importing one gives the module of ours that it 
 load with their first use. Other modules of AReaL raise an ImportError that says what replaces them.
 """
 
+from __future__ import annotations
+
 import importlib
 import sys
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """AReaL's reward functions for mathematics, with the package math-verify (``pip install 'areal-lite[math]'``)."""
 
+from __future__ import annotations
+
 import functools
 import logging
 from importlib.util import find_spec

@@ -1,5 +1,7 @@
 """AReaL's public names and modules that areal_lite does not have, and what replaces each."""
 
+from __future__ import annotations
+
 _TRAIN = "`areal-lite train run.yaml` trains; from Python, areal_lite.Trainer(config).train(workflow=...)"
 _YAML = "write these settings in the run's YAML; `areal-lite train --help all` lists every key"
 _SERVERS = "set server.backend, server.replicas and server.args, or name running servers in rollout.addresses"

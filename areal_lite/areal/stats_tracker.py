@@ -1,5 +1,7 @@
 """AReaL's statistics: the mean of each value over the accepted episodes of a step is the metric ``scope/name``."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from areal_lite.api.episode_context import record_scalars

@@ -1,5 +1,7 @@
 """The sections of dataset rows: ``train_dataset:`` and ``eval_dataset:``."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal

@@ -1,6 +1,8 @@
 """Load objects by dotted path. Importing runs code, so a config that came with a folder is read under
 :func:`importing`, where nothing is loaded."""
 
+from __future__ import annotations
+
 import contextlib
 import difflib
 import hashlib

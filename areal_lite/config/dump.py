@@ -1,5 +1,7 @@
 """A config as YAML text that loads back to an equal config, except that API keys and tokens are masked."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from typing import Any

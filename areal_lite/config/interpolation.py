@@ -5,6 +5,8 @@
 reference keeps its type; text for a key that does not take text is read as YAML.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

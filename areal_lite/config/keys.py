@@ -1,5 +1,7 @@
 """The keys of the config classes: all of them with type, default and meaning, or one by its dotted path."""
 
+from __future__ import annotations
+
 import dataclasses
 import types
 import typing

@@ -5,6 +5,8 @@ dotted path, so it must be trusted; it is still parsed as plain data (``SafeLoad
 ``${...}`` before validation.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import importlib

@@ -1,5 +1,7 @@
 """The ``rollout:`` section: inference servers, scheduling, staleness, faults, agents and rewards."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import field
 from pathlib import Path

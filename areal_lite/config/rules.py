@@ -5,6 +5,8 @@ the command too (a greedy rollout is fine, a greedy training run is not), so a r
 anything: :func:`check_rollouts` for every run with rollouts, :func:`check_training` for one that trains.
 """
 
+from __future__ import annotations
+
 import logging
 
 from areal_lite.config.dataset_config import DatasetConfig, refuse_idle

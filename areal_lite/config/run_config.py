@@ -1,5 +1,7 @@
 """The top of a run's YAML: its sections, when it evaluates and what it saves."""
 
+from __future__ import annotations
+
 from dataclasses import field
 from typing import Annotated, Any, Literal
 

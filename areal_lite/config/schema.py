@@ -1,5 +1,7 @@
 """Strictness, number types, rules and docstrings, which all config records share."""
 
+from __future__ import annotations
+
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field

@@ -3,6 +3,8 @@
 ``kind`` at the top of a file selects one; a file without it is a reinforcement learning run.
 """
 
+from __future__ import annotations
+
 from dataclasses import field
 from typing import Annotated, Literal
 

@@ -1,5 +1,7 @@
 """The ``trainer:`` section: optimizer, algorithm and losses."""
 
+from __future__ import annotations
+
 from dataclasses import field
 from typing import Any, Literal
 

@@ -3,6 +3,8 @@
 Duplicate keys, aliases that repeat too much and files that are too large are refused.
 """
 
+from __future__ import annotations
+
 import difflib
 import itertools
 from collections.abc import Callable

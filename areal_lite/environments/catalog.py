@@ -4,6 +4,8 @@
 its library, so that a finished run can be looked at where it is not installed.
 """
 
+from __future__ import annotations
+
 import difflib
 import importlib
 from collections.abc import Callable, Mapping

@@ -1,5 +1,7 @@
 """What an environment is: three methods that a class of the user's has, and the records that they return."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol

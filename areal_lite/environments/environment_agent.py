@@ -4,6 +4,8 @@ The model's wrong tool arguments and wrong actions are answered, and it acts aga
 environment raises, or does not answer in time, fails the episode with the kind ``environment``.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import json

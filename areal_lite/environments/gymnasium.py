@@ -5,6 +5,8 @@ else the numbers; an action is the last one that the model names, by name or num
 several numbers. Functions of the user's replace either.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import math

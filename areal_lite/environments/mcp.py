@@ -7,6 +7,8 @@ The connection lives in a task of its own: when a server dies, its client cancel
 not be the episode's.
 """
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 import shlex

@@ -1,5 +1,7 @@
 """``openenv:URL``: a server of OpenEnv's protocol, a WebSocket session per episode; its package is not needed."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

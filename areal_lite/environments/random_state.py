@@ -7,6 +7,8 @@ because another episode may run there. One lock for the process keeps threads (`
 from seeing each other's; code outside of environments that draws in another thread at that moment is not kept away.
 """
 
+from __future__ import annotations
+
 import contextlib
 import random
 import threading

@@ -1,5 +1,7 @@
 """``reasoning-gym:TASK``: questions with a verifier, one answer each. Rows are generated: row i from ``seed + i``."""
 
+from __future__ import annotations
+
 import difflib
 import re
 from functools import cache, partial

@@ -3,6 +3,8 @@
 Each seat reads only what is new to it. The rewards of all seats come with the end of the game.
 """
 
+from __future__ import annotations
+
 import difflib
 from typing import Any
 

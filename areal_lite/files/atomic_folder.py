@@ -6,6 +6,8 @@ renamed: under its final name it is always complete, even after a crash. The man
 below a parent folder.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -4,6 +4,8 @@
 first without a number). Without the variable a crash point does nothing.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 

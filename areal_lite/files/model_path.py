@@ -4,6 +4,8 @@ A name that cannot be had is an error within two seconds: huggingface_hub retrie
 lacks, and this asks once.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import re

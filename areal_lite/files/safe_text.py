@@ -4,6 +4,8 @@ A secret is a text with the form of a known kind of key, the password or token o
 or the value of an environment variable of this process whose name says that it is one.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import re

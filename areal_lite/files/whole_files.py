@@ -4,6 +4,8 @@ A file under its final name is complete: it is written under a temporary name an
 remote file changes; delete the copy to download it again.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import os

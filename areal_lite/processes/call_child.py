@@ -4,6 +4,8 @@ Its first imports are few, because a pool starts it while an episode waits. Each
 or arguments to call it with. Each reply is JSON (:mod:`areal_lite.processes.channel`).
 """
 
+from __future__ import annotations
+
 import pickle
 import resource
 import socket

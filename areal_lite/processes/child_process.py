@@ -7,6 +7,8 @@ reaped the leader, its id names the group and no other process, so a signal cann
 the group for a session of its own survives, unless the program is the script :mod:`.process_tree`.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import fcntl

@@ -1,5 +1,7 @@
 """Many deadlines with one timeout."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar

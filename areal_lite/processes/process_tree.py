@@ -11,6 +11,8 @@ meanwhile: one that came while Python starts would end the script by its default
 It imports little, since an episode waits for it; pathlib alone takes 10 ms.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import json

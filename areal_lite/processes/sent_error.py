@@ -1,5 +1,7 @@
 """An exception of a child process, as it is sent to the run and raised there again."""
 
+from __future__ import annotations
+
 import builtins
 import contextlib
 import traceback

@@ -1,5 +1,7 @@
 """The line of a user's code that a thread is at."""
 
+from __future__ import annotations
+
 import sys
 import sysconfig
 import threading

@@ -6,6 +6,8 @@ Linux, only those of its process group. It limits accidents; it is not a sandbox
 what runs as another user stays.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json

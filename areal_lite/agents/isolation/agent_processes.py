@@ -1,5 +1,7 @@
 """Agents in processes of a pool, each one episode at a time (``rollout.agents.isolation: process``)."""
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 import os

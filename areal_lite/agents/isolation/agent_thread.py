@@ -1,5 +1,7 @@
 """Runs an agent in a thread of its own, where it may block."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import contextvars

@@ -3,6 +3,8 @@
 Guarantees that parsing never raises.
 """
 
+from __future__ import annotations
+
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass

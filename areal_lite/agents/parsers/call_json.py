@@ -1,5 +1,7 @@
 """Read tool calls written as JSON, also if the JSON is broken. Never raises, whatever the depth or the text."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Container

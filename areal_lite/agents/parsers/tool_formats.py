@@ -4,6 +4,8 @@ A format splits an answer into text, calls, and calls whose name cannot be read.
 because models that loop write thousands of them.
 """
 
+from __future__ import annotations
+
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

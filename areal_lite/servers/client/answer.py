@@ -3,6 +3,8 @@
 Of the answers that an episode keeps, prompts that extend one share its ids, and a rerun takes them as its own.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time

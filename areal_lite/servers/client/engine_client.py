@@ -28,6 +28,8 @@ What can still fail: an interrupted call whose server does not answer within ``I
 its episode samples them again when it is run again.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import hashlib

@@ -1,5 +1,7 @@
 """The model that a run trains, compared with what servers report about theirs."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -8,6 +8,8 @@ nothing about the request, and waiting for it is bounded by ``outage_patience_s`
 these would fail whole batches in the second in which a server restarts.
 """
 
+from __future__ import annotations
+
 import asyncio
 import random
 import time

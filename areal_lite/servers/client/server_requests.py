@@ -6,6 +6,8 @@ stream with tokens (``min_stream_tokens_per_s``). A reply that cannot be trusted
 read than what was asked for can take.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

@@ -4,6 +4,8 @@ Guarantees that the receiver of a stream gets each token of ``chunk()`` once, in
 complete, however the bytes are split.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import orjson

@@ -27,6 +27,8 @@ What can still fail: a server that acknowledges a version and serves another. Th
 with what was acknowledged, and reports the server as :meth:`Reconciler.behind`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

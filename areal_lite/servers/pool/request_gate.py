@@ -11,6 +11,8 @@ finds the room taken by a new one queues again, behind; it may be overtaken, but
 when it ends.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections import deque

@@ -4,6 +4,8 @@ Guarantees that a request goes to the usable server with the fewest outstanding 
 fails or serves old weights gets no requests, and that each change of a server's state is logged once, with its reason.
 """
 
+from __future__ import annotations
+
 import heapq
 import itertools
 import logging

@@ -5,6 +5,8 @@ Guarantees that a server which is down, behind or examined with old weights is r
 once it serves the newest.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

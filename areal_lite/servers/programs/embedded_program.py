@@ -1,5 +1,7 @@
 """The embedded server as a child process of a run. Imports no torch."""
 
+from __future__ import annotations
+
 import os
 import select
 import sys

@@ -1,5 +1,7 @@
 """The embedded server for own scripts, and settings of servers that are given one by one. Imports no torch."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,5 +1,7 @@
 """An inference server as a child process, whatever program it is, and the ports of servers. Imports no torch."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import random

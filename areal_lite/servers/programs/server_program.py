@@ -1,5 +1,7 @@
 """SGLang, vLLM and sglang-router as child processes: command lines, environment, and when they are ready."""
 
+from __future__ import annotations
+
 import contextlib
 import http.client
 import json

@@ -12,6 +12,8 @@ that is in a collective cannot be cancelled. So when one half fails, the other i
 closed under it; the thread then ends within the stall limit of :mod:`process_group`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import threading

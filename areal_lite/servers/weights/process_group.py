@@ -3,6 +3,8 @@
 The keys in its store are those of SGLang's groups, so that either end may be SGLang.
 """
 
+from __future__ import annotations
+
 from datetime import timedelta
 from typing import Any, Literal
 

@@ -1,5 +1,7 @@
 """The choice of ``rollout.weight_update``: by which medium a run publishes its weights."""
 
+from __future__ import annotations
+
 import logging
 import os
 from collections.abc import Callable, Iterator

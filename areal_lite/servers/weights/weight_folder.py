@@ -1,5 +1,7 @@
 """Published weights: ordinary Hugging Face folders, written atomically, so a server never loads half a version."""
 
+from __future__ import annotations
+
 import copy
 import json
 import math

@@ -7,6 +7,8 @@ A server is forgotten before its load begins rather than after it failed: betwee
 weights, and an answer that it gives then must not count as one of the version that it acknowledged before.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import secrets

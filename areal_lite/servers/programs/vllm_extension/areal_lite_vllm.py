@@ -1,5 +1,7 @@
 """Runs inside vLLM's workers (``--worker-extension-cls areal_lite_vllm.WorkerExtension``)."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
