@@ -118,11 +118,7 @@ class GenerationRequest:
             meta["e2e_latency"] = time.perf_counter() - self.arrived_at
         cached = {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
         meta |= {"cached_tokens_details": cached, "dp_rank": None, "response_sent_to_client_ts": time.time()}
-        return {
-            "text": self._text(decode, count, finished),
-            "output_ids": self.output_ids[:count],
-            "meta_info": meta,
-        }
+        return {"text": self._text(decode, count, finished), "output_ids": self.output_ids[:count], "meta_info": meta}
 
     def new_part(self, start: int) -> dict[str, Any]:
         """Return the output from token ``start`` on, as an event of a stream without repetitions and text."""

@@ -169,10 +169,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 async def _serve_until_signal(
-    config: EmbeddedServerConfig,
-    server: ModelServer,
-    on_ready: Callable[[str, int], None],
-    extend: Extend | None,
+    config: EmbeddedServerConfig, server: ModelServer, on_ready: Callable[[str, int], None], extend: Extend | None
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -185,12 +182,7 @@ async def _serve_until_signal(
 
 @asynccontextmanager
 async def listening(
-    server: ModelServer,
-    *,
-    host: str,
-    port: int,
-    extend: Extend | None = None,
-    limits: HttpLimits = _LIMITS,
+    server: ModelServer, *, host: str, port: int, extend: Extend | None = None, limits: HttpLimits = _LIMITS
 ) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
     loop = asyncio.get_running_loop()

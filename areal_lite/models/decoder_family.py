@@ -7,40 +7,24 @@ other families run their own forward pass. Layers may have a sliding window, but
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
-
-@dataclass(frozen=True, slots=True)
-class DecoderFamily:
-    """Differences between families that no layer shows by its parts."""
-
-    norms_add_one: bool = False
-    """Norms scale by one plus their weight."""
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")
+"""They begin the classes' names in transformers. Gemma's norms scale by one plus their weight."""
 
 
-FAMILIES = {
-    "Llama": DecoderFamily(),
-    "Mistral": DecoderFamily(),
-    "Qwen2": DecoderFamily(),
-    "Qwen3": DecoderFamily(),
-    "Gemma": DecoderFamily(norms_add_one=True),
-}
-"""The keys begin the classes' names in transformers."""
-
-
-def family_of(model: Any) -> DecoderFamily | None:
+def family_of(model: Any) -> str | None:
     """Return the family of a causal LM or of its decoder, None if its layers have another form."""
     # The whole class name, not ``config.model_type``: a subclass or a remote-code model may compute something else.
-    return FAMILIES.get(type(model).__name__.removesuffix("ForCausalLM").removesuffix("Model"))
+    name = type(model).__name__.removesuffix("ForCausalLM").removesuffix("Model")
+    return name if name in FAMILIES else None
 
 
 def fits_kernels(model: Any) -> bool:
     """Return whether norms and gates are those that compiled operations compute: plain scales, and SiLU."""
-    family = family_of(model)
-    return family is not None and not family.norms_add_one and model.config.hidden_act == "silu"
+    return family_of(model) not in (None, "Gemma") and model.config.hidden_act == "silu"
 
 
 class Heads(NamedTuple):

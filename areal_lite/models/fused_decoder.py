@@ -49,12 +49,7 @@ class FusedDecoder:
         )
 
     def states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        lengths: Sequence[int],
-        segments: Segments | None,
-        at: Tensor,
+        self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int], segments: Segments | None, at: Tensor
     ) -> Tensor:
         """Return the states ``[N, hidden]`` at the chosen tokens, float32.
 

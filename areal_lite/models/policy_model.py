@@ -36,11 +36,7 @@ _NOT_SCORABLE = {
 
 
 def load_policy(
-    model_path: str,
-    *,
-    device: torch.device,
-    gradient_checkpointing: bool = False,
-    lora: LoRAConfig | None = None,
+    model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, lora: LoRAConfig | None = None
 ) -> Any:
     """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train.
 

@@ -52,10 +52,7 @@ class EngineLifecycle(InferenceEngine):
         self._watchdog: LoopWatchdog | None = None
         self._workers: Workers | None = None
         self._executor = WorkflowExecutor(
-            self,
-            config,
-            on_end=self._on_end,
-            interrupt=lambda episodes: self._client.interrupt(episodes),
+            self, config, on_end=self._on_end, interrupt=lambda episodes: self._client.interrupt(episodes)
         )
 
     def initialize(self) -> Self:

@@ -16,21 +16,11 @@ _FEW_ITEMS = 1024
 """Up to here Karmarkar-Karp takes a few milliseconds; beyond, it gains almost nothing (benchmarks/packing_plans.py)."""
 
 
-def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
-    """Return ``k_partitions`` lists of indices with nearly equal total lengths.
+def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int) -> Parts:
+    """Return ``k_partitions`` sorted lists of indices into ``lengths`` with nearly equal total lengths.
 
-    Returns the better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs,
-    unless ``equal_size`` makes the latter cheap.
-
-    Args:
-        k_partitions: Number of parts; at most the number of items.
-        equal_size: Parts also have equally many items, or counts that differ by one.
-
-    Returns:
-        Indices into ``lengths``, sorted inside each part.
-
-    Raises:
-        ValueError: If there are fewer items than parts, no parts, or a negative length.
+    It is the better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs.
+    Raises ValueError if there are fewer items than parts, no parts, or a negative length.
     """
     if not 1 <= k_partitions <= len(lengths):
         raise ValueError(
@@ -39,11 +29,10 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int, eq
         )
     if (shortest := min(lengths)) < 0:
         raise ValueError(f"item {lengths.index(shortest)} has length {shortest}: it must be 0 or more")
-    methods = [longest_processing_time]
-    if equal_size or len(lengths) <= _FEW_ITEMS:
-        methods.append(karmarkar_karp)
-    candidates = (method(lengths, k_partitions, equal_size) for method in methods)
-    return min(candidates, key=lambda parts: max(totals(lengths, parts)))
+    parts = longest_processing_time(lengths, k_partitions)
+    if len(lengths) > _FEW_ITEMS:
+        return parts
+    return min(parts, karmarkar_karp(lengths, k_partitions), key=lambda parts: max(totals(lengths, parts)))
 
 
 def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
@@ -51,41 +40,30 @@ def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
     return [sum(lengths[index] for index in part) for part in parts]
 
 
-def longest_processing_time(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
-    """Give each item, longest first, to the lightest part so far; with ``equal_size`` only until it has its share.
+def longest_processing_time(lengths: Sequence[int], k_partitions: int) -> Parts:
+    """Give each item, longest first, to the lightest part so far.
 
     Source: Graham, Bounds on multiprocessing timing anomalies (1969).
     """
     parts: Parts = [[] for _ in range(k_partitions)]
-    share = len(lengths) // k_partitions if equal_size else len(lengths)
     # The count comes second, so items of length 0 fill empty parts first.
     lightest = [(0, 0, part) for part in range(k_partitions)]
-    waiting: list[tuple[int, int, int]] = []
     for index in _longest_first(lengths):
-        if not lightest:
-            lightest, waiting = sorted(waiting), []
-        total, count, part = heapq.heappop(lightest)
+        total, count, part = lightest[0]
         parts[part].append(index)
-        entry = total + lengths[index], count + 1, part
-        if count + 1 < share:
-            heapq.heappush(lightest, entry)
-        else:
-            waiting.append(entry)
+        heapq.heapreplace(lightest, (total + lengths[index], count + 1, part))
     return [sorted(part) for part in parts]
 
 
-def karmarkar_karp(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
+def karmarkar_karp(lengths: Sequence[int], k_partitions: int) -> Parts:
     """Merge the two partial solutions of largest spread, heavy parts with light ones, until one is left.
 
     A partial solution lists only its non-empty parts, heaviest first, so most merges touch few of them. The initial
-    ones hold one item each or, with ``equal_size``, ``k_partitions`` items of similar length, one per part.
+    ones hold one item each.
 
-    Source: Karmarkar and Karp, The differencing method of set partitioning (1982). ``equal_size`` follows Michiels et
-    al., Performance ratios for the differencing method applied to balanced number partitioning (2003).
+    Source: Karmarkar and Karp, The differencing method of set partitioning (1982).
     """
     k = k_partitions
-    order = _longest_first(lengths)
-    step = k if equal_size else 1
     children: list[tuple[int, int]] = []
 
     def ranked(solution: list[_Entry]) -> tuple[int, int, list[_Entry]]:
@@ -101,10 +79,7 @@ def karmarkar_karp(lengths: Sequence[int], k_partitions: int, equal_size: bool =
         merged.sort(reverse=True)
         return merged
 
-    heap = [
-        ranked([(lengths[index], index) for index in order[start : start + step]])
-        for start in range(0, len(order), step)
-    ]
+    heap = [ranked([(lengths[index], index)]) for index in _longest_first(lengths)]
     heapq.heapify(heap)
     while len(heap) > 1:
         largest = heapq.heappop(heap)[2]

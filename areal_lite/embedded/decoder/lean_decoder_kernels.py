@@ -58,8 +58,7 @@ class LayerOperations:
     """True if the slots of a pass need equally many tokens."""
 
     def __init__(self, model: Any) -> None:
-        family = family_of(model)
-        self._norms_add_one = family is not None and family.norms_add_one
+        self._norms_add_one = family_of(model) == "Gemma"
 
     def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
         """Store keys and values, and return what is read ``[n, q, queries * width]``.

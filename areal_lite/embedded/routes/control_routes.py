@@ -38,12 +38,7 @@ class ControlRoutes:
         router.add_post("/continue_generation", self._continue)
         router.add_post("/flush_cache", self._flush_cache)
         router.add_get("/flush_cache", self._flush_cache)
-        for path in (
-            "/model_info",
-            "/server_info",
-            "/get_model_info",
-            "/get_server_info",
-        ):
+        for path in ("/model_info", "/server_info", "/get_model_info", "/get_server_info"):
             router.add_get(path, self._info)
         router.add_get("/v1/loads", self._loads)
         router.add_get("/v1/models", self._models)

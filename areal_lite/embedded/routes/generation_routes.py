@@ -31,13 +31,7 @@ class GenerationRoutes:
     """Turns bodies into requests to the model, and their tokens into replies."""
 
     def __init__(
-        self,
-        model: ModelThread,
-        weights: WeightRoutes,
-        *,
-        decode: Decode,
-        grammars: GrammarCompiler,
-        seed: int,
+        self, model: ModelThread, weights: WeightRoutes, *, decode: Decode, grammars: GrammarCompiler, seed: int
     ) -> None:
         """Prepare the routes.
 

@@ -77,9 +77,7 @@ class WeightRoutes:
                 checkpoint = await asyncio.to_thread(self._check_checkpoint, path)
                 await self._model.command(
                     lambda: self._scheduler.change_weights(
-                        lambda: self._load(checkpoint),
-                        version,
-                        abort_all=fields.get("abort_all_requests") is True,
+                        lambda: self._load(checkpoint), version, abort_all=fields.get("abort_all_requests") is True
                     )
                 )
             except (ArealLiteError, OSError) as error:
