@@ -30,32 +30,25 @@ def aborted(message: str = "Aborted") -> FinishReason:
 class GenerationRequest:
     """One prompt, one output."""
 
-    rid: str
-    """Unique among live requests."""
+    rid: str  # unique among live requests
     prompt: list[int]
     params: SamplingParams
-    seed: int
-    """64 bits. Seed and position decide every random choice of this output."""
+    seed: int  # 64 bits. Seed and position decide every random choice of this output.
     return_logprob: bool = False
     top_logprobs_num: int = 0
     stream: bool = False
-    incremental: bool = False
-    """Events of a stream hold new tokens only."""
-    num_continued: int = 0
-    """Prompt ids at the end that an earlier request sampled and this one continues."""
+    incremental: bool = False  # events of a stream hold new tokens only
+    num_continued: int = 0  # prompt ids at the end that an earlier request sampled and this one continues
 
-    grammar: Grammar | None = None
-    """Constraint of the output, after ``num_continued`` ids."""
+    grammar: Grammar | None = None  # constraint of the output, after ``num_continued`` ids
 
-    output_ids: list[int] = field(default_factory=list)
-    """Sampled ids, including the stop token."""
+    output_ids: list[int] = field(default_factory=list)  # sampled ids, including the stop token
     output_logprobs: list[float] = field(default_factory=list)
     """One per output id: log_softmax(logits / temperature), before any filter."""
     output_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     version_spans: list[list[Any]] = field(default_factory=list)
     """``[version, start, end]`` ranges of the output ids, in order and without gaps."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV the first prefill copied instead of computing."""
+    cached_tokens: int = 0  # prompt tokens whose KV the first prefill copied instead of computing
     num_retractions: int = 0
     finish_reason: FinishReason | None = None
     arrived_at: float = field(default_factory=time.perf_counter)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_CACHED = 64
-_FORMATS: dict[str, Any] = {"regex": "regex", "ebnf": "gbnf"}
-"""Our names of constraints -> llguidance's."""
+_FORMATS: dict[str, Any] = {"regex": "regex", "ebnf": "gbnf"}  # our names of constraints -> llguidance's
 _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One line, as SGLang's and vLLM's flags give: a small model fills its budget with free white space."""
 
@@ -73,10 +72,8 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a request, None if it is unconstrained.
-
-        Raises:
-            BadRequest: If the constraint is invalid, or llguidance is missing.
+        """Return the grammar of a request, None if it is unconstrained. Raises BadRequest if the constraint is invalid,
+        or llguidance is missing.
         """
         constraint = params.constraint
         if constraint is None:

@@ -120,10 +120,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:
-        """Check that the slot cache reproduces the model's attention.
-
-        Raises:
-            ConfigError: If prefill, extension and decoding do not give the logits of one plain pass.
+        """Check that the slot cache reproduces the model's attention. Raises ConfigError if prefill, extension and
+        decoding do not give the logits of one plain pass.
         """
         try:
             difference = self._difference_to_plain_forward()
@@ -195,13 +193,11 @@ class ModelRunner:
 
 
 def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
-    """Load a causal language model for inference.
+    """Load a causal language model for inference. Raises ConfigError before the weights are read, if the layers have
+    another attention than full or sliding windows.
 
     Args:
         model_path: Directory with config.json and weights.
-
-    Raises:
-        ConfigError: Before the weights are read, if the layers have another attention than full or sliding windows.
     """
     config = AutoConfig.from_pretrained(str(model_path))  # nosec B615 # a folder
     if unsupported := unsupported_layers(config):

@@ -25,10 +25,8 @@ class Sampled(NamedTuple):
     """One sampled token per request."""
 
     tokens: list[int]
-    logprobs: list[float]
-    """Nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits."""
-    top: list[list[tuple[float, int]]]
-    """Per request, the ``top_logprobs_num`` most probable ``(log-prob, id)``."""
+    logprobs: list[float]  # nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits
+    top: list[list[tuple[float, int]]]  # per request, the ``top_logprobs_num`` most probable ``(log-prob, id)``
 
 
 def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:

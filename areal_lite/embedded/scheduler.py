@@ -38,8 +38,7 @@ class BatchLimits:
     max_running_requests: int
     max_total_tokens: int
     """Limit on prompt plus ``max_new_tokens``, summed over running requests. A request above the limit runs alone."""
-    max_prefill_tokens: int
-    """Tokens of the prompts of one step, with padding; a longer prompt is the only one."""
+    max_prefill_tokens: int  # tokens of the prompts of one step, with padding; a longer prompt is the only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,7 @@ class _Prefill:
 
     requests: list[GenerationRequest]
     tokens: list[int]
-    donor: int | None
-    """Slot to copy the first ``past`` columns from."""
+    donor: int | None  # slot to copy the first ``past`` columns from
     past: int
 
 

@@ -44,10 +44,8 @@ class ModelServer(NamedTuple):
 
 
 def resolve_model_path(model_path: str) -> Path:
-    """Return the directory of a model; download it if ``model_path`` is a name on the Hugging Face Hub.
-
-    Raises:
-        ConfigError: If the directory cannot be served, or the download fails.
+    """Return the directory of a model; download it if ``model_path`` is a name on the Hugging Face Hub. Raises
+    ConfigError if the directory cannot be served, or the download fails.
     """
     check_model_path(model_path)
     check_text_model(model_path)
@@ -74,14 +72,12 @@ def serve(
     on_ready: Callable[[str, int], None],
     extend: Extend | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT. Raises ConfigError if model, port or device cannot be used; if possible before
+    torch is imported.
 
     Args:
         on_ready: Called with host and port once the server answers requests.
         extend: Adds routes.
-
-    Raises:
-        ConfigError: If model, port or device cannot be used; if possible before torch is imported.
     """
     directory = resolve_model_path(served.model_path)
     check_port(config.host, config.port)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""Kinds of layers, as transformers' ``layer_types`` names them."""
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers' ``layer_types`` names them
 
 
 def window_of(config: Any) -> int | None:

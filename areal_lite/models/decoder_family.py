@@ -33,18 +33,15 @@ class Heads(NamedTuple):
     queries: int
     keys: int
     width: int
-    scale: float
-    """Factor of the scores."""
+    scale: float  # factor of the scores
 
 
 class DecoderLayer(NamedTuple):
     """The parts of a layer. Every linear layer may have a bias."""
 
-    attention: Any
-    """The model's own, for its sizes and norms."""
+    attention: Any  # the model's own, for its sizes and norms
     input_norm: Any
-    qkv: Any
-    """Three linear layers, or the product that stands for them; so are the other linear layers."""
+    qkv: Any  # three linear layers, or the product that stands for them; so are the other linear layers
     output: Any
     mlp_norm: Any
     gate_up: Any

@@ -28,10 +28,8 @@ _PREFIX = "base_model.model."  # of every name in peft's files
 
 
 def add_adapters(model: Any, config: LoRAConfig) -> None:
-    """Add float32 adapters with zero effect to the model's linear layers; only the adapters train from here on.
-
-    Raises:
-        ConfigError: If peft is not installed, or ``config.target_modules`` names something that is not a linear layer.
+    """Add float32 adapters with zero effect to the model's linear layers; only the adapters train from here on. Raises
+    ConfigError if peft is not installed, or ``config.target_modules`` names something that is not a linear layer.
     """
     try:
         from peft import LoraConfig
@@ -102,10 +100,8 @@ def write_adapters(model: Any, folder: Path) -> None:
 
 
 def load_adapters(model: Any, folder: Path) -> None:
-    """Load the adapters that :func:`write_adapters` wrote, bit for bit.
-
-    Raises:
-        CheckpointError: If the saved adapters have other layers, rank or alpha.
+    """Load the adapters that :func:`write_adapters` wrote, bit for bit. Raises CheckpointError if the saved adapters
+    have other layers, rank or alpha.
     """
     from peft import get_peft_model_state_dict
 

@@ -23,8 +23,7 @@ from areal_lite.models.lora import add_adapters
 
 logger = logging.getLogger(__name__)
 
-CPU_INFO = Path("/proc/cpuinfo")
-"""Lists the instructions of each CPU core, on Linux."""
+CPU_INFO = Path("/proc/cpuinfo")  # lists the instructions of each CPU core, on Linux
 
 _NOT_SCORABLE = {
     "falcon with alibi": "which takes no mask for several sequences",
@@ -38,11 +37,9 @@ _NOT_SCORABLE = {
 def load_policy(
     model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, lora: LoRAConfig | None = None
 ) -> Any:
-    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train.
-
-    Raises:
-        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights,
-            or adapters cannot be added.
+    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train. Raises
+    ConfigError if ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights, or
+    adapters cannot be added.
     """
     model, missing = load_pretrained(AutoModelForCausalLM, model_path, what="causal LM")
     if missing:
@@ -88,10 +85,8 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
 
 
 def check_scorable(model_path: str, *, key: str = "model_path") -> None:
-    """Refuse a model whose log-probs the trainer cannot compute, by its config alone; ``key`` is for errors.
-
-    Raises:
-        ConfigError: If it is one of them.
+    """Refuse a model whose log-probs the trainer cannot compute, by its config alone; ``key`` is for errors. Raises
+    ConfigError if it is one of them.
     """
     try:
         config, _ = PretrainedConfig.get_config_dict(model_path)

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FIRST_TRY = 1024
-"""Most probable tokens to sort first; the whole vocabulary is sorted only where top-p keeps more."""
-DROPPED = -1e30
-"""Log-prob of a dropped token: finite, so that probability times log-prob is 0."""
+_FIRST_TRY = 1024  # most probable tokens to sort first; the whole vocabulary is sorted only where top-p keeps more
+DROPPED = -1e30  # log-prob of a dropped token: finite, so that probability times log-prob is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +24,7 @@ class Truncation:
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
-    reported: bool = False
-    """True if the engine's log-probs are renormalized already, as vLLM's processed ones are."""
+    reported: bool = False  # True if the engine's log-probs are renormalized already, as vLLM's processed ones are
 
     @torch.no_grad()
     def smallest_kept(self, logprobs: Tensor) -> Tensor:

@@ -58,8 +58,7 @@ T = TypeVar("T")
 class RLRun(TrainingRun[Evaluation]):
     config: RunConfig
     trainer: PolicyTrainer
-    driver: RolloutDriver | None
-    """None on ranks other than the first."""
+    driver: RolloutDriver | None  # None on ranks other than the first
     profiler: StepProfiler
     snapshots: MemorySnapshots
     publish_version: Publish

@@ -25,10 +25,7 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
     """Run the workflow once on every training row, without training, and return the results.
 
     With ``rollout.dump_to_file`` the episodes are dumped under ``rollout/``. rollout_metrics.jsonl gets one record,
-    which ``on_step`` sees.
-
-    Raises:
-        EpisodeError: If every group failed.
+    which ``on_step`` sees. Raises EpisodeError if every group failed.
     """
     check_startable(config)
     check_rows_end(config)

@@ -42,8 +42,7 @@ _RENDERING = (
 class TrainingData:
     """The training rows, the packer that turns them into workflow input and episodes into batches, the workflow."""
 
-    dataset: Any
-    """None if a generator makes the rows."""
+    dataset: Any  # None if a generator makes the rows
     packer: DataPacker
     source: RolloutDataSourceWithBuffer
     workflow: WorkflowChoice
@@ -126,8 +125,7 @@ class WorkflowChoice:
     """The workflow of a run: what the YAML names, or what Python code passed instead."""
 
     workflow: WorkflowLike
-    given: Mapping[str, Any]
-    """Constructor arguments from the YAML or from Python code."""
+    given: Mapping[str, Any]  # constructor arguments from the YAML or from Python code
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:

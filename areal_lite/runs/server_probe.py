@@ -27,8 +27,7 @@ MAX_DIFFERENCE = 0.25
 USUAL_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |difference| in nats that rounding explains, by the lower precision of server and trainer."""
 
-Answer = tuple[str, list[int], list[float]]
-"""URL of a server, and the tokens of its answer with their log-probs."""
+Answer = tuple[str, list[int], list[float]]  # URL of a server, and the tokens of its answer with their log-probs
 
 
 def usual_difference(config: RunConfig) -> float:

@@ -22,11 +22,9 @@ class Stopped(KeyboardInterrupt):
     """SIGINT or SIGTERM asked the command to stop."""
 
 
-_signal = 0
-"""The first signal that asked this process, or a rank it trains with, to stop."""
+_signal = 0  # the first signal that asked this process, or a rank it trains with, to stop
 _finishing = 0
-work_left: Callable[[], Sequence[str]] = tuple
-"""Returns what a stop of this process waits for, in order and in words."""
+work_left: Callable[[], Sequence[str]] = tuple  # returns what a stop of this process waits for, in order and in words
 
 
 @contextmanager

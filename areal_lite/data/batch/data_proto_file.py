@@ -27,8 +27,7 @@ from areal_lite.files.whole_files import storing, write_whole
 _FORMAT = "areal_lite.DataProto"
 _SCHEMA = "1"
 _JSON = "json"
-_KIND = "$"
-"""``{"$": kind, "value": ...}`` stands for a value that JSON cannot express."""
+_KIND = "$"  # ``{"$": kind, "value": ...}`` stands for a value that JSON cannot express
 _MADE_UNDER = "cached_batch_made_under"
 
 
@@ -54,10 +53,8 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
 
 
 def load_data_proto(path: Path | str) -> DataProto:
-    """Return the batch that :func:`save_data_proto` wrote, on the CPU.
-
-    Raises:
-        ConfigError: If the file is missing, truncated, from another program, or from a later version.
+    """Return the batch that :func:`save_data_proto` wrote, on the CPU. Raises ConfigError if the file is missing,
+    truncated, from another program, or from a later version.
     """
     try:
         with safe_open(path, framework="pt") as file:

@@ -10,8 +10,7 @@ import heapq
 from collections.abc import Sequence
 
 Parts = list[list[int]]
-_Entry = tuple[int, int]
-"""Total length of a part, and its node in the tree of merged items."""
+_Entry = tuple[int, int]  # total length of a part, and its node in the tree of merged items
 _FEW_ITEMS = 1024
 """Up to here Karmarkar-Karp takes a few milliseconds; beyond, it gains almost nothing (benchmarks/packing_plans.py)."""
 

@@ -128,12 +128,9 @@ class EndMark(NamedTuple):
 
     text: str
     """A special token and, if the template always writes an EOS token later, all up to that; empty if there is none."""
-    rest: str
-    """Text after the mark in a conversation that ends with an answer."""
-    only_continued: bool = False
-    """True if it is written only once another message follows."""
-    after_calls: str | None = None
-    """Under the rule next_role: the end after tool calls."""
+    rest: str  # text after the mark in a conversation that ends with an answer
+    only_continued: bool = False  # True if it is written only once another message follows
+    after_calls: str | None = None  # under the rule next_role: the end after tool calls
     before: str | None = None
     """Text between an answer and a mark that is written only once another message follows; None if it replaces some."""
 

@@ -65,8 +65,7 @@ class EncodedPrompt:
 
     messages: list[dict[str, Any]]
     text: str
-    input_ids: list[int]
-    """Neither padded nor truncated."""
+    input_ids: list[int]  # neither padded nor truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,7 @@ class PromptEncoder:
 
     config: DatasetConfig
     tokenizer: Any
-    system_prompt: str | None = None
-    """System message before a prompt that is text."""
+    system_prompt: str | None = None  # system message before a prompt that is text
 
     def __post_init__(self) -> None:
         if not self.config.apply_chat_template:

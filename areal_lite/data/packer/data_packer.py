@@ -100,10 +100,8 @@ PackerClass = TypeVar("PackerClass", bound=type[DataPacker])
 
 
 def register_data_packer(*model_types: str) -> Callable[[PackerClass], PackerClass]:
-    """Return a class decorator that registers a packer for these ``model_type``s of Hugging Face configs.
-
-    Raises:
-        ConfigError: If one of them has a packer already; then none is registered.
+    """Return a class decorator that registers a packer for these ``model_type``s of Hugging Face configs. Raises
+    ConfigError if one of them has a packer already; then none is registered.
     """
 
     def register(packer: PackerClass) -> PackerClass:

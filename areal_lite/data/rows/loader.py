@@ -134,10 +134,8 @@ class ResumableLoader:
         return full + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of this epoch.
-
-        Raises:
-            RuntimeError: If another iteration began or a position was restored meanwhile.
+        """Yield the remaining batches of this epoch. Raises RuntimeError if another iteration began or a position was
+        restored meanwhile.
         """
         self._iteration = mine = object()
         context = multiprocessing.get_context("forkserver")
@@ -192,10 +190,8 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``; restore the rows of a dataset that grew first.
 
-        A different dataset is recognized by its number of rows and the content of a few of them.
-
-        Raises:
-            ConfigError: If rows, batch size, sampler, shuffle or seed have changed.
+        A different dataset is recognized by its number of rows and the content of a few of them. Raises ConfigError if
+        rows, batch size, sampler, shuffle or seed have changed.
         """
         if changed := differences(state["fingerprint"], self._fingerprint()):
             raise ConfigError(

@@ -118,7 +118,8 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: Truncation = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and mask padded or truncated to ``max_length``.
+    """Return ids and mask padded or truncated to ``max_length``. Raises ValueError if a prompt is longer and
+    ``truncation`` is error, or an argument is invalid.
 
     Args:
         input_ids: ``[B, T]`` int64.
@@ -131,9 +132,6 @@ def postprocess_data(
 
     Returns:
         Two tensors ``[B, max_length]``.
-
-    Raises:
-        ValueError: If a prompt is longer and ``truncation`` is error, or an argument is invalid.
     """
     if truncation not in get_args(Truncation):
         raise ValueError(f"truncation is {truncation!r}: it must be one of {', '.join(get_args(Truncation))}")

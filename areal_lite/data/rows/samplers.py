@@ -43,10 +43,8 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 def make_curriculum(config: DatasetConfig, dataset: Sized) -> AbstractSampler | None:
-    """Return the curriculum that ``config.sampler`` names, over the rows of ``dataset``; None if it names none.
-
-    Raises:
-        ConfigError: If the class cannot be loaded, or does not implement :class:`AbstractSampler`.
+    """Return the curriculum that ``config.sampler`` names, over the rows of ``dataset``; None if it names none. Raises
+    ConfigError if the class cannot be loaded, or does not implement :class:`AbstractSampler`.
     """
     if config.sampler is None:
         return None

@@ -39,8 +39,7 @@ Row = dict[str, Any]
 _BATCH = 1000
 _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
-_WHOLE = range(-(1 << 63), 1 << 64)
-"""Integers that orjson reads and writes; it turns others into floats."""
+_WHOLE = range(-(1 << 63), 1 << 64)  # integers that orjson reads and writes; it turns others into floats
 
 
 @dataclass(slots=True)

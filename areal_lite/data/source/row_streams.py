@@ -26,15 +26,13 @@ from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.source_settings import DrawnRow, SourceSettings, checked_row
 from areal_lite.errors import ConfigError
 
-_AHEAD = 64
-"""Minimum rows read at once: from disk, many rows cost little more than one."""
+_AHEAD = 64  # minimum rows read at once: from disk, many rows cost little more than one
 
 
 class RowStream(ABC):
     """Draws rows; a subclass reads them."""
 
-    has_position = True
-    """False if there is no position to save."""
+    has_position = True  # False if there is no position to save
 
     def __init__(self, settings: SourceSettings) -> None:
         self.settings = settings
@@ -161,8 +159,7 @@ class CurriculumRows(DatasetRows):
         super().__init__(dataset, settings)
         self._sampler = sampler
         self._indices: Iterator[int] = iter(sampler)
-        self._lock = threading.Lock()
-        """Held while the sampler works: the trainer's thread updates it while others draw."""
+        self._lock = threading.Lock()  # held while the sampler works: the trainer's thread updates it while others draw
 
     def update(self, batch: Any) -> None:
         """Let the curriculum learn from a batch that was trained; any thread may call this."""

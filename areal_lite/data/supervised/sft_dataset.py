@@ -16,8 +16,7 @@ from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tok
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 
-_LONGEST_TOKEN = 128
-"""Characters of the longest token of a vocabulary."""
+_LONGEST_TOKEN = 128  # characters of the longest token of a vocabulary
 
 
 class SFTDataset(BaseDataset):

@@ -41,12 +41,10 @@ logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 Item = dict[str, torch.Tensor]
-Texts = tuple[ChatText, ...]
-"""Text of one item: a sequence, or a pair of them."""
+Texts = tuple[ChatText, ...]  # text of one item: a sequence, or a pair of them
 _CHUNK = 512
 _LOG_EVERY_S = 15.0
-_INDEX_FORMAT = 1
-"""Part of an index's file name; raise it when a row may give other items than before."""
+_INDEX_FORMAT = 1  # part of an index's file name; raise it when a row may give other items than before
 
 
 class BaseDataset(Dataset[Item], ABC):
@@ -102,8 +100,7 @@ class BaseDataset(Dataset[Item], ABC):
         self._padded = _padded_columns(rows)
         self._latest: tuple[int | None, Sequence[Texts]] = None, ()
         self._index = self._stored_index(paths)
-        self.dropped = Counter(self._index.dropped)
-        """Skipped sequences by reason."""
+        self.dropped = Counter(self._index.dropped)  # skipped sequences by reason
         reasons = ", ".join(f"{count} with {reason}" for reason, count in self.dropped.items())
         if not len(self):
             raise ConfigError(
@@ -214,19 +211,16 @@ class BaseDataset(Dataset[Item], ABC):
 
 
 class _CheckedRow(NamedTuple):
-    reasons: Sequence[str] = ()
-    """Reason for skipping each sequence; empty to train on it."""
+    reasons: Sequence[str] = ()  # reason for skipping each sequence; empty to train on it
     shortfalls: frozenset[Shortfall] = frozenset()
     error: str | None = None
 
 
 class _Index(NamedTuple):
-    rows: NDArray[np.int64]
-    """Row of each item, and the number of its sequence there."""
+    rows: NDArray[np.int64]  # row of each item, and the number of its sequence there
     places: NDArray[np.int32]
     dropped: Counter[str]
-    shortfalls: dict[str, int]
-    """Name of each shortfall, and the first row with it."""
+    shortfalls: dict[str, int]  # name of each shortfall, and the first row with it
 
     def save(self, path: Path) -> None:
         facts = json.dumps([self.dropped, self.shortfalls])

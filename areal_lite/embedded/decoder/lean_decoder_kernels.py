@@ -35,12 +35,9 @@ _MIN_FLOAT32 = 20_000_000  # weights; compiling takes longer than what a smaller
 class Turn(NamedTuple):
     """Rotary angles and mask of a pass."""
 
-    cos: Tensor
-    """``[n, q, 1, width]`` of the tokens' rotary angles."""
-    sin: Tensor
-    """The same; the first half has its sign changed."""
-    mask: Tensor | None
-    """``[n, 1, q * groups, kv]`` added to the scores; None if causal."""
+    cos: Tensor  # ``[n, q, 1, width]`` of the tokens' rotary angles
+    sin: Tensor  # the same; the first half has its sign changed
+    mask: Tensor | None  # ``[n, 1, q * groups, kv]`` added to the scores; None if causal
 
     @classmethod
     def of(cls, angles: tuple[Tensor, Tensor], mask: Tensor | None, groups: int) -> Turn:
@@ -54,8 +51,7 @@ class Turn(NamedTuple):
 class LayerOperations:
     """Rounds as the model's own forward does."""
 
-    pads = True
-    """True if the slots of a pass need equally many tokens."""
+    pads = True  # True if the slots of a pass need equally many tokens
 
     def __init__(self, model: Any) -> None:
         self._norms_add_one = family_of(model) == "Gemma"

@@ -28,8 +28,7 @@ class ForwardPlan:
     def __init__(self, *, slots: int, capacity: int, device: torch.device, window: int | None = None) -> None:
         self.slots = slots
         self.capacity = capacity
-        self.window = window or capacity
-        """Positions that a query of a windowed layer sees, its own included."""
+        self.window = window or capacity  # positions that a query of a windowed layer sees, its own included
         self.device = device
         self.used = torch.empty(0, dtype=torch.long)
         self.columns = torch.empty(0, 0, dtype=torch.long)

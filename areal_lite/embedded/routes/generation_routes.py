@@ -80,10 +80,7 @@ class GenerationRoutes:
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a streamed ``/generate`` call, for programs in this process.
 
-        Closing the iterator aborts the call.
-
-        Raises:
-            BadRequest: If the body is invalid.
+        Closing the iterator aborts the call. Raises BadRequest if the body is invalid.
         """
         one = await self._accept(body)
         with self._running(one):

@@ -30,12 +30,9 @@ class WeightRoutes:
         self._model = model
         self._scheduler = model.scheduler
         self._runner = model.scheduler.runner
-        self.model_path = model_path
-        """Folder of the served weights; updates change it."""
-        self._can_restore = True
-        """True while ``model_path`` holds the served weights."""
-        self.adapter: str | None = None
-        """Name of the adapter on the weights."""
+        self.model_path = model_path  # folder of the served weights; updates change it
+        self._can_restore = True  # True while ``model_path`` holds the served weights
+        self.adapter: str | None = None  # name of the adapter on the weights
         self._updating = asyncio.Lock()
         self._receiver = WeightReceiver(self._runner.device)
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-ARRAY, COUNT, NUMBER, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-"""Types of arguments."""
+ARRAY, COUNT, NUMBER, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int  # types of arguments
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", f"-I{Path(__file__).parent}"]
 
 

@@ -16,10 +16,8 @@ from transformers import AttentionInterface
 
 from areal_lite.models.attention_windows import added_to_scores, causal_window, short_windows
 
-EXACT = "areal_lite_exact"
-"""Name of the attention implementation."""
-MIN_ROWS = 16
-"""Fewest tokens of a forward pass; libraries have other kernels for fewer rows."""
+EXACT = "areal_lite_exact"  # name of the attention implementation
+MIN_ROWS = 16  # fewest tokens of a forward pass; libraries have other kernels for fewer rows
 _BLOCK = 32
 
 

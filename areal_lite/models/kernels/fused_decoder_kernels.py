@@ -24,8 +24,7 @@ from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.kernels.ragged_attention import Segments
 
-_PRODUCTS = 256
-"""Longest bin whose attention is plain products; torch's kernel is faster above."""
+_PRODUCTS = 256  # longest bin whose attention is plain products; torch's kernel is faster above
 _SCORES = 1 << 18
 """Attention scores that are computed at once, as a core's cache holds them, unless those of one bin are more."""
 _LONGEST = 8192

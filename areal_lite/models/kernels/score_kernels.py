@@ -30,14 +30,10 @@ _BLOCK_BYTES = 3 << 19
 class TokenScores(NamedTuple):
     """Scores of each trained token, ``[N]`` float32, from ``log_softmax(logits / temperature)``, then truncated."""
 
-    logprobs: Tensor
-    """Nats."""
-    entropy: Tensor
-    """Nats."""
-    sum_squared_probs: Tensor
-    """Over the vocabulary."""
-    log_kept: Tensor
-    """Log of the probability mass that the truncation keeps; 0 without one."""
+    logprobs: Tensor  # nats
+    entropy: Tensor  # nats
+    sum_squared_probs: Tensor  # over the vocabulary
+    log_kept: Tensor  # log of the probability mass that the truncation keeps; 0 without one
 
 
 Gradients = tuple[Tensor, Tensor | None]

@@ -27,8 +27,7 @@ from areal_lite.api.turn_tree import call_key, link_turns
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
 
-REPORTS = frozenset({"ready", "generate", "drop", "ended", "blocked", "log"})
-"""Kinds of messages from a worker."""
+REPORTS = frozenset({"ready", "generate", "drop", "ended", "blocked", "log"})  # kinds of messages from a worker
 RESPONSE_FIELDS = (
     *("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs", "stop_reason"),
     *("latency", "ttft", "started", "attempts", "server"),
@@ -36,8 +35,7 @@ RESPONSE_FIELDS = (
 """Fields of the answer to a call beside those of its request."""
 GCONFIG = TypeAdapter(GenerationHyperparameters)
 
-Columns = list[bytes]
-"""Arrays as bytes, in the order in which they were packed."""
+Columns = list[bytes]  # arrays as bytes, in the order in which they were packed
 ReadColumns = Sequence[bytes | bytearray]
 
 
