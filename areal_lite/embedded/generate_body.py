@@ -34,13 +34,8 @@ class GenerationLimits:
 def parse_generate(
     body: Any, *, grammar: Callable[[SamplingParams], Grammar | None], limits: GenerationLimits, draw: random.Random
 ) -> GenerationRequest:
-    """Check a ``/generate`` body and return its request. Raises BadRequest with the status and JSON body to answer.
-
-    Args:
-        body: The parsed JSON. Unknown top-level fields are ignored, as in SGLang.
-        grammar: Compiles the constraint of a request.
-        draw: Source of seeds for requests without one.
-    """
+    """Check a ``/generate`` body, whose unknown fields are ignored as in SGLang, and return its request. ``grammar``
+    compiles its constraint; ``draw`` gives a seed to a request without one. Raises BadRequest with what to answer."""
     if not isinstance(body, dict):
         raise wrong_type(f"the body must be a JSON object, got {type(body).__name__}.")
     unsupported = [name for name in _UNSUPPORTED if body.get(name)]

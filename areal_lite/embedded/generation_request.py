@@ -18,7 +18,7 @@ from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams
 
 FinishReason = dict[str, Any]
-Decode = Callable[[list[int], bool], str]
+Decode = Callable[[list[int], bool], str]  # ids, skip_special_tokens -> text
 
 
 def aborted(message: str = "Aborted") -> FinishReason:
@@ -83,12 +83,8 @@ class GenerationRequest:
         self.output_ids.append(token)
 
     def reply(self, decode: Decode, *, current_version: str) -> dict[str, Any]:
-        """Return the reply in the format of SGLang's ``/generate``, with the tokens so far.
-
-        Args:
-            decode: ``(ids, skip_special_tokens)`` to text.
-            current_version: Weight version to report if no token was sampled.
-        """
+        """Return the reply in the format of SGLang's ``/generate``, with the tokens so far, and ``current_version`` as
+        that of the weights if there are none."""
         # Read first because it is written last: once it is set, nothing else changes.
         finished = self.finish_reason
         count = len(self.output_ids)

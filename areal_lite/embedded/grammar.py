@@ -58,13 +58,8 @@ class GrammarCompiler:
     """Turns constraints into grammars over one tokenizer. For one thread."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        """Prepare; the first constraint loads the library and its view of the vocabulary, about a second.
-
-        Args:
-            tokenizer: A fast Hugging Face tokenizer.
-            vocab_size: Rows of the model's logits.
-            eos_ids: Ids that may follow a complete answer.
-        """
+        """Prepare; the first constraint loads the library and its view of the vocabulary, about a second. The
+        tokenizer is a fast one; ``eos_ids`` may follow a complete answer."""
         self._hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids

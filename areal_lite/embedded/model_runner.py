@@ -26,12 +26,8 @@ from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
 
 
 class ModelRunner:
-    """A causal language model with a slot cache.
-
-    Args:
-        exact: Compute a token with the same bits as the trainer does, if it is alone in its batch.
-        compiled: Compile operations where that makes decoding faster.
-    """
+    """A causal language model with a slot cache. ``exact`` computes a token with the same bits as the trainer does, if
+    it is alone in its batch; ``compiled`` compiles operations where that makes decoding faster."""
 
     def __init__(
         self, model: Any, *, slots: int, context_length: int, exact: bool = False, compiled: bool = True
@@ -74,16 +70,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, slots: list[int], tokens: list[list[int]], past: list[int]) -> Tensor:
-        """Run ``tokens`` after the first ``past`` columns of each of the ``slots``, and store their KV.
-
-        Args:
-            slots: ``[n]``, all different.
-            tokens: ``[n][<= q]`` ids, at least one per slot; if it ``pads``, a short list costs as much as the longest.
-            past: ``[n]`` number of columns per slot that precede these tokens.
-
-        Returns:
-            ``[n, vocab]`` logits of each slot's last token.
-        """
+        """Run ``tokens``, at least one per slot, after the first ``past`` columns of each of the ``slots``, which are
+        all different; store their KV, and return ``[n, vocab]`` logits of each slot's last token. If it ``pads``, a
+        short list of tokens costs as much as the longest."""
         decoder = self._decoder
         if decoder is not None and not decoder.pads:
             return self._forward_rows(decoder, slots, tokens, past)
@@ -139,10 +128,8 @@ class ModelRunner:
             )
 
     def _difference_to_plain_forward(self) -> float:
-        """Return the total variation distance between a plain pass and prefill + extension + decoding.
-
-        Windows are shortened, or so few tokens would not cross their border.
-        """
+        """Return the total variation distance between a plain pass and prefill + extension + decoding. Windows are
+        shortened, or so few tokens would not cross their border."""
         plan, window = self.cache.plan, self.cache.plan.window
         with short_windows(self.model, 3):
             plan.window = window_of(self.model.config) or window
@@ -194,11 +181,7 @@ class ModelRunner:
 
 def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
     """Load a causal language model for inference. Raises ConfigError before the weights are read, if the layers have
-    another attention than full or sliding windows.
-
-    Args:
-        model_path: Directory with config.json and weights.
-    """
+    another attention than full or sliding windows."""
     config = AutoConfig.from_pretrained(str(model_path))  # nosec B615 # a folder
     if unsupported := unsupported_layers(config):
         raise ConfigError(

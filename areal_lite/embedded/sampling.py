@@ -30,12 +30,8 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
-    """Sample the next token of each request.
-
-    Args:
-        logits: ``[n, vocab]``, any float type.
-        eos_ids: Ids that ``min_new_tokens`` excludes, besides the request's own stop ids.
-    """
+    """Sample the next token of each request from ``logits [n, vocab]`` of any float type. ``min_new_tokens`` excludes
+    ``eos_ids``, besides the request's own stop ids."""
     if logits.device.type == "cpu" and len(requests) > _ROWS:
         starts = range(0, len(requests), _ROWS)
         parts = [_sample(logits[i : i + _ROWS], requests[i : i + _ROWS], eos_ids) for i in starts]

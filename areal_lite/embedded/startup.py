@@ -72,13 +72,8 @@ def serve(
     on_ready: Callable[[str, int], None],
     extend: Extend | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError if model, port or device cannot be used; if possible before
-    torch is imported.
-
-    Args:
-        on_ready: Called with host and port once the server answers requests.
-        extend: Adds routes.
-    """
+    """Serve until SIGTERM or SIGINT; ``on_ready`` gets host and port once requests are answered. Raises ConfigError if
+    model, port or device cannot be used; if possible before torch is imported."""
     directory = resolve_model_path(served.model_path)
     check_port(config.host, config.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

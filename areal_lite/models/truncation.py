@@ -52,15 +52,8 @@ def _nucleus(largest: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def truncate_(logprobs: Tensor, targets: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Renormalize over the log-probs from ``least [n, 1]`` up and the targets; a target may miss by rounding.
-
-    Args:
-        logprobs: ``[n, vocabulary]``, overwritten.
-        targets: ``[n]`` sampled tokens, which are always kept.
-
-    Returns:
-        The log-probs ``[n, vocabulary]``, and the log of the kept mass ``[n]``.
-    """
+    """Renormalize ``logprobs [n, vocabulary]``, in place, over those from ``least [n, 1]`` up and the sampled
+    ``targets [n]``, which may miss it by rounding. Return them, and the log of the kept mass ``[n]``."""
     dropped = (logprobs < least).scatter_(1, targets[:, None], False)
     logprobs = logprobs.masked_fill_(dropped, DROPPED)
     log_kept = logprobs.logsumexp(1)

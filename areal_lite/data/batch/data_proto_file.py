@@ -158,11 +158,7 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class BatchCache:
-    """One file per training step.
-
-    Args:
-        made_under: Settings that a batch depends on, by name; JSON values.
-    """
+    """One file per training step. ``made_under`` are the settings that a batch depends on, JSON values by name."""
 
     def __init__(self, directory: Path | str, made_under: Mapping[str, Any]) -> None:
         self._directory = Path(directory)

@@ -149,11 +149,7 @@ class DatasetRows(RowStream):
 
 
 class CurriculumRows(DatasetRows):
-    """The rows of a dataset in the order of a curriculum, each chosen when it is needed.
-
-    Args:
-        sampler: The order of each epoch; it need not give every row.
-    """
+    """The rows of a dataset in the order of a curriculum, each chosen when needed; it need not give every row."""
 
     def __init__(self, dataset: Any, settings: SourceSettings, sampler: AbstractSampler) -> None:
         super().__init__(dataset, settings)

@@ -110,7 +110,6 @@ class SourceSettings:
 
 
 def checked_row(row: Any) -> Any:
-    """Return the row."""
     if not isinstance(row, Mapping | str | list):
         raise ConfigError(
             f"a row of the dataset is {row!r:.100}: each row must be a dict of columns, text, or a list of messages"

@@ -38,12 +38,8 @@ class ForwardPlan:
         self._rows: dict[int, Tensor] = {}
 
     def set(self, used: list[int], past: list[int], query_length: int) -> None:
-        """Plan a pass of ``query_length`` tokens per slot, right-padded.
-
-        Args:
-            used: ``[n]`` slots.
-            past: ``[n]`` columns of each slot that are already filled.
-        """
+        """Plan a pass of ``query_length`` tokens, right-padded, for each of the ``used`` slots, of which ``past``
+        columns are filled."""
         self.used = torch.tensor(used, device=self.device)
         starts = torch.tensor(past, device=self.device)
         columns = starts[:, None] + torch.arange(query_length, device=self.device)

@@ -20,11 +20,7 @@ _FLUSHED = (
 
 
 class ControlRoutes:
-    """Pauses and describes the model.
-
-    Args:
-        description: Fields that ``/server_info`` shows besides the counters.
-    """
+    """Pauses and describes the model; ``/server_info`` shows ``description`` besides the counters."""
 
     def __init__(self, model: ModelThread, weights: WeightRoutes, description: dict[str, Any]) -> None:
         self._model = model
@@ -33,7 +29,6 @@ class ControlRoutes:
         self._description = description
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
         router.add_post("/pause_generation", self._pause)
         router.add_post("/continue_generation", self._continue)
         router.add_post("/flush_cache", self._flush_cache)

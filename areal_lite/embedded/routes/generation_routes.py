@@ -33,14 +33,8 @@ class GenerationRoutes:
     def __init__(
         self, model: ModelThread, weights: WeightRoutes, *, decode: Decode, grammars: GrammarCompiler, seed: int
     ) -> None:
-        """Prepare the routes.
-
-        Args:
-            decode: ``(ids, skip_special_tokens)`` to text.
-            weights: Knows the adapter that requests may name.
-            grammars: Compiles the constraints of requests.
-            seed: Seed of the generator that draws seeds for requests without one.
-        """
+        """Take what requests need: ``weights`` knows the adapter that they may name, ``grammars`` compiles their
+        constraints, and ``seed`` is that of the generator that draws their seeds, if they have none."""
         self._model = model
         self._scheduler = model.scheduler
         self.weights = weights
@@ -54,7 +48,6 @@ class GenerationRoutes:
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
         router.add_post("/generate", self._generate)
         router.add_post("/abort_request", self._abort_request)
 

@@ -37,7 +37,6 @@ class WeightRoutes:
         self._receiver = WeightReceiver(self._runner.device)
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
         router.add_post("/update_weights_from_disk", self._update_weights)
         router.add_post("/init_weights_update_group", self._join_group)
         router.add_post("/destroy_weights_update_group", self._leave_group)

@@ -65,13 +65,8 @@ class Ranks:
 @contextmanager
 def join_ranks(device: torch.device) -> Iterator[Ranks]:
     """Join the process group of torchrun (or of any launcher that sets RANK, WORLD_SIZE and MASTER_*), if there is one.
-
-    An exception is reported to torchrun, which shows the traceback of the first failed rank and ends the others.
-
-    Args:
-        device: The device this rank trains on. GPU tensors use NCCL (each rank takes the GPU of its LOCAL_RANK), CPU
-            tensors gloo.
-    """
+    On a GPU it uses NCCL, and each rank takes the GPU of its LOCAL_RANK; on a CPU gloo. An exception is reported to
+    torchrun, which shows the traceback of the first failed rank and ends the others."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
