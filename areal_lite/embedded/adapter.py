@@ -52,8 +52,7 @@ def _add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *, a: Tensor,
 
 def read_adapter(path: str, model: Any) -> Adapter:
     """Read a folder with adapter_config.json and adapter_model.safetensors, and check that it fits the model. Raises
-    ConfigError if a file is missing, changed or cut, or the adapters are of another kind or for other layers.
-    """
+    ConfigError if a file is missing, changed or cut, or the adapters are of another kind or for other layers."""
     folder = Path(path).expanduser()
     check_manifest(folder)
     try:

@@ -68,8 +68,7 @@ class GrammarCompiler:
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of a request, None if it is unconstrained. Raises BadRequest if the constraint is invalid,
-        or llguidance is missing.
-        """
+        or llguidance is missing."""
         constraint = params.constraint
         if constraint is None:
             return None

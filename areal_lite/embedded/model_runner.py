@@ -110,8 +110,7 @@ class ModelRunner:
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:
         """Check that the slot cache reproduces the model's attention. Raises ConfigError if prefill, extension and
-        decoding do not give the logits of one plain pass.
-        """
+        decoding do not give the logits of one plain pass."""
         try:
             difference = self._difference_to_plain_forward()
         except Exception as error:  # a model may raise anything on an unsupported cache

@@ -45,8 +45,7 @@ class ModelServer(NamedTuple):
 
 def resolve_model_path(model_path: str) -> Path:
     """Return the directory of a model; download it if ``model_path`` is a name on the Hugging Face Hub. Raises
-    ConfigError if the directory cannot be served, or the download fails.
-    """
+    ConfigError if the directory cannot be served, or the download fails."""
     check_model_path(model_path)
     check_text_model(model_path)
     local = Path(model_path).expanduser()

@@ -29,8 +29,7 @@ _PREFIX = "base_model.model."  # of every name in peft's files
 
 def add_adapters(model: Any, config: LoRAConfig) -> None:
     """Add float32 adapters with zero effect to the model's linear layers; only the adapters train from here on. Raises
-    ConfigError if peft is not installed, or ``config.target_modules`` names something that is not a linear layer.
-    """
+    ConfigError if peft is not installed, or ``config.target_modules`` names something that is not a linear layer."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -68,10 +67,8 @@ def has_adapters(model: Any) -> bool:
 
 
 def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in ``dtype`` with adapters merged, under the base model's names; tied weights once.
-
-    Adapters are merged in float32, one layer at a time, into new tensors.
-    """
+    """Yield the weights in ``dtype`` with adapters merged, under the base model's names; tied weights once. Adapters
+    are merged in float32, one layer at a time, into new tensors."""
     layers = {
         f"{name}.base_layer.weight": module for name, module in model.named_modules() if hasattr(module, "base_layer")
     }
@@ -89,10 +86,8 @@ def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
 
 
 def write_adapters(model: Any, folder: Path) -> None:
-    """Write only the adapters, in peft's format, which names their base model.
-
-    Every rank must call this; rank 0 writes.
-    """
+    """Write only the adapters, in peft's format, which names their base model. Every rank must call this; rank 0
+    writes."""
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     weights = {name: whole for name, whole in full_tensors(trained) if whole is not None}
     if weights:
@@ -101,8 +96,7 @@ def write_adapters(model: Any, folder: Path) -> None:
 
 def load_adapters(model: Any, folder: Path) -> None:
     """Load the adapters that :func:`write_adapters` wrote, bit for bit. Raises CheckpointError if the saved adapters
-    have other layers, rank or alpha.
-    """
+    have other layers, rank or alpha."""
     from peft import get_peft_model_state_dict
 
     own = {f"{_PREFIX}{name}": value for name, value in get_peft_model_state_dict(model).items()}

@@ -160,10 +160,8 @@ class EngineLifecycle(InferenceEngine):
         return {**self._executor.ended.counts, "abandoned": self._executor.runner.abandoned}
 
     def take_scalars(self, *, is_eval: bool = False) -> dict[str, float]:
-        """Return the mean of each number that accepted episodes recorded since the last call, by metric name.
-
-        The episodes of a data source count once :meth:`prepare_batch` returns them.
-        """
+        """Return the mean of each number that accepted episodes recorded since the last call, by metric name. The
+        episodes of a data source count once :meth:`prepare_batch` returns them."""
         return self._executor.ended.scalars.take(is_eval=is_eval)
 
     def rollout_metrics(self) -> dict[str, float]:

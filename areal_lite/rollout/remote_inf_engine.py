@@ -28,8 +28,7 @@ class RemoteInfEngine(EngineLifecycle):
     Every blocking method has an async form for callers inside an event loop: ``asubmit``, ``await_results``,
     ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``, ``aset_version``,
     ``aupdate_weights``, ``aupdate_weights_from_disk``, ``aprobe``. Both forms are one operation that runs on the
-    engine's loop.
-    """
+    engine's loop."""
 
     turn_discount = 1.0  # of ``rollout.turn_rewards: sum``
 

@@ -39,10 +39,8 @@ def usual_difference(config: RunConfig) -> float:
 def compare_logprobs(
     trainer: PolicyTrainer, prompt: Sequence[int], answers: Sequence[Answer], *, warn_above: float | None = None
 ) -> dict[str, float]:
-    """Return the mean |difference| in nats of each server, by URL; call it on every rank.
-
-    With ``warn_above``, warn of servers beyond it; else log all figures, and raise ConfigError for another model.
-    """
+    """Return the mean |difference| in nats of each server, by URL; call it on every rank. With ``warn_above``, warn of
+    servers beyond it; else log all figures, and raise ConfigError for another model."""
     sequences = []
     for _, tokens, logprobs in answers:
         ids = np.array([*prompt, *tokens])

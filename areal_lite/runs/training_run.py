@@ -120,10 +120,8 @@ def open_run_files(config: RunConfig | SupervisedConfig, start: Start, on_step: 
 
 @dataclass(kw_only=True)
 class TrainingRun(ABC, Generic[E]):
-    """One training run; a subclass defines its steps in :meth:`fit` and how it evaluates.
-
-    Every rank has one, and all ranks make the same calls in the same order.
-    """
+    """One training run; a subclass defines its steps in :meth:`fit` and how it evaluates. Every rank has one, and all
+    ranks make the same calls in the same order."""
 
     config: RunConfig | SupervisedConfig
     files: RunFiles

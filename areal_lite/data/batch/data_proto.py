@@ -273,8 +273,7 @@ class DataProto:
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
         """Append items from the start until ``divisor`` divides the batch; return it and the number of added items.
 
-        3 items padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added items.
-        """
+        3 items padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added items."""
         _at_least_one("divisor", divisor)
         pad_size = -len(self) % divisor
         if not pad_size:

@@ -54,8 +54,7 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
 
 def load_data_proto(path: Path | str) -> DataProto:
     """Return the batch that :func:`save_data_proto` wrote, on the CPU. Raises ConfigError if the file is missing,
-    truncated, from another program, or from a later version.
-    """
+    truncated, from another program, or from a later version."""
     try:
         with safe_open(path, framework="pt") as file:
             mark = file.metadata() or {}

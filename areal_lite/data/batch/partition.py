@@ -16,11 +16,9 @@ _FEW_ITEMS = 1024
 
 
 def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int) -> Parts:
-    """Return ``k_partitions`` sorted lists of indices into ``lengths`` with nearly equal total lengths.
-
-    It is the better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs.
-    Raises ValueError if there are fewer items than parts, no parts, or a negative length.
-    """
+    """Return ``k_partitions`` sorted lists of indices into ``lengths`` with nearly equal total lengths. It is the
+    better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs. Raises
+    ValueError if there are fewer items than parts, no parts, or a negative length."""
     if not 1 <= k_partitions <= len(lengths):
         raise ValueError(
             f"k_partitions is {k_partitions} for {len(lengths)} items: no part may be empty, so use 1 to the number "

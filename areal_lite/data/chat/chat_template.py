@@ -166,10 +166,8 @@ def _plain_end_mark(
 
 
 def turn_end(tokenizer: Any, written: str, mark: EndMark | None) -> tuple[int, bool]:
-    """Return the end of the turn in its rendered text, and whether it is an end mark.
-
-    Some templates end tool calls with another token than texts.
-    """
+    """Return the end of the turn in its rendered text, and whether it is an end mark. Some templates end tool calls
+    with another token than texts."""
     if mark is None:
         return len(written), False
     if mark.after_calls is not None:

@@ -163,10 +163,8 @@ def render_conversation(
 
 
 def _forms(messages: Sequence[Message]) -> list[Sequence[Message]]:
-    """Return the messages with all contents as texts and as lists of parts, their own form first.
-
-    Messages with images or other parts that are no text keep their parts.
-    """
+    """Return the messages with all contents as texts and as lists of parts, their own form first. Messages with images
+    or other parts that are no text keep their parts."""
     texts, parts = [], []
     for message in messages:
         content = message.get("content")
@@ -220,11 +218,9 @@ def _turns(messages: Sequence[Message], template: ChatTemplate, mark: EndMark | 
 def _with_start(
     messages: Sequence[Message], i: int, template: ChatTemplate, mark: EndMark | None
 ) -> tuple[str, int, bool]:
-    """Return the text up to an answer, where the answer starts in it, and whether its whole prompt is before that.
-
-    If the template writes the question differently once the answer is there, the text is that of the prompt, followed
-    by the answer.
-    """
+    """Return the text up to an answer, where the answer starts in it, and whether its whole prompt is before that. If
+    the template writes the question differently once the answer is there, the text is that of the prompt, followed by
+    the answer."""
     text = template.written(messages, i + 1, mark)
     if i == 0:
         return text, _start_of_first(text, template.write_first(messages, 1, prompt=True)), True
@@ -252,11 +248,9 @@ def _with_start(
 
 
 def _start_of_first(text: str, prompted: str) -> int:
-    """Return where the answer starts in ``text``, a conversation that begins with the assistant.
-
-    A template cannot render a prompt without messages, so the prompt is taken from ``prompted``: the same message
-    followed by a prompt for the next.
-    """
+    """Return where the answer starts in ``text``, a conversation that begins with the assistant. A template cannot
+    render a prompt without messages, so the prompt is taken from ``prompted``: the same message followed by a prompt
+    for the next."""
     prompt = prompted[len(os.path.commonprefix([text, prompted])) :]
     for wanted in (prompt, _THOUGHT_TAG.split(prompt)[0]):
         if wanted and (at := text.find(wanted)) >= 0:

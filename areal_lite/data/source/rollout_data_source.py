@@ -146,8 +146,7 @@ class RolloutDataSource:
     def mark_trained(self, groups: Iterable[SampleGroup]) -> None:
         """Mark groups as trained, so that they are no longer owed.
 
-        Groups that are not owed, or were given back and handed out again since, are skipped.
-        """
+        Groups that are not owed, or were given back and handed out again since, are skipped."""
         with self._lock:
             for group in groups:
                 _end_owed(self._owed, group)

@@ -125,10 +125,8 @@ class DatasetRows(RowStream):
         return len(self._order)
 
     def content(self) -> dict[str, Any]:
-        """Return the number of rows, and a hash of a few of them and of the beginning of the first epoch.
-
-        Rows that the dataset adds during a run are left out: its own state has them.
-        """
+        """Return the number of rows, and a hash of a few of them and of the beginning of the first epoch. Rows that the
+        dataset adds during a run are left out: its own state has them."""
         rows = getattr(self._rows, "on_disk", self._rows) or ()
         size = len(rows)
         order = self._order if size == len(self._order) else self._epoch_order(size)
@@ -197,11 +195,9 @@ class CurriculumRows(DatasetRows):
 
 
 class GeneratedRows(RowStream):
-    """The rows of a generator function, which is called again each time it ends.
-
-    The state names the number of rows drawn: a resumed stream skips as many, so the function must give the same rows
-    again. Groups that are owed are saved with their rows, which must be JSON values.
-    """
+    """The rows of a generator function, which is called again each time it ends. The state names the number of rows
+    drawn: a resumed stream skips as many, so the function must give the same rows again. Groups that are owed are saved
+    with their rows, which must be JSON values."""
 
     def __init__(self, generate: Callable[[], Iterator[Any]], settings: SourceSettings) -> None:
         super().__init__(settings)

@@ -119,9 +119,7 @@ def checked_row(row: Any) -> Any:
 
 def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
     """Return the dataset that slime's ``args`` name, None without ``rollout_global_dataset``, and the settings.
-
-    Settings that are missing have slime's defaults.
-    """
+    Settings that are missing have slime's defaults."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     settings = SourceSettings(
         n_samples_per_prompt=args.n_samples_per_prompt,

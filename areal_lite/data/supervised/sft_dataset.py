@@ -27,8 +27,7 @@ class SFTDataset(BaseDataset):
 
     A row has messages, or a prompt (text or messages) and a response (text). With the chat template, a text prompt is
     the user's question. Without it, prompt and response are joined unchanged and the EOS token follows the response;
-    messages are joined without an EOS token. Messages and tools may be lists or JSON text.
-    """
+    messages are joined without an EOS token. Messages and tools may be lists or JSON text."""
 
     config_class = SFTDatasetConfig
     config: SFTDatasetConfig

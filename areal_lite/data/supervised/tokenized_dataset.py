@@ -264,9 +264,7 @@ def surely_within(text: str, max_length: int) -> bool:
 
 def _identity(rows: Any, tokenizer: Any, config: ConversationsConfig, kind: str) -> str | None:
     """Return a hash of all that decides which items the rows have; None for rows or tokenizers without a fingerprint.
-
-    The loader compares the content of items itself, so a hash that is the same by accident cannot train other rows.
-    """
+    The loader compares the content of items itself, so a hash that is the same by accident cannot train other rows."""
     fingerprint, backend = getattr(rows, "_fingerprint", None), getattr(tokenizer, "backend_tokenizer", None)
     if fingerprint is None or backend is None:
         return None

@@ -106,10 +106,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def _lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return zeros; on a CPU, memory is allocated page by page as columns are written.
-
-    Zeros, because a masked column enters the sum with weight 0, and 0 * nan is nan.
-    """
+    """Return zeros; on a CPU, memory is allocated page by page as columns are written. Zeros, because a masked column
+    enters the sum with weight 0, and 0 * nan is nan."""
     if like.device.type != "cpu":
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     memory = mmap.mmap(-1, math.prod(shape) * like.element_size(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -71,10 +71,8 @@ class GenerationRoutes:
             return reply_json(await self._reply(one))
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a streamed ``/generate`` call, for programs in this process.
-
-        Closing the iterator aborts the call. Raises BadRequest if the body is invalid.
-        """
+        """Yield the events of a streamed ``/generate`` call, for programs in this process. Closing the iterator aborts
+        the call. Raises BadRequest if the body is invalid."""
         one = await self._accept(body)
         with self._running(one):
             async for event in self._events(one):

@@ -102,11 +102,9 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group] | DataProto:
-    """Return rank 0's batch; the others give None. Groups reach other ranks as a ``DataProto`` on the CPU.
-
-    Every rank gets the whole batch, a few bytes a token, and computes its share, which depends on all episodes. Raises
-    ValueError if rank 0 passes None, or a value that cannot be stored without pickle.
-    """
+    """Return rank 0's batch; the others give None. Groups reach other ranks as a ``DataProto`` on the CPU. Every rank
+    gets the whole batch, a few bytes a token, and computes its share, which depends on all episodes. Raises ValueError
+    if rank 0 passes None, or a value that cannot be stored without pickle."""
     if batch is None and Ranks.current().rank == 0:
         raise ValueError("rank 0 passed None as the batch: all ranks train on the batch of rank 0")
     if Ranks.current().size == 1:

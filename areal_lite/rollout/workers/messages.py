@@ -96,10 +96,8 @@ def read_end(plain: Any, columns: ReadColumns) -> tuple[bool, Failure | None, li
 
 
 def read_report(body: bytes | memoryview) -> tuple[Any, ...]:
-    """Return a worker's message: its kind and arguments.
-
-    A group's end stays packed, with its arrays as the last argument: an error in it belongs to the group.
-    """
+    """Return a worker's message: its kind and arguments. A group's end stays packed, with its arrays as the last
+    argument: an error in it belongs to the group."""
     (kind, *arguments), columns = decode_reply(body)
     if kind == "generate":
         *where, (rid, gconfig, top_logprobs, agent, streams, place) = arguments

@@ -28,8 +28,7 @@ def validation_metrics(
     for N itself, ``best@n/mean`` and ``worst@n/mean`` with their ``std``: the best and the worst of n answers. They
     are estimated by resampling with replacement, with the same resamples in every call. A prompt with one answer has
     only ``mean@1``. ``scores`` are ``[B]`` by name, such as ``reward``; ``prompt_ids [B]`` are those of the prompts
-    within a data source. Source: the bootstrap of verl's validation.
-    """
+    within a data source. Source: the bootstrap of verl's validation."""
     for name, column in {"prompt_ids": prompt_ids, **scores}.items():
         if len(column) != len(data_sources):
             raise ValueError(
