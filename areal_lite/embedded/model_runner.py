@@ -111,13 +111,18 @@ class ModelRunner:
     def check_against_plain_forward(self) -> None:
         """Check that the slot cache reproduces the model's attention. Raises ConfigError if prefill, extension and
         decoding do not give the logits of one plain pass."""
+        plan, window = self.cache.plan, self.cache.plan.window
         try:
-            difference = self._difference_to_plain_forward()
+            with short_windows(self.model, 3):  # or so few tokens would not cross their border
+                plan.window = window_of(self.model.config) or window
+                difference = self._difference_to_plain_forward()
         except Exception as error:  # a model may raise anything on an unsupported cache
             raise ConfigError(
                 f"the model ({type(self.model).__name__}) does not run with the embedded server's slot cache "
                 f"({type(error).__name__}: {error}). Serve it with SGLang or vLLM instead."
             ) from error
+        finally:
+            plan.window = window
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.2
         if not difference <= tolerance:
             raise ConfigError(
@@ -127,17 +132,7 @@ class ModelRunner:
             )
 
     def _difference_to_plain_forward(self) -> float:
-        """Return the total variation distance between a plain pass and prefill + extension + decoding. Windows are
-        shortened, or so few tokens would not cross their border."""
-        plan, window = self.cache.plan, self.cache.plan.window
-        with short_windows(self.model, 3):
-            plan.window = window_of(self.model.config) or window
-            try:
-                return self._distance()
-            finally:
-                plan.window = window
-
-    def _distance(self) -> float:
+        """Return the total variation distance between a plain pass and prefill + extension + decoding."""
         length = min(9, self.context_length)
         ids = [(7 * i + 3) % self.vocab_size for i in range(length)]
         self._last = None

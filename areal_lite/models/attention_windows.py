@@ -24,7 +24,6 @@ def window_of(config: Any) -> int | None:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the kind of each layer."""
     config = config.get_text_config()
     alike = FULL if window_of(config) is None else SLIDING
     return list(getattr(config, "layer_types", None) or [alike] * getattr(config, "num_hidden_layers", 1))

@@ -50,7 +50,6 @@ class DecoderLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> DecoderLayer:
-        """Return the parts of a model's layer."""
         attention, mlp = layer.self_attn, layer.mlp
         return cls(
             attention=attention,
@@ -74,12 +73,10 @@ class DecoderLayer(NamedTuple):
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """All linear layers."""
         return [*self.qkv, self.output, *self.gate_up, self.down]
 
     @property
     def heads(self) -> Heads:
-        """Sizes of the states."""
         width = self.attention.head_dim
         queries, keys, _ = (linear.out_features // width for linear in self.qkv)
         return Heads(queries, keys, width, self.attention.scaling)

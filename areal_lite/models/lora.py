@@ -62,7 +62,6 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether the model has adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
@@ -114,7 +113,6 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 
 def adapter_shape(model: Any) -> AdapterShape:
-    """Return the rank of the model's adapters and the layers that have one."""
     config = model.peft_config[_ADAPTER]
     return AdapterShape(config.r, tuple(sorted({name.rpartition(".")[2] for name in config.target_modules})))
 

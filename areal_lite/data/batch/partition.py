@@ -33,7 +33,6 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int) ->
 
 
 def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the total length of each part."""
     return [sum(lengths[index] for index in part) for part in parts]
 
 

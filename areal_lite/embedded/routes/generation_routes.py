@@ -17,7 +17,7 @@ import orjson
 from aiohttp import web
 
 from areal_lite.embedded.bad_request import BadRequest, invalid_value
-from areal_lite.embedded.generate_body import GenerationLimits, parse_generate
+from areal_lite.embedded.generate_body import parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.model_thread import ModelThread
@@ -37,11 +37,10 @@ class GenerationRoutes:
         constraints, and ``seed`` is that of the generator that draws their seeds, if they have none."""
         self._model = model
         self._scheduler = model.scheduler
+        self.runner = model.scheduler.runner
         self.weights = weights
         self._decode = decode
         self._grammars = grammars
-        runner = model.scheduler.runner
-        self.limits = GenerationLimits(context_length=runner.context_length, vocab_size=runner.vocab_size)
         self._draw = random.Random(seed)
         self._live: dict[str, GenerationRequest] = {}
         # One thread: a tokenizer is not thread-safe, and a long text must not block the event loop.
@@ -81,7 +80,7 @@ class GenerationRoutes:
     async def _accept(self, body: Any) -> GenerationRequest:
         """Return the request of a body, registered to be aborted; :meth:`_running` must follow without waiting."""
         one = await self._in_tokenizer_thread(
-            lambda: parse_generate(body, grammar=self._grammars.grammar, limits=self.limits, draw=self._draw)
+            lambda: parse_generate(body, grammar=self._grammars.grammar, runner=self.runner, draw=self._draw)
         )
         self.weights.check_adapter(body)
         if self._live.setdefault(one.rid, one) is not one:

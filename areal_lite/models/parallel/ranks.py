@@ -117,7 +117,6 @@ def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group
 
 
 def _from_rank(source: int, data: bytes) -> bytes:
-    """Return the ``data`` of rank ``source``."""
     ranks = Ranks.current()
     if ranks.size == 1:
         return data

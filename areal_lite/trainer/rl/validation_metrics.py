@@ -47,7 +47,6 @@ def validation_metrics(
 
 
 def _prompt_metrics(scores: NDArray[np.float64]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of one prompt."""
     count = len(scores)
     yield f"mean@{count}", scores.mean()
     if count == 1:
