@@ -88,47 +88,45 @@ class GenerationRequest:
         # Read first because it is written last: once it is set, nothing else changes.
         finished = self.finish_reason
         count = len(self.output_ids)
-        meta: dict[str, Any] = {
-            "id": self.rid,
-            "finish_reason": finished,
-            "prompt_tokens": len(self.prompt),
+        meta = self._meta(0, count, finished) | {
             "weight_version": self.version_spans[-1][0] if self.version_spans else current_version,
             "num_retractions": self.num_retractions,
+            "reasoning_tokens": 0,
+            "cached_tokens_details": {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None,
+            "dp_rank": None,
+            "response_sent_to_client_ts": time.time(),
         }
         if self.return_logprob:
-            meta |= {"input_token_logprobs": [], **self._logprobs(0, count), "output_token_logprobs_length": count}
+            meta |= {"input_token_logprobs": [], "output_token_logprobs_length": count}
             if self.top_logprobs_num:
                 meta["input_top_logprobs"] = []
-        meta |= {"reasoning_tokens": 0, "completion_tokens": count, "cached_tokens": self.cached_tokens}
         if finished is not None:
-            meta["weight_versions"] = [
-                {"version": version, "start": start, "end": end} for version, start, end in self.version_spans
-            ]
-            meta["e2e_latency"] = time.perf_counter() - self.arrived_at
-        cached = {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
-        meta |= {"cached_tokens_details": cached, "dp_rank": None, "response_sent_to_client_ts": time.time()}
+            meta |= {"weight_versions": self._versions(count), "e2e_latency": time.perf_counter() - self.arrived_at}
         return {"text": self._text(decode, count, finished), "output_ids": self.output_ids[:count], "meta_info": meta}
 
     def new_part(self, start: int) -> dict[str, Any]:
         """Return the output from token ``start`` on, as an event of a stream without repetitions and text."""
         finished = self.finish_reason  # read first, as in ``reply``
         count = len(self.output_ids)
-        meta: dict[str, Any] = {
+        meta = self._meta(start, count, finished) | {"weight_versions": self._versions(count)}
+        return {"output_ids": self.output_ids[start:count], "meta_info": meta}
+
+    def _meta(self, start: int, end: int, finished: FinishReason | None) -> dict[str, Any]:
+        meta = {
             "id": self.rid,
             "finish_reason": finished,
             "prompt_tokens": len(self.prompt),
-            "completion_tokens": count,
+            "completion_tokens": end,
             "cached_tokens": self.cached_tokens,
-            "weight_versions": [
-                {"version": version, "start": first, "end": min(end, count)}
-                for version, first, end in self.version_spans
-                if first < count
-            ],
         }
-        ids = self.output_ids[start:count]
-        if self.return_logprob:
-            meta |= self._logprobs(start, count)
-        return {"output_ids": ids, "meta_info": meta}
+        return meta | self._logprobs(start, end) if self.return_logprob else meta
+
+    def _versions(self, count: int) -> list[dict[str, Any]]:
+        return [
+            {"version": version, "start": start, "end": min(end, count)}
+            for version, start, end in self.version_spans
+            if start < count
+        ]
 
     def _logprobs(self, start: int, end: int) -> dict[str, Any]:
         pairs = zip(self.output_logprobs[start:end], self.output_ids[start:end], strict=True)
