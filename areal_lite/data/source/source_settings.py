@@ -98,10 +98,7 @@ class SourceSettings:
 
     def new_group(self, drawn: DrawnRow, number: int, first_index: int) -> SampleGroup:
         """Return the samples of a row, whose indices count from ``first_index``; they share no container with it.
-
-        Raises:
-            ConfigError: If the row is neither a dict nor text nor a list.
-        """
+        Raises ConfigError if the row is neither a dict nor text nor a list."""
         row = deep_copy(checked_row(drawn.row))
         fields, metadata = self.sample_fields(row), metadata_of(row, self.metadata_key)
         first = Sample(first_index, group_index=number, position=drawn.position, metadata=metadata, **fields)

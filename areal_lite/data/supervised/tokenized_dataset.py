@@ -51,9 +51,10 @@ class BaseDataset(Dataset[Item], ABC):
     """The items of a run's rows.
 
     An item holds ``[T]`` int64 tensors of ids and masks, and ``row``, the number of its row from 0. It is rendered and
-    tokenized when it is read. The constructor renders each row once to learn how many items there are, which also
-    finds every row that cannot be trained, and keeps 12 bytes per item. For rows of files this index is stored in the
-    cache, so a second start with the same rows, tokenizer and settings reads it instead.
+    tokenized when it is read. The constructor renders each row once to learn how many items there are, which also finds
+    every row that cannot be trained, and keeps 12 bytes per item. For rows of files this index is stored in the cache,
+    so a second start with the same rows, tokenizer and settings reads it instead. Raises ConfigError if there are no
+    rows, one is damaged (with its number from 0), or all are skipped.
 
     Args:
         data_path: Paths as in ``config.path``, or the rows themselves: dicts, or a ``datasets.Dataset``.
@@ -63,9 +64,6 @@ class BaseDataset(Dataset[Item], ABC):
             their order. With ``num_workers`` above 0, each worker imports the main module again, so a script needs
             ``if __name__ == "__main__"``.
         seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
-
-    Raises:
-        ConfigError: If there are no rows, one is damaged (with its number from 0), or all are skipped.
     """
 
     config_class: type[ConversationsConfig] = ConversationsConfig
