@@ -6,7 +6,7 @@ request.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,20 +64,13 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._compiled = lru_cache(_MAX_CACHED)(self._compile)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of a request, None if it is unconstrained. Raises BadRequest if the constraint is invalid,
         or llguidance is missing."""
         constraint = params.constraint
-        if constraint is None:
-            return None
-        if constraint not in self._compiled:
-            self._compiled[constraint] = self._compile(*constraint)
-            if len(self._compiled) > _MAX_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(constraint)
-        return self._compiled[constraint].copy()
+        return None if constraint is None else self._compiled(*constraint).copy()
 
     def _compile(self, name: str, text: str) -> Grammar:
         try:

@@ -27,9 +27,7 @@ CPU_INFO = Path("/proc/cpuinfo")  # lists the instructions of each CPU core, on 
 
 _NOT_SCORABLE = {
     "falcon with alibi": "which takes no mask for several sequences",
-    "llama4": "which does not give its decoder",
-    "llama4_text": "which does not give its decoder",
-    "modernbert-decoder": "which does not give its decoder",
+    **dict.fromkeys(("llama4", "llama4_text", "modernbert-decoder"), "which does not give its decoder"),
 }
 """Kinds of models that cannot be trained here, with the reason."""
 
