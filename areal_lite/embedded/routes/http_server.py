@@ -12,7 +12,6 @@ import orjson
 from aiohttp import web
 
 from areal_lite.embedded.bad_request import BadRequest, wrong_type
-from areal_lite.errors import ArealLiteError
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
 from areal_lite.processes.http_limits import BodyError, HttpLimits, read_body
 
@@ -36,6 +35,11 @@ def application(routes: Iterable[Routes], *, host: str, limits: HttpLimits) -> w
 
 def reply_json(body: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def failure(error: Exception, **fields: Any) -> web.Response:
+    """Return SGLang's reply to a weight update that failed."""
+    return reply_json({"success": False, "message": str(error), **fields}, status=400)
 
 
 async def body_of(request: web.Request) -> bytes:
@@ -93,5 +97,3 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return reply_json({"error": {"message": f"{error}{hint}"}}, status=error.status)
     except web.HTTPException as error:
         return reply_json({"detail": error.reason}, status=error.status)
-    except ArealLiteError as error:  # of a weight update
-        return reply_json({"success": False, "message": str(error)}, status=400)

@@ -18,7 +18,7 @@ from areal_lite.embedded.adapter import Adapter, read_adapter
 from areal_lite.embedded.bad_request import invalid_value, wrong_type
 from areal_lite.embedded.checked_weights import Checkpoint, check_manifest, check_shapes, check_tied
 from areal_lite.embedded.model_thread import ModelThread
-from areal_lite.embedded.routes.http_server import fields_of, reply_json, version_of
+from areal_lite.embedded.routes.http_server import failure, fields_of, reply_json, version_of
 from areal_lite.embedded.weight_receiver import WeightReceiver
 from areal_lite.errors import ArealLiteError, ConfigError
 
@@ -77,7 +77,7 @@ class WeightRoutes:
                     )
                 )
             except (ArealLiteError, OSError) as error:
-                return reply_json({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
+                return failure(error, num_paused_requests=0)
             self.model_path, self._can_restore, self.adapter = path, True, None
         message = "Succeeded to update model weights."
         if version is not None:
@@ -111,23 +111,30 @@ class WeightRoutes:
         """Load the received weights between two steps, if they are complete."""
         await fields_of(request)
         async with self._updating:
-            tensors, version = self._receiver.end(), self._receiver.version
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            served, tied = self._runner.weight_shapes()
-            check_shapes("the broadcast", shapes, served, tied)
-            check_tied("the broadcast", shapes, tied, lambda a, b: torch.equal(tensors[a], tensors[b]))
+            try:
+                tensors, version = self._receiver.end(), self._receiver.version
+                shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                served, tied = self._runner.weight_shapes()
+                check_shapes("the broadcast", shapes, served, tied)
+                check_tied("the broadcast", shapes, tied, lambda a, b: torch.equal(tensors[a], tensors[b]))
 
-            def load() -> None:
-                self._can_restore = False
-                self._runner.load_tensors(tensors.items(), shapes)
-                self._runner.adapt(None)
+                def load() -> None:
+                    self._can_restore = False
+                    self._runner.load_tensors(tensors.items(), shapes)
+                    self._runner.adapt(None)
 
-            await self._model.command(lambda: self._scheduler.change_weights(load, version, abort_all=False))
-            self.adapter = None
+                await self._model.command(lambda: self._scheduler.change_weights(load, version, abort_all=False))
+                self.adapter = None
+            except ArealLiteError as error:
+                return failure(error)
         return reply_json({"success": True, "message": "Success"})
 
     async def _in_update(self, work: Callable[[], None], message: str) -> web.Response:
-        await asyncio.to_thread(work)
+        """Run ``work`` in a thread; a failure is SGLang's answer with status 400."""
+        try:
+            await asyncio.to_thread(work)
+        except ArealLiteError as error:
+            return failure(error)
         return reply_json({"success": True, "message": message})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
