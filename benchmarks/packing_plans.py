@@ -2,7 +2,7 @@
 
     python benchmarks/packing_plans.py [--repeats 7]
 
-`LPT` is longest-processing-time, `KK` Karmarkar-Karp.
+`LPT` is longest-processing-time, `KK` Karmarkar-Karp, `equal` the same with equally many items per part.
 Lengths are log-normal (median 665 tokens, sigma 0.8), drawn anew for each repeat from a fixed seed; every
 figure is the median over repeats. `max/mean` is the heaviest part over the mean: 1 is perfect, and a single
 long item can make that impossible.
@@ -49,18 +49,20 @@ def compare_methods(sizes: list[tuple[int, int]], repeats: int) -> list[Figure]:
     figures = []
     print(f"{'items':>6}{'parts':>7}  {'method':<10}{'max/mean':>10}{'ms':>9}")
     for items, k in sizes:
-        for name, method in METHODS.items():
-            balances, times = [], []
-            for lengths in draw_lengths(items, repeats):
-                parts, ms = timed(method, lengths, k)
-                weights = totals(lengths, parts)
-                balances.append(max(weights) / (sum(weights) / k))
-                times.append(ms)
-            print(f"{items:>6}{k:>7}  {name:<10}{median(balances):>10.5f}{median(times):>9.2f}")
-            figures += [
-                Figure(f"{items} items, {k} parts, {name}: time", median(times), "ms"),
-                Figure(f"{items} items, {k} parts, {name}: max/mean", median(balances), ""),
-            ]
+        for equal_size in (False, True):
+            for name, method in METHODS.items():
+                balances, times = [], []
+                for lengths in draw_lengths(items, repeats):
+                    parts, ms = timed(method, lengths, k, equal_size)
+                    weights = totals(lengths, parts)
+                    balances.append(max(weights) / (sum(weights) / k))
+                    times.append(ms)
+                label = name + " equal" * equal_size
+                print(f"{items:>6}{k:>7}  {label:<10}{median(balances):>10.5f}{median(times):>9.2f}")
+                figures += [
+                    Figure(f"{items} items, {k} parts, {label}: time", median(times), "ms"),
+                    Figure(f"{items} items, {k} parts, {label}: max/mean", median(balances), ""),
+                ]
     return figures
 
 

@@ -54,8 +54,11 @@ class DataProto:
     """``B`` items as named columns.
 
     Methods return a new object, which shares the columns if items keep their places; only :meth:`pop`, :meth:`union`
-    and :meth:`reorder` work in place. ``len(batch)`` counts items; ``len(batch.batch)`` counts tensors. Raises
-    ValueError if columns differ in length or have the wrong type for their dict."""
+    and :meth:`reorder` work in place. ``len(batch)`` counts items; ``len(batch.batch)`` counts tensors.
+
+    Raises:
+        ValueError: If columns differ in length or have the wrong type for their dict.
+    """
 
     batch: dict[str, Tensor] = field(default_factory=dict)
     """Tensors ``[B, ...]``."""
@@ -180,8 +183,11 @@ class DataProto:
         return DataProto.from_single_dict(renamed, self.meta_info)
 
     def union(self, other: DataProto) -> Self:
-        """Add the entries of ``other`` in place and return the batch; on an error it is unchanged. Raises ValueError if
-        the number of items differs, or both have a name with different values."""
+        """Add the entries of ``other`` in place and return the batch; on an error it is unchanged.
+
+        Raises:
+            ValueError: If the number of items differs, or both have a name with different values.
+        """
         merged = DataProto(*map(_merged, self._dicts(), other._dicts(), _DICTS))
         for mine, union in zip(self._dicts(), merged._dicts(), strict=True):
             mine.update(union)
@@ -194,8 +200,11 @@ class DataProto:
         return self[np.repeat(items, repeat_times) if interleave else np.tile(items, repeat_times)]
 
     def reorder(self, indices: Items) -> None:
-        """Move item ``indices[i]`` to item ``i``, in place. Raises ValueError if ``indices`` does not contain each item
-        once."""
+        """Move item ``indices[i]`` to item ``i``, in place.
+
+        Raises:
+            ValueError: If ``indices`` does not contain each item once.
+        """
         numbers = self._numbers(indices)
         if not np.array_equal(np.sort(numbers), np.arange(len(self))):
             raise ValueError(
@@ -206,8 +215,11 @@ class DataProto:
         self.non_tensor_batch.update(ordered.non_tensor_batch)
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Return ``chunks`` batches of equal length, which share storage with this one. Raises ValueError if the items
-        cannot be divided evenly."""
+        """Return ``chunks`` batches of equal length, which share storage with this one.
+
+        Raises:
+            ValueError: If the items cannot be divided evenly.
+        """
         _at_least_one("chunks", chunks)
         if len(self) % chunks:
             raise ValueError(
@@ -227,8 +239,11 @@ class DataProto:
         """Return the items of all parts, in order.
 
         Numbers in ``meta_info["metrics"]``, a dict or a list of dicts, become lists with one entry per dict (lists are
-        extended). Other metadata is taken from the parts that have it. Raises ValueError if there are no parts, or
-        their columns, shapes or metadata differ."""
+        extended). Other metadata is taken from the parts that have it.
+
+        Raises:
+            ValueError: If there are no parts, or their columns, shapes or metadata differ.
+        """
         if not parts:
             raise ValueError("there are no batches to concatenate: give at least one")
         first = parts[0]
@@ -258,7 +273,8 @@ class DataProto:
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
         """Append items from the start until ``divisor`` divides the batch; return it and the number of added items.
 
-        3 items padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added items."""
+        3 items padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added items.
+        """
         _at_least_one("divisor", divisor)
         pad_size = -len(self) % divisor
         if not pad_size:

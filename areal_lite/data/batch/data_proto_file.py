@@ -53,8 +53,11 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
 
 
 def load_data_proto(path: Path | str) -> DataProto:
-    """Return the batch that :func:`save_data_proto` wrote, on the CPU. Raises ConfigError if the file is missing,
-    truncated, from another program, or from a later version."""
+    """Return the batch that :func:`save_data_proto` wrote, on the CPU.
+
+    Raises:
+        ConfigError: If the file is missing, truncated, from another program, or from a later version.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             mark = file.metadata() or {}
@@ -157,7 +160,11 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class BatchCache:
-    """One file per training step. ``made_under`` are the settings that a batch depends on, JSON values by name."""
+    """One file per training step.
+
+    Args:
+        made_under: Settings that a batch depends on, by name; JSON values.
+    """
 
     def __init__(self, directory: Path | str, made_under: Mapping[str, Any]) -> None:
         self._directory = Path(directory)

@@ -10,15 +10,28 @@ import heapq
 from collections.abc import Sequence
 
 Parts = list[list[int]]
-_Entry = tuple[int, int]  # total length of a part, and its node in the tree of merged items
+_Entry = tuple[int, int]
+"""Total length of a part, and its node in the tree of merged items."""
 _FEW_ITEMS = 1024
 """Up to here Karmarkar-Karp takes a few milliseconds; beyond, it gains almost nothing (benchmarks/packing_plans.py)."""
 
 
-def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int) -> Parts:
-    """Return ``k_partitions`` sorted lists of indices into ``lengths`` with nearly equal total lengths. It is the
-    better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs. Raises
-    ValueError if there are fewer items than parts, no parts, or a negative length."""
+def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
+    """Return ``k_partitions`` lists of indices with nearly equal total lengths.
+
+    Returns the better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs,
+    unless ``equal_size`` makes the latter cheap.
+
+    Args:
+        k_partitions: Number of parts; at most the number of items.
+        equal_size: Parts also have equally many items, or counts that differ by one.
+
+    Returns:
+        Indices into ``lengths``, sorted inside each part.
+
+    Raises:
+        ValueError: If there are fewer items than parts, no parts, or a negative length.
+    """
     if not 1 <= k_partitions <= len(lengths):
         raise ValueError(
             f"k_partitions is {k_partitions} for {len(lengths)} items: no part may be empty, so use 1 to the number "
@@ -26,40 +39,53 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int) ->
         )
     if (shortest := min(lengths)) < 0:
         raise ValueError(f"item {lengths.index(shortest)} has length {shortest}: it must be 0 or more")
-    parts = longest_processing_time(lengths, k_partitions)
-    if len(lengths) > _FEW_ITEMS:
-        return parts
-    return min(parts, karmarkar_karp(lengths, k_partitions), key=lambda parts: max(totals(lengths, parts)))
+    methods = [longest_processing_time]
+    if equal_size or len(lengths) <= _FEW_ITEMS:
+        methods.append(karmarkar_karp)
+    candidates = (method(lengths, k_partitions, equal_size) for method in methods)
+    return min(candidates, key=lambda parts: max(totals(lengths, parts)))
 
 
 def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the total length of each part."""
     return [sum(lengths[index] for index in part) for part in parts]
 
 
-def longest_processing_time(lengths: Sequence[int], k_partitions: int) -> Parts:
-    """Give each item, longest first, to the lightest part so far.
+def longest_processing_time(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
+    """Give each item, longest first, to the lightest part so far; with ``equal_size`` only until it has its share.
 
     Source: Graham, Bounds on multiprocessing timing anomalies (1969).
     """
     parts: Parts = [[] for _ in range(k_partitions)]
+    share = len(lengths) // k_partitions if equal_size else len(lengths)
     # The count comes second, so items of length 0 fill empty parts first.
     lightest = [(0, 0, part) for part in range(k_partitions)]
+    waiting: list[tuple[int, int, int]] = []
     for index in _longest_first(lengths):
-        total, count, part = lightest[0]
+        if not lightest:
+            lightest, waiting = sorted(waiting), []
+        total, count, part = heapq.heappop(lightest)
         parts[part].append(index)
-        heapq.heapreplace(lightest, (total + lengths[index], count + 1, part))
+        entry = total + lengths[index], count + 1, part
+        if count + 1 < share:
+            heapq.heappush(lightest, entry)
+        else:
+            waiting.append(entry)
     return [sorted(part) for part in parts]
 
 
-def karmarkar_karp(lengths: Sequence[int], k_partitions: int) -> Parts:
+def karmarkar_karp(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
     """Merge the two partial solutions of largest spread, heavy parts with light ones, until one is left.
 
     A partial solution lists only its non-empty parts, heaviest first, so most merges touch few of them. The initial
-    ones hold one item each.
+    ones hold one item each or, with ``equal_size``, ``k_partitions`` items of similar length, one per part.
 
-    Source: Karmarkar and Karp, The differencing method of set partitioning (1982).
+    Source: Karmarkar and Karp, The differencing method of set partitioning (1982). ``equal_size`` follows Michiels et
+    al., Performance ratios for the differencing method applied to balanced number partitioning (2003).
     """
     k = k_partitions
+    order = _longest_first(lengths)
+    step = k if equal_size else 1
     children: list[tuple[int, int]] = []
 
     def ranked(solution: list[_Entry]) -> tuple[int, int, list[_Entry]]:
@@ -75,7 +101,10 @@ def karmarkar_karp(lengths: Sequence[int], k_partitions: int) -> Parts:
         merged.sort(reverse=True)
         return merged
 
-    heap = [ranked([(lengths[index], index)]) for index in _longest_first(lengths)]
+    heap = [
+        ranked([(lengths[index], index) for index in order[start : start + step]])
+        for start in range(0, len(order), step)
+    ]
     heapq.heapify(heap)
     while len(heap) > 1:
         largest = heapq.heappop(heap)[2]

@@ -59,7 +59,8 @@ class DataPacker(ABC):
     def rollout_collate_fn(self, items: list[Any]) -> list[Any]:
         """Return one mini-batch of inputs, one for each of ``items`` in order; the list itself by default.
 
-        A run collates ``rollout.consumer_batch_size`` rows at once, in the order in which it draws them."""
+        A run collates ``rollout.consumer_batch_size`` rows at once, in the order in which it draws them.
+        """
         return items
 
     @property
@@ -95,8 +96,11 @@ PackerClass = TypeVar("PackerClass", bound=type[DataPacker])
 
 
 def register_data_packer(*model_types: str) -> Callable[[PackerClass], PackerClass]:
-    """Return a class decorator that registers a packer for these ``model_type``s of Hugging Face configs. Raises
-    ConfigError if one of them has a packer already; then none is registered."""
+    """Return a class decorator that registers a packer for these ``model_type``s of Hugging Face configs.
+
+    Raises:
+        ConfigError: If one of them has a packer already; then none is registered.
+    """
 
     def register(packer: PackerClass) -> PackerClass:
         for model_type in model_types:
@@ -140,7 +144,9 @@ class UnpreparedRow(dict[str, Any]):
 
 def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[dict[str, Any]]:
     """Return what workflows get for ``rows``, one dict each, in order; with ``prepare_prompt`` :class:`UnpreparedRow`.
-    If the packer turns a row into text or messages, they become the dict's ``prompt_key``."""
+
+    If the packer turns a row into text or messages, they become the dict's ``prompt_key``.
+    """
     inputs = packer.rollout_collate_fn([packer.get_rollout_input(row) for row in rows])
     if len(inputs) != len(rows):
         raise ConfigError(

@@ -30,12 +30,14 @@ def is_environment(path: str | list[str]) -> bool:
 def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     """Return the rows that ``config`` names, at most ``max_samples``.
 
-    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; the others give a list. The rows
-    of a reasoning-gym task have the keys question, answer, metadata and task. Raises ConfigError if the rows cannot be
-    loaded, one is damaged, or there are none.
+    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; the others give a list.
+    The rows of a reasoning-gym task have the keys question, answer, metadata and task.
 
     Args:
         seed: Chooses the rows if ``max_samples`` and ``shuffle`` are set; they keep their order.
+
+    Raises:
+        ConfigError: If the rows cannot be loaded, one is damaged, or there are none.
     """
     path = config.path
     if isinstance(path, str) and (is_environment(path) or not looks_like_files(path)):

@@ -134,8 +134,11 @@ class ResumableLoader:
         return full + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of this epoch. Raises RuntimeError if another iteration began or a position was
-        restored meanwhile."""
+        """Yield the remaining batches of this epoch.
+
+        Raises:
+            RuntimeError: If another iteration began or a position was restored meanwhile.
+        """
         self._iteration = mine = object()
         context = multiprocessing.get_context("forkserver")
         if self._num_workers:
@@ -173,7 +176,9 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values: epoch, batches handed out, rows of the epoch, and a data fingerprint.
-        Includes the state of a curriculum that has one, but not the state of the dataset."""
+
+        Includes the state of a curriculum that has one, but not the state of the dataset.
+        """
         state = {
             "epoch": self._epoch,
             "batches": self._batches,
@@ -185,9 +190,13 @@ class ResumableLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``; restore the rows of a dataset that grew first. A different dataset is recognized by
-        its number of rows and the content of a few of them. Raises ConfigError if rows, batch size, sampler, shuffle or
-        seed have changed."""
+        """Resume from ``state``; restore the rows of a dataset that grew first.
+
+        A different dataset is recognized by its number of rows and the content of a few of them.
+
+        Raises:
+            ConfigError: If rows, batch size, sampler, shuffle or seed have changed.
+        """
         if changed := differences(state["fingerprint"], self._fingerprint()):
             raise ConfigError(
                 f"the checkpoint's loader does not fit: {changed}. Use the same dataset and settings, or another trial"

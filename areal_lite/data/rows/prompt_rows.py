@@ -235,9 +235,16 @@ class _GrowingRows(Sequence[Row]):
 
 
 def make_dataset(config: DatasetConfig, default: type[PromptRows], **given: Any) -> Dataset[Any]:
-    """Return a dataset of the user's class ``config.custom_cls``, else of ``default``. Raises ConfigError if the class
-    cannot be loaded, is not a torch dataset, or does not accept a max_samples that was given. Of the other ``given``
-    arguments, seed and system_prompt are left out if the user's class does not accept them."""
+    """Return a dataset of the user's class ``config.custom_cls``, else of ``default``.
+
+    Args:
+        given: Arguments of the class: data_files, tokenizer, processor; max_samples, seed and system_prompt are left
+            out if the user's class does not accept them.
+
+    Raises:
+        ConfigError: If the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that
+            was given.
+    """
     if config.custom_cls is None:
         return default(config=config, **given)
     cls: Any = load_class(config.custom_cls, Dataset, where="custom_cls")

@@ -101,8 +101,10 @@ def create_rl_dataset(
     seed: int = 1,
     system_prompt: str | None = None,
 ) -> Dataset[Any]:
-    """Return the dataset that ``data_config`` names: its ``custom_cls``, rows that grow, or :class:`RLHFDataset`. See
-    :func:`make_dataset`, with which it shares arguments and errors."""
+    """Return the dataset that ``data_config`` names: its ``custom_cls``, rows that grow, or :class:`RLHFDataset`.
+
+    See :func:`make_dataset`, with which it shares arguments and errors.
+    """
     cls = DynamicGenDataset if data_config.datagen is not None and is_train else RLHFDataset
     given = {"data_files": data_paths, "tokenizer": tokenizer, "processor": processor, "max_samples": max_samples}
     return make_dataset(data_config, cls, **given, seed=seed, system_prompt=system_prompt)
@@ -116,8 +118,7 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: Truncation = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and mask padded or truncated to ``max_length``. Raises ValueError if a prompt is longer and
-    ``truncation`` is error, or an argument is invalid.
+    """Return ids and mask padded or truncated to ``max_length``.
 
     Args:
         input_ids: ``[B, T]`` int64.
@@ -130,6 +131,9 @@ def postprocess_data(
 
     Returns:
         Two tensors ``[B, max_length]``.
+
+    Raises:
+        ValueError: If a prompt is longer and ``truncation`` is error, or an argument is invalid.
     """
     if truncation not in get_args(Truncation):
         raise ValueError(f"truncation is {truncation!r}: it must be one of {', '.join(get_args(Truncation))}")
@@ -159,7 +163,9 @@ def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int,
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Return positions ``[..., T]`` that count the tokens of a mask ``[..., T]`` from 0. Padding before the tokens has
-    position 0; padding after them repeats the last position: ``[0, 0, 1, 1]`` gives ``[0, 0, 0, 1]``, and
-    ``[1, 1, 0, 0]`` gives ``[0, 1, 1, 1]``."""
+    """Return positions ``[..., T]`` that count the tokens of a mask ``[..., T]`` from 0.
+
+    Padding before the tokens has position 0; padding after them repeats the last position:
+    ``[0, 0, 1, 1]`` gives ``[0, 0, 0, 1]`` and ``[1, 1, 0, 0]`` gives ``[0, 1, 1, 1]``.
+    """
     return torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0)

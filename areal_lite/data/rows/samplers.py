@@ -22,7 +22,8 @@ class AbstractSampler(Sampler[int], ABC):
 
     To make a curriculum resumable, return what ``update`` changes and the position in the epoch from ``state_dict()``
     as JSON values, and restore them in ``load_state_dict(state)``; ``__iter__`` then continues from there. Without
-    these methods, a resumed run redraws the epoch and skips as many rows as were handed out."""
+    these methods, a resumed run redraws the epoch and skips as many rows as were handed out.
+    """
 
     @abstractmethod
     def __init__(self, data_source: Sized, config: DatasetConfig) -> None:
@@ -42,8 +43,11 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 def make_curriculum(config: DatasetConfig, dataset: Sized) -> AbstractSampler | None:
-    """Return the curriculum that ``config.sampler`` names, over the rows of ``dataset``; None if it names none. Raises
-    ConfigError if the class cannot be loaded, or does not implement :class:`AbstractSampler`."""
+    """Return the curriculum that ``config.sampler`` names, over the rows of ``dataset``; None if it names none.
+
+    Raises:
+        ConfigError: If the class cannot be loaded, or does not implement :class:`AbstractSampler`.
+    """
     if config.sampler is None:
         return None
     cls: type[AbstractSampler] = load_class(config.sampler, AbstractSampler, where="sampler")

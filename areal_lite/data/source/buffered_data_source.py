@@ -43,8 +43,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Append groups to the buffer, all or, on an error, none.
 
         Samples of one group that share an index count as one member; groups and samples without a number get one.
-        Raises ValueError if it is not a list of groups, or a group does not have ``n_samples_per_prompt`` members, is
-        already in the buffer, or has a non-finite reward."""
+
+        Raises:
+            ValueError: If it is not a list of groups, or a group does not have ``n_samples_per_prompt`` members,
+                is already in the buffer, or has a non-finite reward.
+        """
         if not isinstance(samples, list) or not all(isinstance(group, list) for group in samples):
             kinds = samples if not isinstance(samples, list) else [type(group).__name__ for group in samples]
             raise ValueError(f"samples must be a list of lists of Sample, got {kinds!r}"[:500])

@@ -35,14 +35,16 @@ SCHEMA = 1
 
 
 class RolloutDataSource:
-    """A read-only source; :class:`RolloutDataSourceWithBuffer` also takes samples. Raises ConfigError if the dataset
-    has no rows.
+    """A read-only source; :class:`RolloutDataSourceWithBuffer` also takes samples.
 
     Args:
         dataset: A dataset (see :class:`DatasetRows`), another :class:`RowStream` with its own settings, or slime's
             ``args``, which name both. None gives samples without a row, for tests. A row is a dict of columns, text, or
             a list of messages.
         settings: What becomes of a row; None takes the defaults.
+
+    Raises:
+        ConfigError: If the dataset has no rows.
     """
 
     supports_buffer = False
@@ -144,7 +146,8 @@ class RolloutDataSource:
     def mark_trained(self, groups: Iterable[SampleGroup]) -> None:
         """Mark groups as trained, so that they are no longer owed.
 
-        Groups that are not owed, or were given back and handed out again since, are skipped."""
+        Groups that are not owed, or were given back and handed out again since, are skipped.
+        """
         with self._lock:
             for group in groups:
                 _end_owed(self._owed, group)
@@ -178,8 +181,11 @@ class RolloutDataSource:
     # -- state -----------------------------------------------------------------------------------
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Merge JSON values into the metadata, which are part of the state. Raises ValueError if a value is not JSON,
-        NaN or infinite."""
+        """Merge JSON values into the metadata, which are part of the state.
+
+        Raises:
+            ValueError: If a value is not JSON, NaN or infinite.
+        """
         try:
             json.dumps(metadata, allow_nan=False, default=lambda value: value.tolist())  # of numpy
         except (TypeError, ValueError, AttributeError) as error:
@@ -207,8 +213,11 @@ class RolloutDataSource:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``; groups owed then are handed out first. Raises ConfigError if the dataset, seed,
-        shuffle or group size have changed."""
+        """Resume from ``state``; groups owed then are handed out first.
+
+        Raises:
+            ConfigError: If the dataset, seed, shuffle or group size have changed.
+        """
         if state.get("schema", SCHEMA) != SCHEMA:
             raise ConfigError(
                 f"the data state has schema {state['schema']}, this version reads {SCHEMA}: use the one that wrote it"

@@ -132,8 +132,7 @@ class Sample:
         trained: bool | None = None,
         stop_reason: str = "stop",
     ) -> None:
-        """Add tokens at the end; all or, on an error, none. Raises ValueError if lengths differ, an id or log-prob is
-        invalid, or tokens that were not sampled have log-probs, versions or training.
+        """Add tokens at the end; all or, on an error, none.
 
         Args:
             logprobs: Behaviour log-probs in nats, one per token; only of sampled tokens.
@@ -141,6 +140,10 @@ class Sample:
             sampled: True if the policy wrote them: they become a span.
             trained: True if they train; None is the same as ``sampled``, False keeps sampled tokens out.
             stop_reason: Why a span ended: stop, length, or abort if it was cut off.
+
+        Raises:
+            ValueError: If lengths differ, an id or log-prob is invalid, or tokens that were not
+                sampled have log-probs, versions or training.
         """
         trained = sampled if trained is None else trained
         count = len(tokens)
@@ -186,8 +189,12 @@ class Sample:
     def to_sequence(self) -> TokenSequence:
         """Return the tokens as a sequence to train on.
 
-        Log-probs are None if no trained token has one, else NaN where one is missing; versions are None if no token has
-        one. Raises ValueError if there is no finite reward, or the loss mask has the first token."""
+        Log-probs are None if no trained token has one, else NaN where one is missing; versions are None if
+        no token has one.
+
+        Raises:
+            ValueError: If there is no finite reward, or the loss mask has the first token.
+        """
         loss_mask = np.array(self.loss_mask, np.bool_)
         logprobs = np.array(self.logprobs, np.float32)
         versions = np.array(self.versions, np.int64)
@@ -219,7 +226,11 @@ class Sample:
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Return the sample of :meth:`to_dict`; ``record`` is not modified.
 
-        Unknown keys are kept in ``metadata``. Raises ValueError if lengths differ, or the status is unknown."""
+        Unknown keys are kept in ``metadata``.
+
+        Raises:
+            ValueError: If lengths differ, or the status is unknown.
+        """
         values: dict[str, Any] = deep_copy(dict(record))
         sample = cls(**{name: values.pop(name) for name in _GIVEN if name in values})
         sample.response, sample.reward = values.pop("response", ""), values.pop("reward", None)

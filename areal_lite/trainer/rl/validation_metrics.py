@@ -1,4 +1,4 @@
-"""Metrics of several answers per prompt: mean@N, best@N and worst@N.
+"""Metrics of several answers per prompt: mean@N, best@N, worst@N and the majority's maj@N.
 
 A pure function with the same results as verl's validation, resamples included.
 """
@@ -21,15 +21,30 @@ def validation_metrics(
     *,
     prompt_ids: Sequence[str],
     data_sources: Sequence[str],
+    predictions: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Return ``{source}/{score}/{metric}``, averaged over the prompts of each data source.
 
     With N answers to a prompt the metrics are ``mean@N`` and ``std@N`` and, for n = 2, 4, 8, ... below N and
-    for N itself, ``best@n/mean`` and ``worst@n/mean`` with their ``std``: the best and the worst of n answers. They
+    for N itself, ``best@n/mean``, ``worst@n/mean`` and ``maj@n/mean`` with their ``std``: the best and the worst of
+    n answers, and the first answer with the most common prediction (in a tie the prediction that came first). They
     are estimated by resampling with replacement, with the same resamples in every call. A prompt with one answer has
-    only ``mean@1``. ``scores`` are ``[B]`` by name, such as ``reward``; ``prompt_ids [B]`` are those of the prompts
-    within a data source. Source: the bootstrap of verl's validation."""
-    for name, column in {"prompt_ids": prompt_ids, **scores}.items():
+    only ``mean@1``.
+
+    Args:
+        scores: ``[B]`` scores by name, such as ``reward``.
+        prompt_ids: ``[B]`` answers of one data source with the same id belong to the same prompt.
+        data_sources: ``[B]`` data source of each answer.
+        predictions: ``[B]`` the prediction extracted from each answer; None omits maj@n.
+
+    Source: the bootstrap of verl's validation.
+    """
+    columns = {
+        "prompt_ids": prompt_ids,
+        **scores,
+        **({} if predictions is None else {"predictions": predictions}),
+    }
+    for name, column in columns.items():
         if len(column) != len(data_sources):
             raise ValueError(
                 f"{name} has {len(column)} entries for {len(data_sources)} answers: give one per answer, in one order"
@@ -39,22 +54,29 @@ def validation_metrics(
         prompts[prompt].append(index)
     metrics: dict[str, list[float]] = defaultdict(list)
     arrays = {name: np.array(column, np.float64) for name, column in scores.items()}
+    votes = None if predictions is None else np.unique(np.array(predictions, str), return_inverse=True)[1]
     for (source, _), own in prompts.items():
         for name, array in arrays.items():
-            for metric, number in _prompt_metrics(array[own]):
+            for metric, number in _prompt_metrics(array[own], None if votes is None else votes[own]):
                 metrics[f"{source}/{name}/{metric}"].append(number)
     return {name: float(np.mean(numbers)) for name, numbers in metrics.items()}
 
 
-def _prompt_metrics(scores: NDArray[np.float64]) -> Iterator[tuple[str, float]]:
+def _prompt_metrics(scores: NDArray[np.float64], votes: NDArray[np.int64] | None) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of one prompt."""
     count = len(scores)
     yield f"mean@{count}", scores.mean()
     if count == 1:
         return
     yield f"std@{count}", scores.std()
     for size in [*(2**power for power in range(1, (count - 1).bit_length())), count]:
-        drawn = scores[_resamples(count, size)]
-        for name, values in (("best", drawn.max(axis=1)), ("worst", drawn.min(axis=1))):
+        resamples = _resamples(count, size)
+        drawn = scores[resamples]
+        metrics = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}
+        if votes is not None:
+            chosen = _first_of_majority(votes[resamples])
+            metrics["maj"] = np.take_along_axis(drawn, chosen[:, None], axis=1)
+        for name, values in metrics.items():
             yield f"{name}@{size}/mean", values.mean()
             yield f"{name}@{size}/std", values.std()
 
@@ -63,3 +85,13 @@ def _prompt_metrics(scores: NDArray[np.float64]) -> Iterator[tuple[str, float]]:
 def _resamples(count: int, size: int) -> NDArray[np.int64]:
     """Return ``[RESAMPLES, size]`` indices below ``count``, drawn with replacement."""
     return np.random.RandomState(SEED).randint(0, count, (RESAMPLES, size))
+
+
+def _first_of_majority(votes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ``[R]``, the index of the first vote for the majority in each line of ``votes [R, n]``."""
+    shares = np.zeros(votes.shape, np.int64)
+    for vote in np.unique(votes):
+        same = votes == vote
+        shares += same * same.sum(axis=1, keepdims=True)
+    indices: NDArray[np.int64] = shares.argmax(axis=1)
+    return indices

@@ -28,22 +28,25 @@ def heaviest_by_mean(lengths, parts):
 
 
 @methods
-@given(lengths=some_lengths, data=st.data())
-def test_every_index_is_in_one_sorted_part_and_no_part_is_empty(method, lengths, data):  # R18
+@given(lengths=some_lengths, equal_size=st.booleans(), data=st.data())
+def test_every_index_is_in_one_sorted_part_and_no_part_is_empty(method, lengths, equal_size, data):  # R18
     k = data.draw(st.integers(1, len(lengths)))
     given_lengths = list(lengths)
-    parts = method(lengths, k)
+    parts = method(lengths, k, equal_size)
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
     assert len(parts) == k
     assert all(parts)
     assert all(part == sorted(part) for part in parts)
     assert lengths == given_lengths
+    if equal_size:
+        counts = [len(part) for part in parts]
+        assert max(counts) - min(counts) == (len(lengths) % k > 0)
 
 
-@given(lengths=some_lengths, data=st.data())
-def test_the_heaviest_part_is_above_the_mean_by_at_most_the_longest_item(lengths, data):
+@given(lengths=some_lengths, equal_size=st.booleans(), data=st.data())
+def test_the_heaviest_part_is_above_the_mean_by_at_most_the_longest_item(lengths, equal_size, data):
     k = data.draw(st.integers(1, len(lengths)))
-    weights = totals(lengths, get_seqlen_balanced_partitions(lengths, k))
+    weights = totals(lengths, get_seqlen_balanced_partitions(lengths, k, equal_size))
     assert max(weights) - sum(weights) / k <= max(lengths)
 
 
@@ -64,9 +67,17 @@ def test_the_methods_by_hand():
     assert sorted(totals([8, 7, 6, 5, 4], karmarkar_karp([8, 7, 6, 5, 4], 2))) == [14, 16]
     # 9-7=2, 6-4=2 and 3: 3-2=1 and 2-1=1.
     assert sorted(totals([7, 4, 9, 6, 3], karmarkar_karp([7, 4, 9, 6, 3], 2))) == [14, 15]
+    # Pairs 9-8=1, 7-5=2, 5-2=3 and 2 alone: 3-2=1, 2-1=1, 1-1=0.
+    assert totals([5, 2, 9, 7, 8, 5, 2], karmarkar_karp([5, 2, 9, 7, 8, 5, 2], 2, True)) == [19, 19]
     assert sorted(totals([9, 1, 1, 1], karmarkar_karp([9, 1, 1, 1], 2))) == [3, 9]
     assert sorted(totals([9, 1, 1, 1], longest_processing_time([9, 1, 1, 1], 2))) == [3, 9]
     assert sorted(totals([9, 1, 1, 1], get_seqlen_balanced_partitions([9, 1, 1, 1], 2))) == [3, 9]
+
+
+@methods
+def test_parts_can_have_equally_many_items(method):
+    assert sorted(totals([9, 1, 1, 1, 1, 1], method([9, 1, 1, 1, 1, 1], 2, True))) == [3, 11]
+    assert sorted(totals([9, 8, 2, 1], method([9, 8, 2, 1], 2, True))) == [10, 10]
 
 
 @pytest.mark.parametrize(("items", "k"), [(1024, 8), (4096, 64)])
@@ -94,3 +105,7 @@ def test_fewer_items_than_parts_are_refused(lengths, k):  # R18
 def test_a_negative_length_is_refused():
     with pytest.raises(ValueError, match="item 1 has length -1"):
         get_seqlen_balanced_partitions([3, -1], 2)
+
+
+def test_a_part_takes_its_whole_share_while_it_is_the_lightest() -> None:
+    assert longest_processing_time([10, 5, 4, 3, 2, 1], 2, equal_size=True) == [[0, 4, 5], [1, 2, 3]]

@@ -20,17 +20,20 @@ def test_every_metric_equals_the_oracles() -> None:
         {"reward": rows["reward"]},
         prompt_ids=rows["uids"],
         data_sources=rows["sources"],
+        predictions=rows["pred"],
     )
-    theirs = {name: value for name, value in case("valmetric.process", "metrics").items() if "/maj@" not in name}
-    assert ours == pytest.approx(theirs, rel=1e-9)
+    assert ours == pytest.approx(case("valmetric.process", "metrics"), rel=1e-9)
 
 
 def test_estimates_are_near_the_exact_expectations() -> None:
-    scores = [0.1, 0.9, 0.4, 0.4]
-    ours = validation_metrics({"reward": scores}, prompt_ids=["p"] * 4, data_sources=["s"] * 4)
+    scores, predictions = [0.1, 0.9, 0.4, 0.4], ["a", "b", "a", "c"]
+    ours = validation_metrics({"reward": scores}, prompt_ids=["p"] * 4, data_sources=["s"] * 4, predictions=predictions)
     draws = list(itertools.product(range(4), repeat=4))
     best = np.mean([max(scores[i] for i in draw) for draw in draws])
+    votes = [[predictions[i] for i in draw] for draw in draws]
+    majority = np.mean([scores[d[v.index(max(v, key=v.count))]] for d, v in zip(draws, votes, strict=True)])
     assert ours["s/reward/best@4/mean"] == pytest.approx(best, abs=0.02)
+    assert ours["s/reward/maj@4/mean"] == pytest.approx(majority, abs=0.03)
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=6))
@@ -53,6 +56,7 @@ def test_one_answer_per_prompt_has_only_a_mean_and_each_prompt_counts_once() -> 
         {"r": [1.0, 0.0, 0.5]},
         prompt_ids=["p", "q", "p"],
         data_sources=["s", "s", "t"],
+        predictions=["x"] * 3,
     )
     assert ours == {"s/r/mean@1": 0.5, "t/r/mean@1": 0.5}
 
