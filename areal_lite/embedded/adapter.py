@@ -33,8 +33,7 @@ _CHANGES_THE_RESULT = (
 class Adapter:
     """The matrices of each adapted layer."""
 
-    layers: dict[str, tuple[Tensor, Tensor]]
-    """A ``[rank, inputs]`` and B ``[outputs, rank]`` by the layer's name."""
+    layers: dict[str, tuple[Tensor, Tensor]]  # A ``[rank, inputs]`` and B ``[outputs, rank]`` by the layer's name
     scale: float
 
     def attach(self, model: Any) -> list[RemovableHandle]:
@@ -52,11 +51,8 @@ def _add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *, a: Tensor,
 
 
 def read_adapter(path: str, model: Any) -> Adapter:
-    """Read a folder with adapter_config.json and adapter_model.safetensors, and check that it fits the model.
-
-    Raises:
-        ConfigError: If a file is missing, changed or cut, or the adapters are of another kind or for other layers.
-    """
+    """Read a folder with adapter_config.json and adapter_model.safetensors, and check that it fits the model. Raises
+    ConfigError if a file is missing, changed or cut, or the adapters are of another kind or for other layers."""
     folder = Path(path).expanduser()
     check_manifest(folder)
     try:

@@ -45,10 +45,8 @@ class Checkpoint:
 
 
 def check_manifest(path: Path) -> None:
-    """Compare the files of ``path`` with its ``manifest.json``, if it has one; raises ConfigError.
-
-    The manifest is ``{"files": {NAME: {"size": BYTES, "sha256": HEX}}}``, written after the files.
-    """
+    """Compare the files of ``path`` with its ``manifest.json``, if it has one; raises ConfigError. The manifest is
+    ``{"files": {NAME: {"size": BYTES, "sha256": HEX}}}``, written after the files."""
     if (path / MANIFEST).is_file():
         try:
             check_files(path, json.loads((path / MANIFEST).read_bytes()))

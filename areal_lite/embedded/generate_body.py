@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.embedded.bad_request import invalid_value, wrong_type
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams, parse_sampling_params
+
+if TYPE_CHECKING:
+    from areal_lite.embedded.model_runner import ModelRunner
 
 _UNSUPPORTED = (
     *("text", "input_embeds", "image_data", "audio_data", "video_data", "return_hidden_states"),
@@ -23,27 +25,11 @@ _UNSUPPORTED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationLimits:
-    """Sizes of the served model."""
-
-    context_length: int
-    vocab_size: int
-
-
 def parse_generate(
-    body: Any, *, grammar: Callable[[SamplingParams], Grammar | None], limits: GenerationLimits, draw: random.Random
+    body: Any, *, grammar: Callable[[SamplingParams], Grammar | None], runner: ModelRunner, draw: random.Random
 ) -> GenerationRequest:
-    """Check a ``/generate`` body and return its request.
-
-    Args:
-        body: The parsed JSON. Unknown top-level fields are ignored, as in SGLang.
-        grammar: Compiles the constraint of a request.
-        draw: Source of seeds for requests without one.
-
-    Raises:
-        BadRequest: With the status and JSON body to answer.
-    """
+    """Check a ``/generate`` body, whose unknown fields are ignored as in SGLang, and return its request. ``grammar``
+    compiles its constraint; ``draw`` gives a seed to a request without one. Raises BadRequest with what to answer."""
     if not isinstance(body, dict):
         raise wrong_type(f"the body must be a JSON object, got {type(body).__name__}.")
     unsupported = [name for name in _UNSUPPORTED if body.get(name)]
@@ -52,14 +38,14 @@ def parse_generate(
         raise invalid_value(
             f"{unsupported[0]} is not supported by the embedded server; leave it out, or serve with SGLang."
         )
-    params = parse_sampling_params(body.get("sampling_params"), limits.vocab_size)
-    prompt = _prompt(body.get("input_ids"), limits)
-    _check_length(len(prompt), params.max_new_tokens, limits)
+    params = parse_sampling_params(body.get("sampling_params"), runner.vocab_size)
+    prompt = _prompt(body.get("input_ids"), runner.vocab_size)
+    _check_length(len(prompt), params.max_new_tokens, runner.context_length)
     rid = uuid.uuid4().hex if body.get("rid") is None else body["rid"]
     if not isinstance(rid, str) or not rid:
         raise wrong_type(f"rid must be a string; got {rid!r}.")
     return_logprob = _flag(body, "return_logprob")
-    top, continued = _count(body, "top_logprobs_num", limits.vocab_size), _count(body, "num_continued", len(prompt) - 1)
+    top, continued = _count(body, "top_logprobs_num", runner.vocab_size), _count(body, "num_continued", len(prompt) - 1)
     constraint = grammar(params)
     if constraint is not None and (fault := constraint.advance(prompt[len(prompt) - continued :])):
         raise invalid_value(f"the {continued} continued tokens do not fit the constraint: {fault}")
@@ -77,7 +63,7 @@ def parse_generate(
     )
 
 
-def _prompt(prompt: Any, limits: GenerationLimits) -> list[int]:
+def _prompt(prompt: Any, vocab_size: int) -> list[int]:
     if prompt is None:
         raise invalid_value("input_ids should be provided.")
     if not isinstance(prompt, list):
@@ -87,17 +73,17 @@ def _prompt(prompt: Any, limits: GenerationLimits) -> list[int]:
     if any(type(token) is not int for token in prompt):
         odd = next(token for token in prompt if type(token) is not int)
         raise wrong_type(f"input_ids: elements must be int; got {type(odd).__name__}. Send one call per prompt.")
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
         odd = min(prompt) if min(prompt) < 0 else max(prompt)
         raise invalid_value(
-            f"input_ids holds {odd}, which is not in the vocabulary [0, {limits.vocab_size}); was the prompt tokenized "
+            f"input_ids holds {odd}, which is not in the vocabulary [0, {vocab_size}); was the prompt tokenized "
             "with this model's tokenizer?"
         )
     return prompt
 
 
-def _check_length(length: int, max_new_tokens: int, limits: GenerationLimits) -> None:
-    context, total = limits.context_length, length + max_new_tokens
+def _check_length(length: int, max_new_tokens: int, context: int) -> None:
+    total = length + max_new_tokens
     if total > context:
         raise invalid_value(
             f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "

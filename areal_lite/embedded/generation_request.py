@@ -18,7 +18,7 @@ from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams
 
 FinishReason = dict[str, Any]
-Decode = Callable[[list[int], bool], str]
+Decode = Callable[[list[int], bool], str]  # ids, skip_special_tokens -> text
 
 
 def aborted(message: str = "Aborted") -> FinishReason:
@@ -30,32 +30,25 @@ def aborted(message: str = "Aborted") -> FinishReason:
 class GenerationRequest:
     """One prompt, one output."""
 
-    rid: str
-    """Unique among live requests."""
+    rid: str  # unique among live requests
     prompt: list[int]
     params: SamplingParams
-    seed: int
-    """64 bits. Seed and position decide every random choice of this output."""
+    seed: int  # 64 bits. Seed and position decide every random choice of this output.
     return_logprob: bool = False
     top_logprobs_num: int = 0
     stream: bool = False
-    incremental: bool = False
-    """Events of a stream hold new tokens only."""
-    num_continued: int = 0
-    """Prompt ids at the end that an earlier request sampled and this one continues."""
+    incremental: bool = False  # events of a stream hold new tokens only
+    num_continued: int = 0  # prompt ids at the end that an earlier request sampled and this one continues
 
-    grammar: Grammar | None = None
-    """Constraint of the output, after ``num_continued`` ids."""
+    grammar: Grammar | None = None  # constraint of the output, after ``num_continued`` ids
 
-    output_ids: list[int] = field(default_factory=list)
-    """Sampled ids, including the stop token."""
+    output_ids: list[int] = field(default_factory=list)  # sampled ids, including the stop token
     output_logprobs: list[float] = field(default_factory=list)
     """One per output id: log_softmax(logits / temperature), before any filter."""
     output_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     version_spans: list[list[Any]] = field(default_factory=list)
     """``[version, start, end]`` ranges of the output ids, in order and without gaps."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV the first prefill copied instead of computing."""
+    cached_tokens: int = 0  # prompt tokens whose KV the first prefill copied instead of computing
     num_retractions: int = 0
     finish_reason: FinishReason | None = None
     arrived_at: float = field(default_factory=time.perf_counter)
@@ -90,60 +83,50 @@ class GenerationRequest:
         self.output_ids.append(token)
 
     def reply(self, decode: Decode, *, current_version: str) -> dict[str, Any]:
-        """Return the reply in the format of SGLang's ``/generate``, with the tokens so far.
-
-        Args:
-            decode: ``(ids, skip_special_tokens)`` to text.
-            current_version: Weight version to report if no token was sampled.
-        """
+        """Return the reply in the format of SGLang's ``/generate``, with the tokens so far, and ``current_version`` as
+        that of the weights if there are none."""
         # Read first because it is written last: once it is set, nothing else changes.
         finished = self.finish_reason
         count = len(self.output_ids)
-        meta: dict[str, Any] = {
-            "id": self.rid,
-            "finish_reason": finished,
-            "prompt_tokens": len(self.prompt),
+        meta = self._meta(0, count, finished) | {
             "weight_version": self.version_spans[-1][0] if self.version_spans else current_version,
             "num_retractions": self.num_retractions,
+            "reasoning_tokens": 0,
+            "cached_tokens_details": {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None,
+            "dp_rank": None,
+            "response_sent_to_client_ts": time.time(),
         }
         if self.return_logprob:
-            meta |= {"input_token_logprobs": [], **self._logprobs(0, count), "output_token_logprobs_length": count}
+            meta |= {"input_token_logprobs": [], "output_token_logprobs_length": count}
             if self.top_logprobs_num:
                 meta["input_top_logprobs"] = []
-        meta |= {"reasoning_tokens": 0, "completion_tokens": count, "cached_tokens": self.cached_tokens}
         if finished is not None:
-            meta["weight_versions"] = [
-                {"version": version, "start": start, "end": end} for version, start, end in self.version_spans
-            ]
-            meta["e2e_latency"] = time.perf_counter() - self.arrived_at
-        cached = {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
-        meta |= {"cached_tokens_details": cached, "dp_rank": None, "response_sent_to_client_ts": time.time()}
-        return {
-            "text": self._text(decode, count, finished),
-            "output_ids": self.output_ids[:count],
-            "meta_info": meta,
-        }
+            meta |= {"weight_versions": self._versions(count), "e2e_latency": time.perf_counter() - self.arrived_at}
+        return {"text": self._text(decode, count, finished), "output_ids": self.output_ids[:count], "meta_info": meta}
 
     def new_part(self, start: int) -> dict[str, Any]:
         """Return the output from token ``start`` on, as an event of a stream without repetitions and text."""
         finished = self.finish_reason  # read first, as in ``reply``
         count = len(self.output_ids)
-        meta: dict[str, Any] = {
+        meta = self._meta(start, count, finished) | {"weight_versions": self._versions(count)}
+        return {"output_ids": self.output_ids[start:count], "meta_info": meta}
+
+    def _meta(self, start: int, end: int, finished: FinishReason | None) -> dict[str, Any]:
+        meta = {
             "id": self.rid,
             "finish_reason": finished,
             "prompt_tokens": len(self.prompt),
-            "completion_tokens": count,
+            "completion_tokens": end,
             "cached_tokens": self.cached_tokens,
-            "weight_versions": [
-                {"version": version, "start": first, "end": min(end, count)}
-                for version, first, end in self.version_spans
-                if first < count
-            ],
         }
-        ids = self.output_ids[start:count]
-        if self.return_logprob:
-            meta |= self._logprobs(start, count)
-        return {"output_ids": ids, "meta_info": meta}
+        return meta | self._logprobs(start, end) if self.return_logprob else meta
+
+    def _versions(self, count: int) -> list[dict[str, Any]]:
+        return [
+            {"version": version, "start": start, "end": min(end, count)}
+            for version, start, end in self.version_spans
+            if start < count
+        ]
 
     def _logprobs(self, start: int, end: int) -> dict[str, Any]:
         pairs = zip(self.output_logprobs[start:end], self.output_ids[start:end], strict=True)

@@ -6,7 +6,7 @@ request.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_CACHED = 64
-_FORMATS: dict[str, Any] = {"regex": "regex", "ebnf": "gbnf"}
-"""Our names of constraints -> llguidance's."""
+_FORMATS: dict[str, Any] = {"regex": "regex", "ebnf": "gbnf"}  # our names of constraints -> llguidance's
 _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One line, as SGLang's and vLLM's flags give: a small model fills its budget with free white space."""
 
@@ -59,34 +58,19 @@ class GrammarCompiler:
     """Turns constraints into grammars over one tokenizer. For one thread."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        """Prepare; the first constraint loads the library and its view of the vocabulary, about a second.
-
-        Args:
-            tokenizer: A fast Hugging Face tokenizer.
-            vocab_size: Rows of the model's logits.
-            eos_ids: Ids that may follow a complete answer.
-        """
+        """Prepare; the first constraint loads the library and its view of the vocabulary, about a second. The
+        tokenizer is a fast one; ``eos_ids`` may follow a complete answer."""
         self._hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._compiled = lru_cache(_MAX_CACHED)(self._compile)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a request, None if it is unconstrained.
-
-        Raises:
-            BadRequest: If the constraint is invalid, or llguidance is missing.
-        """
+        """Return the grammar of a request, None if it is unconstrained. Raises BadRequest if the constraint is invalid,
+        or llguidance is missing."""
         constraint = params.constraint
-        if constraint is None:
-            return None
-        if constraint not in self._compiled:
-            self._compiled[constraint] = self._compile(*constraint)
-            if len(self._compiled) > _MAX_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(constraint)
-        return self._compiled[constraint].copy()
+        return None if constraint is None else self._compiled(*constraint).copy()
 
     def _compile(self, name: str, text: str) -> Grammar:
         try:

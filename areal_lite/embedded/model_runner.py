@@ -27,12 +27,8 @@ from areal_lite.models.out_of_memory import is_out_of_memory
 
 
 class ModelRunner:
-    """A causal language model with a slot cache.
-
-    Args:
-        exact: Compute a token with the same bits as the trainer does, if it is alone in its batch.
-        compiled: Compile operations where that makes decoding faster.
-    """
+    """A causal language model with a slot cache. ``exact`` computes a token with the same bits as the trainer does, if
+    it is alone in its batch; ``compiled`` compiles operations where that makes decoding faster."""
 
     def __init__(
         self, model: Any, *, slots: int, context_length: int, exact: bool = False, compiled: bool = True
@@ -75,16 +71,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, slots: list[int], tokens: list[list[int]], past: list[int]) -> Tensor:
-        """Run ``tokens`` after the first ``past`` columns of each of the ``slots``, and store their KV.
-
-        Args:
-            slots: ``[n]``, all different.
-            tokens: ``[n][<= q]`` ids, at least one per slot; if it ``pads``, a short list costs as much as the longest.
-            past: ``[n]`` number of columns per slot that precede these tokens.
-
-        Returns:
-            ``[n, vocab]`` logits of each slot's last token.
-        """
+        """Run ``tokens``, at least one per slot, after the first ``past`` columns of each of the ``slots``, which are
+        all different; store their KV, and return ``[n, vocab]`` logits of each slot's last token. If it ``pads``, a
+        short list of tokens costs as much as the longest."""
         decoder = self._decoder
         if decoder is not None and not decoder.pads:
             return self._forward_rows(decoder, slots, tokens, past)
@@ -121,13 +110,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:
-        """Check that the slot cache reproduces the model's attention.
-
-        Raises:
-            ConfigError: If prefill, extension and decoding do not give the logits of one plain pass.
-        """
+        """Check that the slot cache reproduces the model's attention. Raises ConfigError if prefill, extension and
+        decoding do not give the logits of one plain pass."""
+        plan, window = self.cache.plan, self.cache.plan.window
         try:
-            difference = self._difference_to_plain_forward()
+            with short_windows(self.model, 3):  # or so few tokens would not cross their border
+                plan.window = window_of(self.model.config) or window
+                difference = self._difference_to_plain_forward()
         except Exception as error:  # a model may raise anything on an unsupported cache
             if is_out_of_memory(error):
                 raise
@@ -135,6 +124,8 @@ class ModelRunner:
                 f"the model ({type(self.model).__name__}) does not run with the embedded server's slot cache "
                 f"({type(error).__name__}: {error}). Serve it with SGLang or vLLM instead."
             ) from error
+        finally:
+            plan.window = window
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.2
         if not difference <= tolerance:
             raise ConfigError(
@@ -144,19 +135,7 @@ class ModelRunner:
             )
 
     def _difference_to_plain_forward(self) -> float:
-        """Return the total variation distance between a plain pass and prefill + extension + decoding.
-
-        Windows are shortened, or so few tokens would not cross their border.
-        """
-        plan, window = self.cache.plan, self.cache.plan.window
-        with short_windows(self.model, 3):
-            plan.window = window_of(self.model.config) or window
-            try:
-                return self._distance()
-            finally:
-                plan.window = window
-
-    def _distance(self) -> float:
+        """Return the total variation distance between a plain pass and prefill + extension + decoding."""
         length = min(9, self.context_length)
         ids = [(7 * i + 3) % self.vocab_size for i in range(length)]
         self._last = None
@@ -198,14 +177,8 @@ class ModelRunner:
 
 
 def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
-    """Load a causal language model for inference.
-
-    Args:
-        model_path: Directory with config.json and weights.
-
-    Raises:
-        ConfigError: Before the weights are read, if the layers have another attention than full or sliding windows.
-    """
+    """Load a causal language model for inference. Raises ConfigError before the weights are read, if the layers have
+    another attention than full or sliding windows."""
     config = AutoConfig.from_pretrained(str(model_path))  # nosec B615 # a folder
     if unsupported := unsupported_layers(config):
         raise ConfigError(

@@ -37,7 +37,6 @@ class ModelThread:
 
     @property
     def alive(self) -> bool:
-        """True while the model thread runs."""
         return self._thread.is_alive()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,12 +44,12 @@ class ModelThread:
         self._loop = loop
         self._thread.start()
 
-    def close(self, *, timeout_s: float = 3.0) -> None:
+    def close(self) -> None:
         """Stop after the current step and wait for it; live requests get no answer."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join(timeout_s)
+        self._thread.join(timeout=3.0)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; its ``changed`` event signals progress."""

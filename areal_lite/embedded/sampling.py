@@ -25,19 +25,13 @@ class Sampled(NamedTuple):
     """One sampled token per request."""
 
     tokens: list[int]
-    logprobs: list[float]
-    """Nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits."""
-    top: list[list[tuple[float, int]]]
-    """Per request, the ``top_logprobs_num`` most probable ``(log-prob, id)``."""
+    logprobs: list[float]  # nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits
+    top: list[list[tuple[float, int]]]  # per request, the ``top_logprobs_num`` most probable ``(log-prob, id)``
 
 
 def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
-    """Sample the next token of each request.
-
-    Args:
-        logits: ``[n, vocab]``, any float type.
-        eos_ids: Ids that ``min_new_tokens`` excludes, besides the request's own stop ids.
-    """
+    """Sample the next token of each request from ``logits [n, vocab]`` of any float type. ``min_new_tokens`` excludes
+    ``eos_ids``, besides the request's own stop ids."""
     if logits.device.type == "cpu" and len(requests) > _ROWS:
         starts = range(0, len(requests), _ROWS)
         parts = [_sample(logits[i : i + _ROWS], requests[i : i + _ROWS], eos_ids) for i in starts]
@@ -137,11 +131,9 @@ def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], n
 
 
 def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert the cumulative sum of ``weights [n, choices]`` (not normalised) at ``uniforms [n]``.
-
-    First choose a block, then the place in it: a float64 sum over the vocabulary costs a fifth of a decode step, and a
-    float32 sum loses the tail of the distribution.
-    """
+    """Invert the cumulative sum of ``weights [n, choices]`` (not normalised) at ``uniforms [n]``. First choose a block,
+    then the place in it: a float64 sum over the vocabulary costs a fifth of a decode step, and a float32 sum loses the
+    tail of the distribution."""
     missing = -weights.shape[1] % _BLOCK
     padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
     blocks = padded.view(weights.shape[0], -1, _BLOCK)

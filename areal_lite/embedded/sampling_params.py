@@ -91,15 +91,8 @@ CONSTRAINTS = ("json_schema", "regex", "ebnf")
 
 
 def parse_sampling_params(given: Any, vocab_size: int) -> SamplingParams:
-    """Check the ``sampling_params`` object of a request.
-
-    Args:
-        given: The JSON value. None, here or as the value of a key, means the default.
-        vocab_size: Ids must be below it.
-
-    Raises:
-        BadRequest: With SGLang's error body, for unknown names, wrong types and values out of range.
-    """
+    """Check the ``sampling_params`` object of a request; None, also as the value of a key, means the default. Raises
+    BadRequest with SGLang's error body, for unknown names, wrong types and values out of range."""
     if given is None:
         return SamplingParams()
     if not isinstance(given, dict):

@@ -38,8 +38,7 @@ class BatchLimits:
     max_running_requests: int
     max_total_tokens: int
     """Limit on prompt plus ``max_new_tokens``, summed over running requests. A request above the limit runs alone."""
-    max_prefill_tokens: int
-    """Tokens of the prompts of one step, with padding; a longer prompt is the only one."""
+    max_prefill_tokens: int  # tokens of the prompts of one step, with padding; a longer prompt is the only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,7 @@ class _Prefill:
 
     requests: list[GenerationRequest]
     tokens: list[int]
-    donor: int | None
-    """Slot to copy the first ``past`` columns from."""
+    donor: int | None  # slot to copy the first ``past`` columns from
     past: int
 
 
@@ -66,14 +64,8 @@ class Scheduler:
         weight_version: str,
         keep_prefixes: bool,
     ) -> None:
-        """Begin without requests.
-
-        Args:
-            runner: The model; its ``slots`` beyond ``max_running_requests`` keep finished prefixes.
-            eos_ids: Ids that end an output.
-            decode: ``(ids, skip_special_tokens)`` to text, for stop strings.
-            keep_prefixes: Let later requests reuse the KV of finished ones.
-        """
+        """Begin without requests. ``eos_ids`` end an output; with ``keep_prefixes``, later requests reuse the KV of
+        finished ones, in the slots of ``runner`` beyond ``max_running_requests``."""
         self.runner = runner
         self.weight_version = weight_version
         self.limits = limits
@@ -123,7 +115,6 @@ class Scheduler:
         self._stale_kv.clear()
 
     def resume(self) -> None:
-        """Step again."""
         self.paused = False
 
     def flush_cache(self) -> None:
@@ -131,10 +122,7 @@ class Scheduler:
         self._retained.clear()
 
     def change_weights(self, load: Callable[[], None], version: str | None, *, abort_all: bool) -> None:
-        """Load new weights.
-
-        Running requests continue on KV recomputed with the new weights; if paused in place, on their old KV.
-        """
+        """Load new weights. Running requests continue on new KV or, if paused in place, on that of the old weights."""
         if abort_all:
             self.abort_all()
         if not self.paused:
@@ -164,10 +152,8 @@ class Scheduler:
         self.flush_cache()
 
     def step(self) -> None:
-        """Compute the prompts that fit into one step, and sample a token for each request that is computed.
-
-        Running requests take part, except where passes need padding.
-        """
+        """Compute the prompts that fit into one step, and sample a token for each request that is computed. Running
+        requests take part, except where passes need padding."""
         requests = list(self.running)
         prefills = self._choose_prefills()
         if prefills and self.runner.pads:

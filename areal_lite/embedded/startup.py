@@ -44,11 +44,8 @@ class ModelServer(NamedTuple):
 
 
 def resolve_model_path(model_path: str) -> Path:
-    """Return the directory of a model; download it if ``model_path`` is a name on the Hugging Face Hub.
-
-    Raises:
-        ConfigError: If the directory cannot be served, or the download fails.
-    """
+    """Return the directory of a model; download it if ``model_path`` is a name on the Hugging Face Hub. Raises
+    ConfigError if the directory cannot be served, or the download fails."""
     check_model_path(model_path)
     check_text_model(model_path)
     local = Path(model_path).expanduser()
@@ -74,15 +71,8 @@ def serve(
     on_ready: Callable[[str, int], None],
     extend: Extend | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
-
-    Args:
-        on_ready: Called with host and port once the server answers requests.
-        extend: Adds routes.
-
-    Raises:
-        ConfigError: If model, port or device cannot be used; if possible before torch is imported.
-    """
+    """Serve until SIGTERM or SIGINT; ``on_ready`` gets host and port once requests are answered. Raises ConfigError if
+    model, port or device cannot be used; if possible before torch is imported."""
     directory = resolve_model_path(served.model_path)
     check_port(config.host, config.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -179,10 +169,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 async def _serve_until_signal(
-    config: EmbeddedServerConfig,
-    server: ModelServer,
-    on_ready: Callable[[str, int], None],
-    extend: Extend | None,
+    config: EmbeddedServerConfig, server: ModelServer, on_ready: Callable[[str, int], None], extend: Extend | None
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -195,12 +182,7 @@ async def _serve_until_signal(
 
 @asynccontextmanager
 async def listening(
-    server: ModelServer,
-    *,
-    host: str,
-    port: int,
-    extend: Extend | None = None,
-    limits: HttpLimits = _LIMITS,
+    server: ModelServer, *, host: str, port: int, extend: Extend | None = None, limits: HttpLimits = _LIMITS
 ) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
     loop = asyncio.get_running_loop()

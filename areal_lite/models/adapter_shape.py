@@ -10,5 +10,4 @@ class AdapterShape:
     """Facts that a server needs before it loads an adapter."""
 
     rank: int
-    layers: tuple[str, ...]
-    """Last parts of the adapted layers' names, such as ``q_proj``."""
+    layers: tuple[str, ...]  # last parts of the adapted layers' names, such as ``q_proj``

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""Kinds of layers, as transformers' ``layer_types`` names them."""
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers' ``layer_types`` names them
 
 
 def window_of(config: Any) -> int | None:
@@ -25,7 +24,6 @@ def window_of(config: Any) -> int | None:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the kind of each layer."""
     config = config.get_text_config()
     alike = FULL if window_of(config) is None else SLIDING
     return list(getattr(config, "layer_types", None) or [alike] * getattr(config, "num_hidden_layers", 1))

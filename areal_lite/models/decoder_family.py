@@ -7,40 +7,24 @@ other families run their own forward pass. Layers may have a sliding window, but
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
-
-@dataclass(frozen=True, slots=True)
-class DecoderFamily:
-    """Differences between families that no layer shows by its parts."""
-
-    norms_add_one: bool = False
-    """Norms scale by one plus their weight."""
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")
+"""They begin the classes' names in transformers. Gemma's norms scale by one plus their weight."""
 
 
-FAMILIES = {
-    "Llama": DecoderFamily(),
-    "Mistral": DecoderFamily(),
-    "Qwen2": DecoderFamily(),
-    "Qwen3": DecoderFamily(),
-    "Gemma": DecoderFamily(norms_add_one=True),
-}
-"""The keys begin the classes' names in transformers."""
-
-
-def family_of(model: Any) -> DecoderFamily | None:
+def family_of(model: Any) -> str | None:
     """Return the family of a causal LM or of its decoder, None if its layers have another form."""
     # The whole class name, not ``config.model_type``: a subclass or a remote-code model may compute something else.
-    return FAMILIES.get(type(model).__name__.removesuffix("ForCausalLM").removesuffix("Model"))
+    name = type(model).__name__.removesuffix("ForCausalLM").removesuffix("Model")
+    return name if name in FAMILIES else None
 
 
 def fits_kernels(model: Any) -> bool:
     """Return whether norms and gates are those that compiled operations compute: plain scales, and SiLU."""
-    family = family_of(model)
-    return family is not None and not family.norms_add_one and model.config.hidden_act == "silu"
+    return family_of(model) not in (None, "Gemma") and model.config.hidden_act == "silu"
 
 
 class Heads(NamedTuple):
@@ -49,18 +33,15 @@ class Heads(NamedTuple):
     queries: int
     keys: int
     width: int
-    scale: float
-    """Factor of the scores."""
+    scale: float  # factor of the scores
 
 
 class DecoderLayer(NamedTuple):
     """The parts of a layer. Every linear layer may have a bias."""
 
-    attention: Any
-    """The model's own, for its sizes and norms."""
+    attention: Any  # the model's own, for its sizes and norms
     input_norm: Any
-    qkv: Any
-    """Three linear layers, or the product that stands for them; so are the other linear layers."""
+    qkv: Any  # three linear layers, or the product that stands for them; so are the other linear layers
     output: Any
     mlp_norm: Any
     gate_up: Any
@@ -69,7 +50,6 @@ class DecoderLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> DecoderLayer:
-        """Return the parts of a model's layer."""
         attention, mlp = layer.self_attn, layer.mlp
         return cls(
             attention=attention,
@@ -93,12 +73,10 @@ class DecoderLayer(NamedTuple):
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """All linear layers."""
         return [*self.qkv, self.output, *self.gate_up, self.down]
 
     @property
     def heads(self) -> Heads:
-        """Sizes of the states."""
         width = self.attention.head_dim
         queries, keys, _ = (linear.out_features // width for linear in self.qkv)
         return Heads(queries, keys, width, self.attention.scaling)

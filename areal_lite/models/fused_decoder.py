@@ -22,12 +22,8 @@ from areal_lite.models.kernels.ragged_attention import Segments
 
 
 class FusedDecoder:
-    """Reads packed bins.
-
-    Args:
-        decoder: One that ``fits``; full attention, float32 weights on a CPU.
-        dtype: Dtype of products and saved activations.
-    """
+    """Reads packed bins with a decoder that ``fits``: full attention, float32 weights on a CPU. Products and saved
+    activations have ``dtype``."""
 
     def __init__(self, decoder: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         self._decoder = decoder
@@ -49,22 +45,10 @@ class FusedDecoder:
         )
 
     def states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        lengths: Sequence[int],
-        segments: Segments | None,
-        at: Tensor,
+        self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int], segments: Segments | None, at: Tensor
     ) -> Tensor:
-        """Return the states ``[N, hidden]`` at the chosen tokens, float32.
-
-        Args:
-            input_ids: ``[T]``, bin after bin.
-            position_ids: ``[T]``.
-            lengths: Tokens of each bin.
-            segments: Which tokens see one another; None if a token sees all before it in its bin.
-            at: ``[N]`` indices of tokens.
-        """
+        """Return the states ``[N, hidden]``, float32, at the tokens of the indices ``at [N]``. ``input_ids [T]`` are
+        those of bins of ``lengths``, bin after bin; without ``segments``, a token sees all before it in its bin."""
         hidden = self._decoder.embed_tokens(input_ids)
         cos, sin = self._decoder.rotary_emb(hidden, position_ids[None])
         tokens = Tokens(cos[0], sin[0], lengths, segments, self._heads)
@@ -108,7 +92,6 @@ class _Product:
         return self._rounded
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return the product with ``states``."""
         bias = torch.cat(self._biases).to(self._rounded.dtype) if self._biases else None
         product: Tensor = _JoinedProduct.apply(states, bias, self.rounded(), *self.weights)  # type: ignore[no-untyped-call]
         return product

@@ -28,11 +28,8 @@ _PREFIX = "base_model.model."  # of every name in peft's files
 
 
 def add_adapters(model: Any, config: LoRAConfig) -> None:
-    """Add float32 adapters with zero effect to the model's linear layers; only the adapters train from here on.
-
-    Raises:
-        ConfigError: If peft is not installed, or ``config.target_modules`` names something that is not a linear layer.
-    """
+    """Add float32 adapters with zero effect to the model's linear layers; only the adapters train from here on. Raises
+    ConfigError if peft is not installed, or ``config.target_modules`` names something that is not a linear layer."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -65,15 +62,12 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether the model has adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
 def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in ``dtype`` with adapters merged, under the base model's names; tied weights once.
-
-    Adapters are merged in float32, one layer at a time, into new tensors.
-    """
+    """Yield the weights in ``dtype`` with adapters merged, under the base model's names; tied weights once. Adapters
+    are merged in float32, one layer at a time, into new tensors."""
     layers = {
         f"{name}.base_layer.weight": module for name, module in model.named_modules() if hasattr(module, "base_layer")
     }
@@ -91,10 +85,8 @@ def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
 
 
 def write_adapters(model: Any, folder: Path) -> None:
-    """Write only the adapters, in peft's format, which names their base model.
-
-    Every rank must call this; rank 0 writes.
-    """
+    """Write only the adapters, in peft's format, which names their base model. Every rank must call this; rank 0
+    writes."""
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     weights = {name: whole for name, whole in full_tensors(trained) if whole is not None}
     if weights:
@@ -102,11 +94,8 @@ def write_adapters(model: Any, folder: Path) -> None:
 
 
 def load_adapters(model: Any, folder: Path) -> None:
-    """Load the adapters that :func:`write_adapters` wrote, bit for bit.
-
-    Raises:
-        CheckpointError: If the saved adapters have other layers, rank or alpha.
-    """
+    """Load the adapters that :func:`write_adapters` wrote, bit for bit. Raises CheckpointError if the saved adapters
+    have other layers, rank or alpha."""
     from peft import get_peft_model_state_dict
 
     own = {f"{_PREFIX}{name}": value for name, value in get_peft_model_state_dict(model).items()}
@@ -124,7 +113,6 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 
 def adapter_shape(model: Any) -> AdapterShape:
-    """Return the rank of the model's adapters and the layers that have one."""
     config = model.peft_config[_ADAPTER]
     return AdapterShape(config.r, tuple(sorted({name.rpartition(".")[2] for name in config.target_modules})))
 

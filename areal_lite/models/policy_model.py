@@ -23,31 +23,21 @@ from areal_lite.models.lora import add_adapters
 
 logger = logging.getLogger(__name__)
 
-CPU_INFO = Path("/proc/cpuinfo")
-"""Lists the instructions of each CPU core, on Linux."""
+CPU_INFO = Path("/proc/cpuinfo")  # lists the instructions of each CPU core, on Linux
 
 _NOT_SCORABLE = {
     "falcon with alibi": "which takes no mask for several sequences",
-    "llama4": "which does not give its decoder",
-    "llama4_text": "which does not give its decoder",
-    "modernbert-decoder": "which does not give its decoder",
+    **dict.fromkeys(("llama4", "llama4_text", "modernbert-decoder"), "which does not give its decoder"),
 }
 """Kinds of models that cannot be trained here, with the reason."""
 
 
 def load_policy(
-    model_path: str,
-    *,
-    device: torch.device,
-    gradient_checkpointing: bool = False,
-    lora: LoRAConfig | None = None,
+    model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, lora: LoRAConfig | None = None
 ) -> Any:
-    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train.
-
-    Raises:
-        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights,
-            or adapters cannot be added.
-    """
+    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train. Raises
+    ConfigError if ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights, or
+    adapters cannot be added."""
     model, missing = load_pretrained(AutoModelForCausalLM, model_path, what="causal LM")
     if missing:
         raise ConfigError(
@@ -92,11 +82,8 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
 
 
 def check_scorable(model_path: str, *, key: str = "model_path") -> None:
-    """Refuse a model whose log-probs the trainer cannot compute, by its config alone; ``key`` is for errors.
-
-    Raises:
-        ConfigError: If it is one of them.
-    """
+    """Refuse a model whose log-probs the trainer cannot compute, by its config alone; ``key`` is for errors. Raises
+    ConfigError if it is one of them."""
     try:
         config, _ = PretrainedConfig.get_config_dict(model_path)
     except (OSError, ValueError):
@@ -142,10 +129,8 @@ def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the torch dtype of ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-
-    auto is bfloat16, or float32 on a CPU without instructions for bfloat16, where bfloat16 is several times slower.
-    """
+    """Return the torch dtype of ``auto``, ``float32``, ``bfloat16`` or ``float16``. auto is bfloat16, or float32 on a
+    CPU without instructions for bfloat16, where bfloat16 is several times slower."""
     if dtype == "auto":
         dtype = "bfloat16" if device.type != "cpu" or has_bfloat16() else "float32"
         if dtype == "float32":

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FIRST_TRY = 1024
-"""Most probable tokens to sort first; the whole vocabulary is sorted only where top-p keeps more."""
-DROPPED = -1e30
-"""Log-prob of a dropped token: finite, so that probability times log-prob is 0."""
+_FIRST_TRY = 1024  # most probable tokens to sort first; the whole vocabulary is sorted only where top-p keeps more
+DROPPED = -1e30  # log-prob of a dropped token: finite, so that probability times log-prob is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +24,7 @@ class Truncation:
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
-    reported: bool = False
-    """True if the engine's log-probs are renormalized already, as vLLM's processed ones are."""
+    reported: bool = False  # True if the engine's log-probs are renormalized already, as vLLM's processed ones are
 
     @torch.no_grad()
     def smallest_kept(self, logprobs: Tensor) -> Tensor:
@@ -55,15 +52,8 @@ def _nucleus(largest: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def truncate_(logprobs: Tensor, targets: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Renormalize over the log-probs from ``least [n, 1]`` up and the targets; a target may miss by rounding.
-
-    Args:
-        logprobs: ``[n, vocabulary]``, overwritten.
-        targets: ``[n]`` sampled tokens, which are always kept.
-
-    Returns:
-        The log-probs ``[n, vocabulary]``, and the log of the kept mass ``[n]``.
-    """
+    """Renormalize ``logprobs [n, vocabulary]``, in place, over those from ``least [n, 1]`` up and the sampled
+    ``targets [n]``, which may miss it by rounding. Return them, and the log of the kept mass ``[n]``."""
     dropped = (logprobs < least).scatter_(1, targets[:, None], False)
     logprobs = logprobs.masked_fill_(dropped, DROPPED)
     log_kept = logprobs.logsumexp(1)

@@ -52,10 +52,7 @@ class EngineLifecycle(InferenceEngine):
         self._watchdog: LoopWatchdog | None = None
         self._workers: Workers | None = None
         self._executor = WorkflowExecutor(
-            self,
-            config,
-            on_end=self._on_end,
-            interrupt=lambda episodes: self._client.interrupt(episodes),
+            self, config, on_end=self._on_end, interrupt=lambda episodes: self._client.interrupt(episodes)
         )
 
     def initialize(self) -> Self:
@@ -163,10 +160,8 @@ class EngineLifecycle(InferenceEngine):
         return {**self._executor.ended.counts, "abandoned": self._executor.runner.abandoned}
 
     def take_scalars(self, *, is_eval: bool = False) -> dict[str, float]:
-        """Return the mean of each number that accepted episodes recorded since the last call, by metric name.
-
-        The episodes of a data source count once :meth:`prepare_batch` returns them.
-        """
+        """Return the mean of each number that accepted episodes recorded since the last call, by metric name. The
+        episodes of a data source count once :meth:`prepare_batch` returns them."""
         return self._executor.ended.scalars.take(is_eval=is_eval)
 
     def rollout_metrics(self) -> dict[str, float]:

@@ -116,12 +116,9 @@ class RemoteInfEngine(EngineLifecycle):
     ) -> Coroutine[Any, Any, list[Group]]:
         """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
 
-        Groups are drawn from ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so
-        generation continues while the caller trains. A ``RolloutDataSource`` decides how many episodes a group has.
-
-        Raises:
-            ConfigError: If ``group_size`` differs from the size of the source's groups.
-        """
+        Groups are drawn from ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so generation
+        continues while the caller trains. A ``RolloutDataSource`` decides how many episodes a group has. Raises
+        ConfigError if ``group_size`` differs from the size of the source's groups."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn)
         return self._executor.batches.prepare(source, recipe, group_size)
 

@@ -27,11 +27,9 @@ class ThreadBudget:
 
 
 def thread_budget(config: RunConfig) -> ThreadBudget:
-    """Return the CPU threads of server and trainers; ``num_threads`` above 0 in the config is kept.
-
-    In an on-policy run server and trainer take turns, so each gets all cores; otherwise they share them. A trainer
-    without an embedded server gets all cores. Under torchrun the trainers of a machine divide theirs.
-    """
+    """Return the CPU threads of server and trainers; ``num_threads`` above 0 in the config is kept. In an on-policy run
+    server and trainer take turns, so each gets all cores; otherwise they share them. A trainer without an embedded
+    server gets all cores. Under torchrun the trainers of a machine divide theirs."""
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     together = config.rollout.max_head_offpolicyness > 0 and not config.rollout.addresses
@@ -42,10 +40,8 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
 
 @contextmanager
 def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
-    """Yield an engine with running servers; both stop when the context ends.
-
-    Failed episodes are logged by cause when it ends, also after an error.
-    """
+    """Yield an engine with running servers; both stop when the context ends. Failed episodes are logged by cause when
+    it ends, also after an error."""
     rollout, group = config.rollout, None
     with ExitStack() as stack:
         if not rollout.addresses:

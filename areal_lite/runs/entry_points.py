@@ -19,8 +19,7 @@ from areal_lite.trainer.metrics import OnStep
 if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
 
-_ENVIRONMENT_SIZE = 500
-"""Default number of rows of an environment."""
+_ENVIRONMENT_SIZE = 500  # default number of rows of an environment
 
 
 def run_training(

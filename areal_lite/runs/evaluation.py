@@ -24,11 +24,9 @@ logger = logging.getLogger(__name__)
 class Evaluation:
     """Rewards on the held-out rows."""
 
-    reward: float
-    """Mean over all episodes that gave one."""
+    reward: float  # mean over all episodes that gave one
     episodes: int
-    failed: int
-    """Rows whose group was not accepted."""
+    failed: int  # rows whose group was not accepted
     seconds: float
     others: dict[str, float] = field(default_factory=dict)
     """Further metrics: means of what the episodes recorded, and :func:`validation_metrics`."""

@@ -12,11 +12,9 @@ from typing import Any, Self
 
 
 class StepProfiler:
-    """Writes ``steps_FIRST-LAST.json`` for Perfetto or chrome://tracing; later ranks add their number to the name.
-
-    As a context manager around all steps, it also ends a trace that is still open at the end: torch crashes a
-    process that exits with an open trace.
-    """
+    """Writes ``steps_FIRST-LAST.json`` for Perfetto or chrome://tracing; later ranks add their number to the name. As a
+    context manager around all steps, it also ends a trace that is still open at the end: torch crashes a process that
+    exits with an open trace."""
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
         self._steps = set(steps)
@@ -58,11 +56,9 @@ class StepProfiler:
 
 
 class MemorySnapshots:
-    """Writes what holds memory at the end of a step; later ranks add their number to the names.
-
-    ``step_N.json`` has the bytes of the process and of its tensors by device, dtype and shape. On a GPU,
-    ``step_N.pickle`` has all allocations of the step for https://pytorch.org/memory_viz.
-    """
+    """Writes what holds memory at the end of a step; later ranks add their number to the names. ``step_N.json`` has the
+    bytes of the process and of its tensors by device, dtype and shape. On a GPU, ``step_N.pickle`` has all allocations
+    of the step for https://pytorch.org/memory_viz."""
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
         self._steps = set(steps)

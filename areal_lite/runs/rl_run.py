@@ -58,8 +58,7 @@ T = TypeVar("T")
 class RLRun(TrainingRun[Evaluation]):
     config: RunConfig
     trainer: PolicyTrainer
-    driver: RolloutDriver | None
-    """None on ranks other than the first."""
+    driver: RolloutDriver | None  # None on ranks other than the first
     profiler: StepProfiler
     snapshots: MemorySnapshots
     publish_version: Publish
@@ -76,9 +75,7 @@ class RLRun(TrainingRun[Evaluation]):
 
     def fit(self) -> None:
         """Train up to ``total_steps``: generate, train, publish the weights; evaluate and save when due.
-
-        :meth:`PolicyTrainer.train_step` lists the stages of training: log-probs, values, advantages, updates.
-        """
+        :meth:`PolicyTrainer.train_step` lists the stages of training: log-probs, values, advantages, updates."""
         while self.step < self.total_steps:
             with self.profiler(self.step + 1), self.snapshots(self.step + 1):
                 began = time.monotonic()
@@ -99,20 +96,16 @@ class RLRun(TrainingRun[Evaluation]):
         return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
 
     def publish(self) -> None:
-        """Publish the weights as policy version ``step`` and have the servers load them.
-
-        A run that is asked to stop does not wait for the servers.
-        """
+        """Publish the weights as policy version ``step`` and have the servers load them. A run that is asked to stop
+        does not wait for the servers."""
         weights = self.publish_version(self.step)
         if self.driver is not None:
             with suppress(Stopped), interruptible():
                 self.driver.engine.update_weights(weights)
 
     def compare_with_servers(self, *, warn_above: float | None = None) -> dict[str, float]:
-        """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`.
-
-        With ``warn_above`` the result is empty if no server answers.
-        """
+        """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`. With
+        ``warn_above`` the result is empty if no server answers."""
         prompt = probe_prompt(load_tokenizer(self.tokenizer_path))
 
         def ask(driver: RolloutDriver) -> list[Answer]:

@@ -58,11 +58,9 @@ class RolloutDriver:
             self.engine.begin_source(self.data.source, *self._recipe())
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of a step: whole groups with rewards, and baselines if the estimator needs them.
-
-        A ``DataProto`` if it went through the user's own packer or, with ``rollout_cache``, through a file. It is
-        generated only if the file is missing.
-        """
+        """Return the batch of a step: whole groups with rewards, and baselines if the estimator needs them. A
+        ``DataProto`` if it went through the user's own packer or, with ``rollout_cache``, through a file. It is
+        generated only if the file is missing."""
         self._groups = []
         packer = self.data.packer
         if self._cache is None:
@@ -75,11 +73,9 @@ class RolloutDriver:
         return batch
 
     def mark_trained(self, step: int, batch: Batch) -> None:
-        """Tell the data source, curriculum and dataset that a step's batch was trained; dump its ids and scores.
-
-        The curriculum and the dataset get a ``DataProto``, with the dataset row of each sequence as ``rows`` unless
-        the batch was cached.
-        """
+        """Tell the data source, curriculum and dataset that a step's batch was trained; dump its ids and scores. The
+        curriculum and the dataset get a ``DataProto``, with the dataset row of each sequence as ``rows`` unless the
+        batch was cached."""
         self.data.source.mark_trained(group.samples for group in self._groups)
         if self._config.rollout.dump_to_file and self._groups:
             append_batch(self._config.run_dir, step, self._groups)

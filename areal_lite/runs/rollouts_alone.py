@@ -22,14 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Group]:
-    """Run the workflow once on every training row, without training, and return the results.
-
-    With ``rollout.dump_to_file`` the episodes are dumped under ``rollout/``. rollout_metrics.jsonl gets one record,
-    which ``on_step`` sees.
-
-    Raises:
-        EpisodeError: If every group failed.
-    """
+    """Run the workflow once on every training row, without training, and return the results. With
+    ``rollout.dump_to_file`` the episodes are dumped under ``rollout/``. rollout_metrics.jsonl gets one record, which
+    ``on_step`` sees. Raises EpisodeError if every group failed."""
     check_startable(config)
     check_rows_end(config)
     choice = WorkflowChoice.of(config)
@@ -67,11 +62,9 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
 def _engine_alone(
     config: RunConfig, name: str, on_step: OnStep | None
 ) -> Iterator[tuple[RemoteInfEngine, dict[str, float]]]:
-    """Yield an engine without a trainer, and a dict for metrics beside those of the engine.
-
-    They are one record in ``NAME_metrics.jsonl`` when the context ends, also after an error. The file is not
-    metrics.jsonl, because the folder may hold a training run.
-    """
+    """Yield an engine without a trainer, and a dict for metrics beside those of the engine. They are one record in
+    ``NAME_metrics.jsonl`` when the context ends, also after an error. The file is not metrics.jsonl, because the folder
+    may hold a training run."""
     metrics: dict[str, float] = {}
     with run_directory(config, fresh=False, trains=False) as run_dir, generating_engine(config, run_dir) as engine:
         began = time.monotonic()

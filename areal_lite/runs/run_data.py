@@ -42,8 +42,7 @@ _RENDERING = (
 class TrainingData:
     """The training rows, the packer that turns them into workflow input and episodes into batches, the workflow."""
 
-    dataset: Any
-    """None if a generator makes the rows."""
+    dataset: Any  # None if a generator makes the rows
     packer: DataPacker
     source: RolloutDataSourceWithBuffer
     workflow: WorkflowChoice
@@ -129,8 +128,7 @@ class WorkflowChoice:
     """The workflow of a run: what the YAML names, or what Python code passed instead."""
 
     workflow: WorkflowLike
-    given: Mapping[str, Any]
-    """Constructor arguments from the YAML or from Python code."""
+    given: Mapping[str, Any]  # constructor arguments from the YAML or from Python code
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -180,11 +178,8 @@ class WorkflowChoice:
             load_object(config.should_accept_fn, where="should_accept_fn")
 
     def kwargs(self, config: RunConfig, gconfig: GenerationHyperparameters) -> dict[str, Any]:
-        """Return the constructor arguments.
-
-        ``gconfig``, ``tokenizer`` and ``tokenizer_path`` are added if the constructor takes them and they are not
-        given. Both of the last are the path; the engine loads ``tokenizer``.
-        """
+        """Return the constructor arguments. ``gconfig``, ``tokenizer`` and ``tokenizer_path`` are added if the
+        constructor takes them and they are not given. Both of the last are the path; the engine loads ``tokenizer``."""
         path = tokenizer_path(config)
         offered = {"gconfig": gconfig, "tokenizer": path, "tokenizer_path": path}
         accepted = self.parameters
@@ -235,11 +230,9 @@ def _dataset(config: RunConfig, rows: DatasetConfig, workflow: WorkflowChoice, *
 def prompt_preparer(
     config: RunConfig, rows: DatasetConfig, workflow: WorkflowChoice, *, tokenizer: Any, first_row: Any
 ) -> Callable[[Row], Row] | None:
-    """Return what adds the prompt's forms to the rows of a dataset section; None if the workflow takes none.
-
-    They are ``raw_prompt_ids`` for a workflow with ``takes_prompt_ids``, ``raw_prompt`` with return_raw_chat and
-    ``full_prompts`` with return_full_prompt. A row that has one of them keeps its own.
-    """
+    """Return what adds the prompt's forms to the rows of a dataset section; None if the workflow takes none. They are
+    ``raw_prompt_ids`` for a workflow with ``takes_prompt_ids``, ``raw_prompt`` with return_raw_chat and
+    ``full_prompts`` with return_full_prompt. A row that has one of them keeps its own."""
     key, section = rows.prompt_key, "eval_dataset" if rows is config.eval_dataset else "train_dataset"
     has_prompt = key in first_row if isinstance(first_row, Mapping) else True
     takes_ids = workflow.takes_prompt_ids and has_prompt

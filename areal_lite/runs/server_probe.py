@@ -27,8 +27,7 @@ MAX_DIFFERENCE = 0.25
 USUAL_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |difference| in nats that rounding explains, by the lower precision of server and trainer."""
 
-Answer = tuple[str, list[int], list[float]]
-"""URL of a server, and the tokens of its answer with their log-probs."""
+Answer = tuple[str, list[int], list[float]]  # URL of a server, and the tokens of its answer with their log-probs
 
 
 def usual_difference(config: RunConfig) -> float:
@@ -40,10 +39,8 @@ def usual_difference(config: RunConfig) -> float:
 def compare_logprobs(
     trainer: PolicyTrainer, prompt: Sequence[int], answers: Sequence[Answer], *, warn_above: float | None = None
 ) -> dict[str, float]:
-    """Return the mean |difference| in nats of each server, by URL; call it on every rank.
-
-    With ``warn_above``, warn of servers beyond it; else log all figures, and raise ConfigError for another model.
-    """
+    """Return the mean |difference| in nats of each server, by URL; call it on every rank. With ``warn_above``, warn of
+    servers beyond it; else log all figures, and raise ConfigError for another model."""
     sequences = []
     for _, tokens, logprobs in answers:
         ids = np.array([*prompt, *tokens])

@@ -22,19 +22,15 @@ class Stopped(KeyboardInterrupt):
     """SIGINT or SIGTERM asked the command to stop."""
 
 
-_signal = 0
-"""The first signal that asked this process, or a rank it trains with, to stop."""
+_signal = 0  # the first signal that asked this process, or a rank it trains with, to stop
 _finishing = 0
-work_left: Callable[[], Sequence[str]] = tuple
-"""Returns what a stop of this process waits for, in order and in words."""
+work_left: Callable[[], Sequence[str]] = tuple  # returns what a stop of this process waits for, in order and in words
 
 
 @contextmanager
 def finishing(left: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
-    """Delay :class:`Stopped` until the block has ended; for the main thread, where signals arrive.
-
-    ``left`` is :data:`work_left` meanwhile; any thread may call it.
-    """
+    """Delay :class:`Stopped` until the block has ended; for the main thread, where signals arrive. ``left`` is
+    :data:`work_left` meanwhile; any thread may call it."""
     global _finishing, work_left
     _finishing += 1
     work_left = left
@@ -97,10 +93,8 @@ def is_finishing() -> bool:
 def expires_soon(
     environment: Mapping[str, str], now: float, *, margin_s: float, longest_step_s: float, saved_at: float | None = None
 ) -> bool:
-    """Return whether to save now, because the machine may be reclaimed during the next step.
-
-    A run saves once in that window before the machine expires, and not after it. Times are in seconds since the epoch.
-    """
+    """Return whether to save now, because the machine may be reclaimed during the next step. A run saves once in that
+    window before the machine expires, and not after it. Times are in seconds since the epoch."""
     name = next((name for name in _VARIABLES if environment.get(name)), None)
     if name is None:
         return False

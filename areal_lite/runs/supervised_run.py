@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from areal_lite.config.supervised_config import (
-    DPOConfig,
-    RewardModelConfig,
-    SFTConfig,
-    SupervisedConfig,
-)
+from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset

@@ -59,8 +59,7 @@ class Summary(Generic[E]):
     run_dir: Path
     steps: int
     seconds: float
-    before: E | None
-    """Evaluation of the untrained model; None if the run was resumed or skipped it."""
+    before: E | None  # evaluation of the untrained model; None if the run was resumed or skipped it
     after: E | None
     model_dir: Path | None
 
@@ -121,24 +120,18 @@ def open_run_files(config: RunConfig | SupervisedConfig, start: Start, on_step: 
 
 @dataclass(kw_only=True)
 class TrainingRun(ABC, Generic[E]):
-    """One training run; a subclass defines its steps in :meth:`fit` and how it evaluates.
-
-    Every rank has one, and all ranks make the same calls in the same order.
-    """
+    """One training run; a subclass defines its steps in :meth:`fit` and how it evaluates. Every rank has one, and all
+    ranks make the same calls in the same order."""
 
     config: RunConfig | SupervisedConfig
     files: RunFiles
     start: Start
-    trainer: Any
-    """A :class:`PolicyTrainer` or a :class:`SupervisedTrainer`."""
+    trainer: Any  # a :class:`PolicyTrainer` or a :class:`SupervisedTrainer`
     total_steps: int
     tokenizer_path: str
-    dtype: torch.dtype
-    """Dtype in which models are written for use; checkpoints keep the dtype they are trained in."""
-    started: float
-    """Start of :attr:`Summary.seconds`, on the monotonic clock."""
-    step: int = field(init=False)
-    """Steps done. In RL, this is also the policy version."""
+    dtype: torch.dtype  # dtype in which models are written for use; checkpoints keep the dtype they are trained in
+    started: float  # start of :attr:`Summary.seconds`, on the monotonic clock
+    step: int = field(init=False)  # steps done. In RL, this is also the policy version.
     under_way: int | None = field(init=False, default=None)
     """Step that is being trained, for which a stop waits; None while its batch is generated."""
     evaluations: dict[int, E] = field(init=False, default_factory=dict)
@@ -149,8 +142,7 @@ class TrainingRun(ABC, Generic[E]):
         self._saved_clock = time.monotonic()
         self._longest_step_s = 0.0
         self._skipped_updates = 0.0
-        self._save_wait_s: float | None = None
-        """Seconds that training waited for the last save; None once recorded."""
+        self._save_wait_s: float | None = None  # seconds that training waited for the last save; None once recorded
 
     def run(self) -> Summary[E]:
         """Resume, train up to ``total_steps``, and save the model; raises Stopped or TrainingError."""

@@ -26,8 +26,7 @@ from areal_lite.files.crash_points import crash_point
 from areal_lite.files.whole_files import storing
 
 logger = logging.getLogger(__name__)
-OnStep = Callable[[int, dict[str, float]], None]
-"""Called with the step (0 before training) and its metrics."""
+OnStep = Callable[[int, dict[str, float]], None]  # called with the step (0 before training) and its metrics
 _FIX = "free disk space or fix its permissions, then resume from the last checkpoint"
 UPLOAD_TIMEOUT_S = 60  # how long the end of a run waits for an upload, in seconds; the rest stays on disk
 

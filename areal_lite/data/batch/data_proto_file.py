@@ -27,8 +27,7 @@ from areal_lite.files.whole_files import storing, write_whole
 _FORMAT = "areal_lite.DataProto"
 _SCHEMA = "1"
 _JSON = "json"
-_KIND = "$"
-"""``{"$": kind, "value": ...}`` stands for a value that JSON cannot express."""
+_KIND = "$"  # ``{"$": kind, "value": ...}`` stands for a value that JSON cannot express
 _MADE_UNDER = "cached_batch_made_under"
 
 

@@ -42,12 +42,8 @@ _REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how goo
 
 
 def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_token_id: int) -> dict[str, Any]:
-    """Return the training batch of ``sequences``, in order, for :meth:`DataProto.from_single_dict`.
-
-    Args:
-        length: Tokens per sequence; shorter ones are padded on the right.
-        pad_token_id: Fills ``input_ids`` there; the masks are False.
-    """
+    """Return the training batch of ``sequences``, in order, for :meth:`DataProto.from_single_dict`. They are padded on
+    the right to ``length`` tokens, ``input_ids`` with ``pad_token_id`` and the masks with False."""
     if not sequences:
         raise ValueError("there are no sequences to collate: give at least one")
     lengths = np.array([len(sequence) for sequence in sequences])

@@ -128,12 +128,9 @@ class EndMark(NamedTuple):
 
     text: str
     """A special token and, if the template always writes an EOS token later, all up to that; empty if there is none."""
-    rest: str
-    """Text after the mark in a conversation that ends with an answer."""
-    only_continued: bool = False
-    """True if it is written only once another message follows."""
-    after_calls: str | None = None
-    """Under the rule next_role: the end after tool calls."""
+    rest: str  # text after the mark in a conversation that ends with an answer
+    only_continued: bool = False  # True if it is written only once another message follows
+    after_calls: str | None = None  # under the rule next_role: the end after tool calls
     before: str | None = None
     """Text between an answer and a mark that is written only once another message follows; None if it replaces some."""
 
@@ -169,10 +166,8 @@ def _plain_end_mark(
 
 
 def turn_end(tokenizer: Any, written: str, mark: EndMark | None) -> tuple[int, bool]:
-    """Return the end of the turn in its rendered text, and whether it is an end mark.
-
-    Some templates end tool calls with another token than texts.
-    """
+    """Return the end of the turn in its rendered text, and whether it is an end mark. Some templates end tool calls
+    with another token than texts."""
     if mark is None:
         return len(written), False
     if mark.after_calls is not None:

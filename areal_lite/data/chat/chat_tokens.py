@@ -79,11 +79,9 @@ class ChatText(NamedTuple):
     """One sequence of a conversation as text."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
-    """First character and end of each text to train, in order."""
+    spans: tuple[tuple[int, int], ...]  # first character and end of each text to train, in order
     shortfalls: frozenset[Shortfall] = frozenset()
-    joints: tuple[int, ...] = ()
-    """Characters at which a new token begins in any case; only without a chat template."""
+    joints: tuple[int, ...] = ()  # characters at which a new token begins in any case; only without a chat template
 
 
 class _Turn(NamedTuple):
@@ -96,8 +94,7 @@ class _Turn(NamedTuple):
 class ChatTokens(NamedTuple):
     """One sequence of a conversation, not shifted."""
 
-    input_ids: list[int]
-    """``[T]``."""
+    input_ids: list[int]  # ``[T]``
     loss_mask: list[bool]
     """``[T]`` True where the token itself is trained; never the first token, which nothing predicts."""
 
@@ -120,7 +117,9 @@ def tokenize_messages(
     A turn ends with the special token that the template writes after an answer, and an EOS token directly after it;
     what follows, such as a newline, is not trained. If the template has no such token, everything it writes for the
     message is trained. If it writes nothing for contents that are texts, they become lists of parts, and the other way
-    round. A token that crosses the start or end of a span is not trained.
+    round. A token that crosses the start or end of a span is not trained. Raises ConfigError if a message is malformed,
+    the template rejects the messages, omits the tools, a tool call or the text of an answer, or renders an answer's
+    beginning differently from its prompt (except for a thought that the prompt opens), or the tokenizer has no offsets.
 
     Args:
         tokenizer: A fast Hugging Face tokenizer with a chat template.
@@ -129,11 +128,6 @@ def tokenize_messages(
         apply_chat_template: False joins the contents unchanged, without roles, end marks or special tokens.
         template_kwargs: Extra variables of the template, or another ``chat_template``.
         tools_in_system_prompt: Write tools, calls and results as text, for templates that do not render them.
-
-    Raises:
-        ConfigError: If a message is malformed, the template rejects the messages, omits the tools, a tool call or the
-            text of an answer, or renders an answer's beginning differently from its prompt (except for a thought that
-            the prompt opens), or the tokenizer has no offsets.
     """
     rendering = Rendering(apply_chat_template, template_kwargs or {}, tools_in_system_prompt)
     return [tokens_of(tokenizer, text) for text in render_conversation(tokenizer, messages, tools, rendering)]
@@ -169,10 +163,8 @@ def render_conversation(
 
 
 def _forms(messages: Sequence[Message]) -> list[Sequence[Message]]:
-    """Return the messages with all contents as texts and as lists of parts, their own form first.
-
-    Messages with images or other parts that are no text keep their parts.
-    """
+    """Return the messages with all contents as texts and as lists of parts, their own form first. Messages with images
+    or other parts that are no text keep their parts."""
     texts, parts = [], []
     for message in messages:
         content = message.get("content")
@@ -226,11 +218,9 @@ def _turns(messages: Sequence[Message], template: ChatTemplate, mark: EndMark | 
 def _with_start(
     messages: Sequence[Message], i: int, template: ChatTemplate, mark: EndMark | None
 ) -> tuple[str, int, bool]:
-    """Return the text up to an answer, where the answer starts in it, and whether its whole prompt is before that.
-
-    If the template writes the question differently once the answer is there, the text is that of the prompt, followed
-    by the answer.
-    """
+    """Return the text up to an answer, where the answer starts in it, and whether its whole prompt is before that. If
+    the template writes the question differently once the answer is there, the text is that of the prompt, followed by
+    the answer."""
     text = template.written(messages, i + 1, mark)
     if i == 0:
         return text, _start_of_first(text, template.write_first(messages, 1, prompt=True)), True
@@ -258,11 +248,9 @@ def _with_start(
 
 
 def _start_of_first(text: str, prompted: str) -> int:
-    """Return where the answer starts in ``text``, a conversation that begins with the assistant.
-
-    A template cannot render a prompt without messages, so the prompt is taken from ``prompted``: the same message
-    followed by a prompt for the next.
-    """
+    """Return where the answer starts in ``text``, a conversation that begins with the assistant. A template cannot
+    render a prompt without messages, so the prompt is taken from ``prompted``: the same message followed by a prompt
+    for the next."""
     prompt = prompted[len(os.path.commonprefix([text, prompted])) :]
     for wanted in (prompt, _THOUGHT_TAG.split(prompt)[0]):
         if wanted and (at := text.find(wanted)) >= 0:

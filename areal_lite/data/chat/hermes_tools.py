@@ -39,10 +39,8 @@ The results come in <tool_response></tool_response>."""
 
 
 def drops_tools(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the chat template renders the same text with and without tools.
-
-    The answer is cached per tokenizer, template and ``template_kwargs``.
-    """
+    """Return whether the chat template renders the same text with and without tools. The answer is cached per
+    tokenizer, template and ``template_kwargs``."""
     return _drops_tools(
         tokenizer,
         repr(getattr(tokenizer, "chat_template", None)),

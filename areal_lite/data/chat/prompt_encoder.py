@@ -65,8 +65,7 @@ class EncodedPrompt:
 
     messages: list[dict[str, Any]]
     text: str
-    input_ids: list[int]
-    """Neither padded nor truncated."""
+    input_ids: list[int]  # neither padded nor truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,7 @@ class PromptEncoder:
 
     config: DatasetConfig
     tokenizer: Any
-    system_prompt: str | None = None
-    """System message before a prompt that is text."""
+    system_prompt: str | None = None  # system message before a prompt that is text
 
     def __post_init__(self) -> None:
         if not self.config.apply_chat_template:
@@ -97,10 +95,8 @@ class PromptEncoder:
         return self.tokenizer
 
     def rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
-        """Return ``messages`` as text that ends with the prompt for the assistant's answer.
-
-        ``tools`` are schemas, or JSON text of them, as the row has them.
-        """
+        """Return ``messages`` as text that ends with the prompt for the assistant's answer. ``tools`` are schemas, or
+        JSON text of them, as the row has them."""
         config = self.config
         variables = dict(config.apply_chat_template_kwargs)
         if isinstance(tools, str):
@@ -172,10 +168,8 @@ class PromptEncoder:
 
     def forms(self, prompt: EncodedPrompt) -> dict[str, Any]:
         """Return the forms of a prompt that do not depend on padding, by the names that a row has them under.
-
         ``raw_prompt_ids`` are its ids, at most max_prompt_length of them; ``raw_prompt`` are its messages, with
-        return_raw_chat; ``full_prompts`` is its text, with return_full_prompt.
-        """
+        return_raw_chat; ``full_prompts`` is its text, with return_full_prompt."""
         config, ids = self.config, prompt.input_ids
         if (limit := config.max_prompt_length) is not None and len(ids) > limit:
             head, tail = kept_ends(len(ids), limit, config.truncation)

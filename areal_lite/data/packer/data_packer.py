@@ -88,11 +88,7 @@ _DECODER_ONLY = "areal_lite.data.packer.decoder_only_llm_packer.DecoderOnlyLLMDa
 
 # A dotted path is imported on first use.
 _packers: dict[str, str | type[DataPacker]] = {
-    "llama": _DECODER_ONLY,
-    "qwen2": _DECODER_ONLY,
-    "qwen3": _DECODER_ONLY,
-    "qwen3_moe": _DECODER_ONLY,
-    "deepseek_v3": _DECODER_ONLY,
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"), _DECODER_ONLY),
     "qwen2_5_vl": "areal_lite.data.vision.qwen2_5_vlm_packer.Qwen2_5_VLM_DataPacker",
 }
 

@@ -54,10 +54,7 @@ def collate_fn_of(rows: RowsConfig) -> Callable[[list[Any]], Any] | None:
 
 def rows_of_batch(batch: Any, size: int, needs: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the rows of what a ``collate_fn`` made of ``size`` rows: columns as verl's makes them, or a list of dicts.
-
-    Raises:
-        ConfigError: If it is neither, or a row is missing or has not what it ``needs``.
-    """
+    Raises ConfigError if it is neither, or a row is missing or has not what it ``needs``."""
     if isinstance(batch, Mapping) and all(getattr(column, "__len__", int)() == size for column in batch.values()):
         batch = [{name: column[place] for name, column in batch.items()} for place in range(size)]
     rows = [row for row in batch if isinstance(row, Mapping) and row.keys() >= {*needs}] if type(batch) is list else []

@@ -22,10 +22,8 @@ def spread_positions(size: int) -> list[int]:
 
 
 def content_hash(values: Iterable[Any]) -> str:
-    """Return a hash of JSON values, which may contain arrays and tensors.
-
-    Other objects, such as images, contribute only their type.
-    """
+    """Return a hash of JSON values, which may contain arrays and tensors. Other objects, such as images, contribute
+    only their type."""
     digest = hashlib.sha256()
     for value in values:
         digest.update(json.dumps(value, default=_as_json, skipkeys=True).encode())

@@ -29,8 +29,7 @@ _SUFFIXES = (*_TEXT, ".parquet", ".arrow")
 _SPLIT = re.compile(r"[\w.\-]+(\[[^\]]*\])?(\+[\w.\-]+(\[[^\]]*\])?)*")
 _HUB_NAME = re.compile(r"[\w\-]+(/[\w.\-]+)?")
 
-_Source = tuple[str, dict[str, list[str]]]
-"""The wanted split or slice, and files (or their addresses) by split."""
+_Source = tuple[str, dict[str, list[str]]]  # the wanted split or slice, and files (or their addresses) by split
 
 
 def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None) -> datasets.Dataset:

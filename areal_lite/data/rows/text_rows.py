@@ -39,8 +39,7 @@ Row = dict[str, Any]
 _BATCH = 1000
 _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
-_WHOLE = range(-(1 << 63), 1 << 64)
-"""Integers that orjson reads and writes; it turns others into floats."""
+_WHOLE = range(-(1 << 63), 1 << 64)  # integers that orjson reads and writes; it turns others into floats
 
 
 @dataclass(slots=True)
@@ -69,7 +68,6 @@ def kind_of(value: Any) -> str:
 
 
 def different_columns(first: str, first_names: Iterable[str], second: str, second_names: Iterable[str]) -> ConfigError:
-    """Return the error for two sources whose columns differ."""
     return ConfigError(
         f"dataset {second}: its columns are {sorted(second_names)}, but {first} has {sorted(first_names)}: all "
         "rows of a dataset need the same columns; rename or add columns, or load the files separately"
@@ -204,7 +202,6 @@ def _check_size(where: str, digits: str) -> None:
 
 
 def checked_row(row: Any, where: str) -> Row:
-    """Return ``row`` if it is a dict."""
     if not isinstance(row, dict):
         raise ConfigError(f'dataset {where}: a {kind_of(row)}: each row must be an object, {{"key": value}}')
     return row

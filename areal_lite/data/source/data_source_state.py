@@ -19,7 +19,6 @@ def state_path(directory: Path | str, rollout_id: int) -> Path:
 
 
 def state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Return the content of the file."""
     try:
         return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
@@ -27,7 +26,6 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the state in the file ``path``."""
     try:
         state: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:

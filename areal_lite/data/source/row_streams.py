@@ -26,15 +26,13 @@ from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.source_settings import DrawnRow, SourceSettings, checked_row
 from areal_lite.errors import ConfigError
 
-_AHEAD = 64
-"""Minimum rows read at once: from disk, many rows cost little more than one."""
+_AHEAD = 64  # minimum rows read at once: from disk, many rows cost little more than one
 
 
 class RowStream(ABC):
     """Draws rows; a subclass reads them."""
 
-    has_position = True
-    """False if there is no position to save."""
+    has_position = True  # False if there is no position to save
 
     def __init__(self, settings: SourceSettings) -> None:
         self.settings = settings
@@ -127,10 +125,8 @@ class DatasetRows(RowStream):
         return len(self._order)
 
     def content(self) -> dict[str, Any]:
-        """Return the number of rows, and a hash of a few of them and of the beginning of the first epoch.
-
-        Rows that the dataset adds during a run are left out: its own state has them.
-        """
+        """Return the number of rows, and a hash of a few of them and of the beginning of the first epoch. Rows that the
+        dataset adds during a run are left out: its own state has them."""
         rows = getattr(self._rows, "on_disk", self._rows) or ()
         size = len(rows)
         order = self._order if size == len(self._order) else self._epoch_order(size)
@@ -151,18 +147,13 @@ class DatasetRows(RowStream):
 
 
 class CurriculumRows(DatasetRows):
-    """The rows of a dataset in the order of a curriculum, each chosen when it is needed.
-
-    Args:
-        sampler: The order of each epoch; it need not give every row.
-    """
+    """The rows of a dataset in the order of a curriculum, each chosen when needed; it need not give every row."""
 
     def __init__(self, dataset: Any, settings: SourceSettings, sampler: AbstractSampler) -> None:
         super().__init__(dataset, settings)
         self._sampler = sampler
         self._indices: Iterator[int] = iter(sampler)
-        self._lock = threading.Lock()
-        """Held while the sampler works: the trainer's thread updates it while others draw."""
+        self._lock = threading.Lock()  # held while the sampler works: the trainer's thread updates it while others draw
 
     def update(self, batch: Any) -> None:
         """Let the curriculum learn from a batch that was trained; any thread may call this."""
@@ -204,11 +195,9 @@ class CurriculumRows(DatasetRows):
 
 
 class GeneratedRows(RowStream):
-    """The rows of a generator function, which is called again each time it ends.
-
-    The state names the number of rows drawn: a resumed stream skips as many, so the function must give the same rows
-    again. Groups that are owed are saved with their rows, which must be JSON values.
-    """
+    """The rows of a generator function, which is called again each time it ends. The state names the number of rows
+    drawn: a resumed stream skips as many, so the function must give the same rows again. Groups that are owed are saved
+    with their rows, which must be JSON values."""
 
     def __init__(self, generate: Callable[[], Iterator[Any]], settings: SourceSettings) -> None:
         super().__init__(settings)

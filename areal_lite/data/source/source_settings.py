@@ -98,10 +98,7 @@ class SourceSettings:
 
     def new_group(self, drawn: DrawnRow, number: int, first_index: int) -> SampleGroup:
         """Return the samples of a row, whose indices count from ``first_index``; they share no container with it.
-
-        Raises:
-            ConfigError: If the row is neither a dict nor text nor a list.
-        """
+        Raises ConfigError if the row is neither a dict nor text nor a list."""
         row = deep_copy(checked_row(drawn.row))
         fields, metadata = self.sample_fields(row), metadata_of(row, self.metadata_key)
         first = Sample(first_index, group_index=number, position=drawn.position, metadata=metadata, **fields)
@@ -110,7 +107,6 @@ class SourceSettings:
 
 
 def checked_row(row: Any) -> Any:
-    """Return the row."""
     if not isinstance(row, Mapping | str | list):
         raise ConfigError(
             f"a row of the dataset is {row!r:.100}: each row must be a dict of columns, text, or a list of messages"
@@ -120,9 +116,7 @@ def checked_row(row: Any) -> Any:
 
 def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
     """Return the dataset that slime's ``args`` name, None without ``rollout_global_dataset``, and the settings.
-
-    Settings that are missing have slime's defaults.
-    """
+    Settings that are missing have slime's defaults."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     settings = SourceSettings(
         n_samples_per_prompt=args.n_samples_per_prompt,

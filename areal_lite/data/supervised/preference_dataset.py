@@ -26,8 +26,7 @@ class PreferenceDataset(BaseDataset):
 
     The chosen and rejected columns hold text or messages that follow the row's prompt, or the whole conversation. The
     prompt is messages, or text (the user's question). A pair with a sequence that is too long is skipped, since a cut
-    answer would be judged without its end; so is a pair of equal answers.
-    """
+    answer would be judged without its end; so is a pair of equal answers."""
 
     config_class = PreferenceDatasetConfig
     config: PreferenceDatasetConfig

@@ -16,8 +16,7 @@ from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tok
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 
-_LONGEST_TOKEN = 128
-"""Characters of the longest token of a vocabulary."""
+_LONGEST_TOKEN = 128  # characters of the longest token of a vocabulary
 
 
 class SFTDataset(BaseDataset):
@@ -28,8 +27,7 @@ class SFTDataset(BaseDataset):
 
     A row has messages, or a prompt (text or messages) and a response (text). With the chat template, a text prompt is
     the user's question. Without it, prompt and response are joined unchanged and the EOS token follows the response;
-    messages are joined without an EOS token. Messages and tools may be lists or JSON text.
-    """
+    messages are joined without an EOS token. Messages and tools may be lists or JSON text."""
 
     config_class = SFTDatasetConfig
     config: SFTDatasetConfig

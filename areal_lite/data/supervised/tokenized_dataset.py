@@ -41,21 +41,20 @@ logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 Item = dict[str, torch.Tensor]
-Texts = tuple[ChatText, ...]
-"""Text of one item: a sequence, or a pair of them."""
+Texts = tuple[ChatText, ...]  # text of one item: a sequence, or a pair of them
 _CHUNK = 512
 _LOG_EVERY_S = 15.0
-_INDEX_FORMAT = 1
-"""Part of an index's file name; raise it when a row may give other items than before."""
+_INDEX_FORMAT = 1  # part of an index's file name; raise it when a row may give other items than before
 
 
 class BaseDataset(Dataset[Item], ABC):
     """The items of a run's rows.
 
     An item holds ``[T]`` int64 tensors of ids and masks, and ``row``, the number of its row from 0. It is rendered and
-    tokenized when it is read. The constructor renders each row once to learn how many items there are, which also
-    finds every row that cannot be trained, and keeps 12 bytes per item. For rows of files this index is stored in the
-    cache, so a second start with the same rows, tokenizer and settings reads it instead.
+    tokenized when it is read. The constructor renders each row once to learn how many items there are, which also finds
+    every row that cannot be trained, and keeps 12 bytes per item. For rows of files this index is stored in the cache,
+    so a second start with the same rows, tokenizer and settings reads it instead. Raises ConfigError if there are no
+    rows, one is damaged (with its number from 0), or all are skipped.
 
     Args:
         data_path: Paths as in ``config.path``, or the rows themselves: dicts, or a ``datasets.Dataset``.
@@ -65,9 +64,6 @@ class BaseDataset(Dataset[Item], ABC):
             their order. With ``num_workers`` above 0, each worker imports the main module again, so a script needs
             ``if __name__ == "__main__"``.
         seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
-
-    Raises:
-        ConfigError: If there are no rows, one is damaged (with its number from 0), or all are skipped.
     """
 
     config_class: type[ConversationsConfig] = ConversationsConfig
@@ -102,8 +98,7 @@ class BaseDataset(Dataset[Item], ABC):
         self._padded = _padded_columns(rows)
         self._latest: tuple[int | None, Sequence[Texts]] = None, ()
         self._index = self._stored_index(paths)
-        self.dropped = Counter(self._index.dropped)
-        """Skipped sequences by reason."""
+        self.dropped = Counter(self._index.dropped)  # skipped sequences by reason
         reasons = ", ".join(f"{count} with {reason}" for reason, count in self.dropped.items())
         if not len(self):
             raise ConfigError(
@@ -214,19 +209,16 @@ class BaseDataset(Dataset[Item], ABC):
 
 
 class _CheckedRow(NamedTuple):
-    reasons: Sequence[str] = ()
-    """Reason for skipping each sequence; empty to train on it."""
+    reasons: Sequence[str] = ()  # reason for skipping each sequence; empty to train on it
     shortfalls: frozenset[Shortfall] = frozenset()
     error: str | None = None
 
 
 class _Index(NamedTuple):
-    rows: NDArray[np.int64]
-    """Row of each item, and the number of its sequence there."""
+    rows: NDArray[np.int64]  # row of each item, and the number of its sequence there
     places: NDArray[np.int32]
     dropped: Counter[str]
-    shortfalls: dict[str, int]
-    """Name of each shortfall, and the first row with it."""
+    shortfalls: dict[str, int]  # name of each shortfall, and the first row with it
 
     def save(self, path: Path) -> None:
         facts = json.dumps([self.dropped, self.shortfalls])
@@ -270,9 +262,7 @@ def surely_within(text: str, max_length: int) -> bool:
 
 def _identity(rows: Any, tokenizer: Any, config: ConversationsConfig, kind: str) -> str | None:
     """Return a hash of all that decides which items the rows have; None for rows or tokenizers without a fingerprint.
-
-    The loader compares the content of items itself, so a hash that is the same by accident cannot train other rows.
-    """
+    The loader compares the content of items itself, so a hash that is the same by accident cannot train other rows."""
     fingerprint, backend = getattr(rows, "_fingerprint", None), getattr(tokenizer, "backend_tokenizer", None)
     if fingerprint is None or backend is None:
         return None

@@ -57,13 +57,8 @@ def can_pack() -> bool:
 
 
 class LeanDecoder:
-    """Computes logits with a cache.
-
-    Args:
-        model: A causal LM of a known family; its projections of one input become views of a joined weight.
-        cache: Holds the keys and values of earlier tokens.
-        operations: Arithmetic of a layer between its matrix products.
-    """
+    """Computes logits of a causal LM of a known family, whose projections of one input become views of a joined
+    weight. The cache holds the keys and values of earlier tokens."""
 
     def __init__(self, model: Any, cache: SlotCache, operations: LayerOperations) -> None:
         self._cache = cache
@@ -83,17 +78,9 @@ class LeanDecoder:
         return self._operations.pads
 
     def forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], last: Tensor) -> Tensor:
-        """Run a pass that the cache's plan describes, and store its KV.
-
-        Args:
-            ids: ``[n, q]`` token ids.
-            positions: ``[n, q]`` their positions.
-            masks: ``[n, 1, q, kv]`` added to the scores of each kind of layers; those missing are causal.
-            last: ``[m]`` the tokens that need logits, numbered through all rows.
-
-        Returns:
-            ``[m, vocab]`` logits.
-        """
+        """Run a pass of ``ids [n, q]`` that the cache's plan describes, store its KV, and return ``[m, vocab]`` logits
+        of the tokens ``last [m]``, numbered through all rows. ``masks [n, 1, q, kv]`` are added to the scores of each
+        kind of layers; those missing are causal."""
         operations, groups = self._operations, self._layers[0].attention.num_key_value_groups
         hidden = self._body.embed_tokens(ids)
         angles = self._body.rotary_emb(hidden, positions)

@@ -35,12 +35,9 @@ _MIN_FLOAT32 = 20_000_000  # weights; compiling takes longer than what a smaller
 class Turn(NamedTuple):
     """Rotary angles and mask of a pass."""
 
-    cos: Tensor
-    """``[n, q, 1, width]`` of the tokens' rotary angles."""
-    sin: Tensor
-    """The same; the first half has its sign changed."""
-    mask: Tensor | None
-    """``[n, 1, q * groups, kv]`` added to the scores; None if causal."""
+    cos: Tensor  # ``[n, q, 1, width]`` of the tokens' rotary angles
+    sin: Tensor  # the same; the first half has its sign changed
+    mask: Tensor | None  # ``[n, 1, q * groups, kv]`` added to the scores; None if causal
 
     @classmethod
     def of(cls, angles: tuple[Tensor, Tensor], mask: Tensor | None, groups: int) -> Turn:
@@ -54,21 +51,14 @@ class Turn(NamedTuple):
 class LayerOperations:
     """Rounds as the model's own forward does."""
 
-    pads = True
-    """True if the slots of a pass need equally many tokens."""
+    pads = True  # True if the slots of a pass need equally many tokens
 
     def __init__(self, model: Any) -> None:
-        family = family_of(model)
-        self._norms_add_one = family is not None and family.norms_add_one
+        self._norms_add_one = family_of(model) == "Gemma"
 
     def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
-        """Store keys and values, and return what is read ``[n, q, queries * width]``.
-
-        Args:
-            states: ``[n, q, heads, width]``: queries, keys, values.
-            attention: The model's own, for its sizes and its norms of queries and keys, if any.
-            cached: Earlier tokens.
-        """
+        """Store keys and values, and return what is read ``[n, q, queries * width]``. ``states [n, q, heads, width]``
+        are queries, keys, values; ``attention``, the model's own, has sizes and any norms of queries and keys."""
         groups, half = attention.num_key_value_groups, states.shape[-1] // 2
         kv_heads = states.shape[2] // (groups + 2)
         value = states[:, :, -kv_heads:]
@@ -92,7 +82,6 @@ class LayerOperations:
         return read.transpose(1, 2).flatten(2)
 
     def norm(self, hidden: Tensor, norm: Any) -> Tensor:
-        """Return the RMS norm."""
         if self._norms_add_one:
             scaled: Tensor = norm(hidden)
             return scaled
@@ -132,7 +121,6 @@ class CompiledOperations(LayerOperations):
             self._most_rows = 32 if model.dtype == torch.float32 else sys.maxsize
 
     def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
-        """See the base class."""
         if not cached.is_initialized:
             key_value = states[:, :, : states.shape[2] // (attention.num_key_value_groups + 2)].transpose(1, 2)
             cached.lazy_initialization(key_value, key_value)
@@ -156,7 +144,6 @@ class CompiledOperations(LayerOperations):
         return out
 
     def add_norm(self, hidden: Tensor, added: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """See the base class."""
         normed = torch.empty_like(hidden)
         rows, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
         self._library.add_norm(
@@ -170,7 +157,6 @@ class CompiledOperations(LayerOperations):
         return hidden, normed
 
     def gated(self, joined: Tensor, activation: Any) -> Tensor:
-        """See the base class."""
         width = joined.shape[-1] // 2
         out = joined.new_empty(*joined.shape[:-1], width)
         rows = joined.numel() // (2 * width)
@@ -178,12 +164,10 @@ class CompiledOperations(LayerOperations):
         return out
 
     def takes(self, states: Tensor, weight: Tensor) -> bool:
-        """See the base class."""
         width = weight.shape[1]
         return width % 16 == 0 and states.numel() <= self._most_rows * width
 
     def product(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See the base class."""
         if not self.takes(states, weight):
             return super().product(states, weight, bias)
         outs, width = weight.shape

@@ -28,8 +28,7 @@ class ForwardPlan:
     def __init__(self, *, slots: int, capacity: int, device: torch.device, window: int | None = None) -> None:
         self.slots = slots
         self.capacity = capacity
-        self.window = window or capacity
-        """Positions that a query of a windowed layer sees, its own included."""
+        self.window = window or capacity  # positions that a query of a windowed layer sees, its own included
         self.device = device
         self.used = torch.empty(0, dtype=torch.long)
         self.columns = torch.empty(0, 0, dtype=torch.long)
@@ -39,12 +38,8 @@ class ForwardPlan:
         self._rows: dict[int, Tensor] = {}
 
     def set(self, used: list[int], past: list[int], query_length: int) -> None:
-        """Plan a pass of ``query_length`` tokens per slot, right-padded.
-
-        Args:
-            used: ``[n]`` slots.
-            past: ``[n]`` columns of each slot that are already filled.
-        """
+        """Plan a pass of ``query_length`` tokens, right-padded, for each of the ``used`` slots, of which ``past``
+        columns are filled."""
         self.used = torch.tensor(used, device=self.device)
         starts = torch.tensor(past, device=self.device)
         columns = starts[:, None] + torch.arange(query_length, device=self.device)
@@ -111,10 +106,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def _lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return zeros; on a CPU, memory is allocated page by page as columns are written.
-
-    Zeros, because a masked column enters the sum with weight 0, and 0 * nan is nan.
-    """
+    """Return zeros; on a CPU, memory is allocated page by page as columns are written. Zeros, because a masked column
+    enters the sum with weight 0, and 0 * nan is nan."""
     if like.device.type != "cpu":
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     memory = mmap.mmap(-1, math.prod(shape) * like.element_size(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

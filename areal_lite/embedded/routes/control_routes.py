@@ -20,11 +20,7 @@ _FLUSHED = (
 
 
 class ControlRoutes:
-    """Pauses and describes the model.
-
-    Args:
-        description: Fields that ``/server_info`` shows besides the counters.
-    """
+    """Pauses and describes the model; ``/server_info`` shows ``description`` besides the counters."""
 
     def __init__(self, model: ModelThread, weights: WeightRoutes, description: dict[str, Any]) -> None:
         self._model = model
@@ -33,17 +29,11 @@ class ControlRoutes:
         self._description = description
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
         router.add_post("/pause_generation", self._pause)
         router.add_post("/continue_generation", self._continue)
         router.add_post("/flush_cache", self._flush_cache)
         router.add_get("/flush_cache", self._flush_cache)
-        for path in (
-            "/model_info",
-            "/server_info",
-            "/get_model_info",
-            "/get_server_info",
-        ):
+        for path in ("/model_info", "/server_info", "/get_model_info", "/get_server_info"):
             router.add_get(path, self._info)
         router.add_get("/v1/loads", self._loads)
         router.add_get("/v1/models", self._models)

@@ -17,7 +17,7 @@ import orjson
 from aiohttp import web
 
 from areal_lite.embedded.bad_request import BadRequest, invalid_value
-from areal_lite.embedded.generate_body import GenerationLimits, parse_generate
+from areal_lite.embedded.generate_body import parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.model_thread import ModelThread
@@ -31,36 +31,22 @@ class GenerationRoutes:
     """Turns bodies into requests to the model, and their tokens into replies."""
 
     def __init__(
-        self,
-        model: ModelThread,
-        weights: WeightRoutes,
-        *,
-        decode: Decode,
-        grammars: GrammarCompiler,
-        seed: int,
+        self, model: ModelThread, weights: WeightRoutes, *, decode: Decode, grammars: GrammarCompiler, seed: int
     ) -> None:
-        """Prepare the routes.
-
-        Args:
-            decode: ``(ids, skip_special_tokens)`` to text.
-            weights: Knows the adapter that requests may name.
-            grammars: Compiles the constraints of requests.
-            seed: Seed of the generator that draws seeds for requests without one.
-        """
+        """Take what requests need: ``weights`` knows the adapter that they may name, ``grammars`` compiles their
+        constraints, and ``seed`` is that of the generator that draws their seeds, if they have none."""
         self._model = model
         self._scheduler = model.scheduler
+        self.runner = model.scheduler.runner
         self.weights = weights
         self._decode = decode
         self._grammars = grammars
-        runner = model.scheduler.runner
-        self.limits = GenerationLimits(context_length=runner.context_length, vocab_size=runner.vocab_size)
         self._draw = random.Random(seed)
         self._live: dict[str, GenerationRequest] = {}
         # One thread: a tokenizer is not thread-safe, and a long text must not block the event loop.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
         router.add_post("/generate", self._generate)
         router.add_post("/abort_request", self._abort_request)
 
@@ -84,13 +70,8 @@ class GenerationRoutes:
             return reply_json(await self._reply(one))
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a streamed ``/generate`` call, for programs in this process.
-
-        Closing the iterator aborts the call.
-
-        Raises:
-            BadRequest: If the body is invalid.
-        """
+        """Yield the events of a streamed ``/generate`` call, for programs in this process. Closing the iterator aborts
+        the call. Raises BadRequest if the body is invalid."""
         one = await self._accept(body)
         with self._running(one):
             async for event in self._events(one):
@@ -99,7 +80,7 @@ class GenerationRoutes:
     async def _accept(self, body: Any) -> GenerationRequest:
         """Return the request of a body, registered to be aborted; :meth:`_running` must follow without waiting."""
         one = await self._in_tokenizer_thread(
-            lambda: parse_generate(body, grammar=self._grammars.grammar, limits=self.limits, draw=self._draw)
+            lambda: parse_generate(body, grammar=self._grammars.grammar, runner=self.runner, draw=self._draw)
         )
         self.weights.check_adapter(body)
         if self._live.setdefault(one.rid, one) is not one:

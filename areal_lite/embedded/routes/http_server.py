@@ -34,7 +34,6 @@ def application(routes: Iterable[Routes], *, host: str, limits: HttpLimits) -> w
 
 
 def reply_json(body: Any, *, status: int = 200) -> web.Response:
-    """Return a JSON reply."""
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 

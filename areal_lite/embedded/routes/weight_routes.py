@@ -30,17 +30,13 @@ class WeightRoutes:
         self._model = model
         self._scheduler = model.scheduler
         self._runner = model.scheduler.runner
-        self.model_path = model_path
-        """Folder of the served weights; updates change it."""
-        self._can_restore = True
-        """True while ``model_path`` holds the served weights."""
-        self.adapter: str | None = None
-        """Name of the adapter on the weights."""
+        self.model_path = model_path  # folder of the served weights; updates change it
+        self._can_restore = True  # True while ``model_path`` holds the served weights
+        self.adapter: str | None = None  # name of the adapter on the weights
         self._updating = asyncio.Lock()
         self._receiver = WeightReceiver(self._runner.device)
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
         router.add_post("/update_weights_from_disk", self._update_weights)
         router.add_post("/init_weights_update_group", self._join_group)
         router.add_post("/destroy_weights_update_group", self._leave_group)
@@ -77,9 +73,7 @@ class WeightRoutes:
                 checkpoint = await asyncio.to_thread(self._check_checkpoint, path)
                 await self._model.command(
                     lambda: self._scheduler.change_weights(
-                        lambda: self._load(checkpoint),
-                        version,
-                        abort_all=fields.get("abort_all_requests") is True,
+                        lambda: self._load(checkpoint), version, abort_all=fields.get("abort_all_requests") is True
                     )
                 )
             except (ArealLiteError, OSError) as error:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-ARRAY, COUNT, NUMBER, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-"""Types of arguments."""
+ARRAY, COUNT, NUMBER, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int  # types of arguments
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", f"-I{Path(__file__).parent}"]
 
 
@@ -33,13 +32,9 @@ def find_compiler() -> str | None:
 def compile_library(
     source: Path, arguments: Mapping[str, list[Any]], *defines: str, otherwise: str
 ) -> ctypes.CDLL | None:
-    """Return the compiled functions, or None, which is logged, if they cannot be compiled.
-
-    Args:
-        arguments: ctypes of each function's arguments; no function returns anything.
-        defines: ``NAME=value`` for the preprocessor.
-        otherwise: Cost of doing without, for the log.
-    """
+    """Return the compiled functions, or None if they cannot be compiled, which is logged with the cost ``otherwise``.
+    ``arguments`` are the ctypes of each function's arguments; no function returns anything. ``defines`` are
+    ``NAME=value`` for the preprocessor."""
     compiler = find_compiler()
     if compiler is None:
         logger.info("no C++ compiler: %s. Install g++, or set CXX to a compiler.", otherwise)

@@ -69,10 +69,8 @@ AttentionInterface.register(EXACT, exact_attention)
 
 @torch.no_grad()
 def read_exactly(model: Any) -> bool:
-    """Switch a Hugging Face model to exact attention if its logits stay the same; return whether they do.
-
-    Models on a GPU or in half precision keep their attention.
-    """
+    """Switch a Hugging Face model to exact attention if its logits stay the same; return whether they do. Models on a
+    GPU or in half precision keep their attention."""
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return False
     before = model.config.get_text_config()._attn_implementation

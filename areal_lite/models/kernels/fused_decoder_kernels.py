@@ -24,8 +24,7 @@ from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.kernels.ragged_attention import Segments
 
-_PRODUCTS = 256
-"""Longest bin whose attention is plain products; torch's kernel is faster above."""
+_PRODUCTS = 256  # longest bin whose attention is plain products; torch's kernel is faster above
 _SCORES = 1 << 18
 """Attention scores that are computed at once, as a core's cache holds them, unless those of one bin are more."""
 _LONGEST = 8192
@@ -43,12 +42,8 @@ _ARGUMENTS = {
 
 
 class Tokens:
-    """The tokens of all bins, one bin after another: their rotary angles, and which of them see one another.
-
-    Args:
-        cos: ``[T, width]``, and ``sin``.
-        lengths: Tokens of each bin.
-        segments: Which tokens see one another; None if a token sees all before it in its bin.
+    """The tokens of all bins, one bin after another: their rotary angles ``cos`` and ``sin [T, width]``, the number of
+    tokens of each bin, and which of them see one another; without ``segments``, a token sees all before it in its bin.
     """
 
     def __init__(
@@ -92,14 +87,8 @@ class DecoderOperations:
 
     def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``hidden + added``, its RMS norm in half, and the factor ``[T, 1]`` that makes a mean square 1.
-
-        Has no gradient of its own: :meth:`norm_gradient` takes a third of the time of autograd's.
-
-        Args:
-            hidden: ``[T, width]`` float32.
-            added: ``[T, width]`` half.
-            scale: ``[width]``.
-        """
+        ``hidden [T, width]`` is float32, ``added`` half. Has no gradient of its own: :meth:`norm_gradient` takes a
+        third of the time of autograd's."""
         total = hidden + added
         power = torch.linalg.vector_norm(total, dim=1, keepdim=True).square_()
         inverse = power.div_(total.shape[1]).add_(eps).rsqrt_()
@@ -212,7 +201,6 @@ class CompiledOperations(DecoderOperations):
         self._library = library
 
     def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """See the base class."""
         total, normed, inverse = torch.empty_like(hidden), torch.empty_like(added), hidden.new_empty(len(hidden), 1)
         rows, out = addresses(hidden, added, scale), addresses(total, inverse, normed)
         self._library.add_norm(*rows, eps, *hidden.shape, *out, torch.get_num_threads())
@@ -221,7 +209,6 @@ class CompiledOperations(DecoderOperations):
     def norm_gradient(
         self, grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, inverse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See the base class."""
         grad_total = grad_total.contiguous()
         gradients = torch.empty_like(total), torch.empty_like(grad), torch.empty_like(scale)
         rows = addresses(grad, grad_total, total, scale, inverse)
@@ -229,12 +216,11 @@ class CompiledOperations(DecoderOperations):
         return gradients
 
     def gate(self, joined: Tensor) -> Tensor:
-        """See the base class."""
         out: Tensor = _Gate.apply(joined, self._library)  # type: ignore[no-untyped-call]
         return out
 
     def attend(self, states: Tensor, tokens: Tokens) -> Tensor:
-        """See the base class. Causal bins that are too long, and bins too few for all threads, are torch's."""
+        """Causal bins that are too long, and bins too few for all threads, are torch's."""
         pairs = len(tokens.lengths) * tokens.heads.keys  # each thread computes a key head of a bin
         is_long = tokens.segments is None and max(tokens.lengths) > _LONGEST
         if pairs < torch.get_num_threads() or is_long:

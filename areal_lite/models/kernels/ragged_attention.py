@@ -27,8 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from areal_lite.models.attention_windows import causal_window
 
-RAGGED = "areal_lite_ragged"
-"""Name of the attention implementation."""
+RAGGED = "areal_lite_ragged"  # name of the attention implementation
 _KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """True if the kernel takes fewer heads of keys than of queries; it does since torch 2.12."""
 
@@ -37,12 +36,9 @@ _KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 class Segments:
     """``S`` segments of ``T`` tokens side by side; the queries of a segment are the last of its keys."""
 
-    query_ends: Tensor
-    """``[S + 1]`` int32, from 0: the ends of the segments' queries."""
-    key_ends: Tensor
-    """``[S + 1]`` int32, from 0: the ends of the segments' keys."""
-    keys: Tensor
-    """``[K]`` int64, the token of each key; a shared prefix appears once in every segment."""
+    query_ends: Tensor  # ``[S + 1]`` int32, from 0: the ends of the segments' queries
+    key_ends: Tensor  # ``[S + 1]`` int32, from 0: the ends of the segments' keys
+    keys: Tensor  # ``[K]`` int64, the token of each key; a shared prefix appears once in every segment
     longest_query: int
     longest_key: int
 

@@ -30,14 +30,10 @@ _BLOCK_BYTES = 3 << 19
 class TokenScores(NamedTuple):
     """Scores of each trained token, ``[N]`` float32, from ``log_softmax(logits / temperature)``, then truncated."""
 
-    logprobs: Tensor
-    """Nats."""
-    entropy: Tensor
-    """Nats."""
-    sum_squared_probs: Tensor
-    """Over the vocabulary."""
-    log_kept: Tensor
-    """Log of the probability mass that the truncation keeps; 0 without one."""
+    logprobs: Tensor  # nats
+    entropy: Tensor  # nats
+    sum_squared_probs: Tensor  # over the vocabulary
+    log_kept: Tensor  # log of the probability mass that the truncation keeps; 0 without one
 
 
 Gradients = tuple[Tensor, Tensor | None]
@@ -103,14 +99,12 @@ class CompiledScores(ScoreOperations):
         self._library = library
 
     def score(self, logits: Tensor, targets: Tensor) -> tuple[TokenScores, Tensor]:
-        """See the base class."""
         chosen, entropy, squared, normalizer = torch.empty(4, len(logits))
         rows = (*addresses(logits, targets), 1 / self.temperature, *logits.shape)
         self._library.score(*rows, *addresses(chosen, entropy, squared, normalizer), torch.get_num_threads())
         return TokenScores(chosen, entropy, squared, torch.zeros(len(logits))), normalizer
 
     def gradient(self, logits: Tensor, targets: Tensor, kept: Tensor, entropy: Tensor, grads: Gradients) -> Tensor:
-        """See the base class."""
         out = torch.empty_like(logits)
         given = [torch.zeros_like(entropy) if grad is None else grad.contiguous() for grad in grads]
         rows = (*addresses(logits, targets), 1 / self.temperature, *addresses(kept, entropy, *given), *logits.shape)
@@ -121,11 +115,7 @@ class CompiledScores(ScoreOperations):
 def score_operations(
     device: torch.device, dtype: torch.dtype, temperature: float, truncation: Truncation | None
 ) -> ScoreOperations:
-    """Return the compiled operations if they fit and can be compiled, else torch's.
-
-    Args:
-        dtype: Dtype of the logits.
-    """
+    """Return the compiled operations if they fit logits of this dtype and can be compiled, else torch's."""
     fits = device.type == "cpu" and dtype == torch.bfloat16 and truncation is None
     library = _library() if fits else None
     if library is None:

@@ -27,14 +27,12 @@ from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import from_tensors, to_tensors
 from areal_lite.data.batch.training_batch import data_proto_of
 
-_TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for another during a step before it fails."""
+_TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another during a step before it fails
 
 _HEAD_START_S = 2.0
 """How long a failed rank keeps its connections. Ranks that fail because of it wait as well, so the launcher sees the
 first failure first and ends the others. When all ranks are stopped, rank 0 closes its server in this time."""
-_BROADCAST_TIMEOUT = timedelta(days=7)
-"""A rank waits while another one generates."""
+_BROADCAST_TIMEOUT = timedelta(days=7)  # a rank waits while another one generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +65,8 @@ class Ranks:
 @contextmanager
 def join_ranks(device: torch.device) -> Iterator[Ranks]:
     """Join the process group of torchrun (or of any launcher that sets RANK, WORLD_SIZE and MASTER_*), if there is one.
-
-    An exception is reported to torchrun, which shows the traceback of the first failed rank and ends the others.
-
-    Args:
-        device: The device this rank trains on. GPU tensors use NCCL (each rank takes the GPU of its LOCAL_RANK), CPU
-            tensors gloo.
-    """
+    On a GPU it uses NCCL, and each rank takes the GPU of its LOCAL_RANK; on a CPU gloo. An exception is reported to
+    torchrun, which shows the traceback of the first failed rank and ends the others."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
@@ -109,13 +102,9 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group] | DataProto:
-    """Return rank 0's batch; the others give None. Groups reach other ranks as a ``DataProto`` on the CPU.
-
-    Every rank gets the whole batch, a few bytes a token, and computes its share, which depends on all episodes.
-
-    Raises:
-        ValueError: If rank 0 passes None, or a value that cannot be stored without pickle.
-    """
+    """Return rank 0's batch; the others give None. Groups reach other ranks as a ``DataProto`` on the CPU. Every rank
+    gets the whole batch, a few bytes a token, and computes its share, which depends on all episodes. Raises ValueError
+    if rank 0 passes None, or a value that cannot be stored without pickle."""
     if batch is None and Ranks.current().rank == 0:
         raise ValueError("rank 0 passed None as the batch: all ranks train on the batch of rank 0")
     if Ranks.current().size == 1:
@@ -128,7 +117,6 @@ def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group
 
 
 def _from_rank(source: int, data: bytes) -> bytes:
-    """Return the ``data`` of rank ``source``."""
     ranks = Ranks.current()
     if ranks.size == 1:
         return data

@@ -25,8 +25,7 @@ def shard(module: M) -> M:
 
     Each layer is gathered while it computes. Weights outside of layers (embeddings, last norm, head) are gathered for
     the whole forward and backward pass of ``module``: only its ``forward`` may use them directly. Call this before
-    the optimizer is made.
-    """
+    the optimizer is made."""
     ranks = Ranks.current()
     if ranks.size > 1:
         mesh = init_device_mesh(next(module.parameters()).device.type, (ranks.size,))
@@ -39,10 +38,8 @@ def shard(module: M) -> M:
 
 
 def full_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the named tensors, gathered one at a time, on rank 0; None in their place on other ranks.
-
-    Every rank must iterate over all of them. Besides their shards, ranks need memory for two tensors.
-    """
+    """Yield the named tensors, gathered one at a time, on rank 0; None in their place on other ranks. Every rank must
+    iterate over all of them. Besides their shards, ranks need memory for two tensors."""
     first = Ranks.current().rank == 0
     for name, tensor in tensors:
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

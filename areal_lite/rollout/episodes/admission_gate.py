@@ -14,10 +14,8 @@ from areal_lite.rollout.episodes.lookahead import Lookahead
 
 @dataclass(slots=True)
 class AdmissionGate:
-    """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch + extra - taken)``.
-
-    Groups of a data source start later: just in time for the trainer (:class:`Lookahead`).
-    """
+    """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch + extra - taken)``. Groups of a
+    data source start later: just in time for the trainer (:class:`Lookahead`)."""
 
     max_concurrent: int | None  # maximum groups running at once; None sets no limit
     max_staleness: int

@@ -21,10 +21,9 @@ OnError = Literal["drop_episode", "drop_group", "raise"]
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Runs ``workflow`` ``group_size`` times on one row; siblings never outlive the group.
-
-    When an episode fails, ``drop_episode`` trains the others (if all fail, it raises the first error), ``drop_group``
-    stops the others and drops the group, ``raise`` stops the others and raises the error."""
+    """Runs ``workflow`` ``group_size`` times on one row; siblings never outlive the group. When an episode fails,
+    ``drop_episode`` trains the others (if all fail, it raises the first error), ``drop_group`` stops the others and
+    drops the group, ``raise`` stops the others and raises the error."""
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int, on_error: OnError = "drop_episode") -> None:
         if group_size < 1:
@@ -100,10 +99,8 @@ async def run_group(
     on_error: OnError = "drop_episode",
 ) -> None:
     """Run ``workflow`` on ``data`` once for each of ``episodes``; each that finished gets its trajectory. If none is
-    left to train, its exception is raised.
-
-    ``episodes`` decides the size of the group. A workflow that runs a :class:`GroupedRolloutWorkflow` of its own
-    changes the list: it has as many episodes as that group then."""
+    left to train, its exception is raised. ``episodes`` decides the size of the group. A workflow that runs a
+    :class:`GroupedRolloutWorkflow` of its own changes the list: it has as many episodes as that group then."""
     if len(episodes) > 1:
         workflow = GroupedRolloutWorkflow(workflow, len(episodes), on_error)
     if isinstance(workflow, GroupedRolloutWorkflow):

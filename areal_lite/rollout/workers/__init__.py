@@ -4,5 +4,5 @@ Promises that a worker that dies fails its own groups only, and that nothing it 
 keeps all that must be one: gate, version, data source, dumps, servers. May import ``rollout.episodes``, ``processes``
 and what is below; called by ``rollout.engine_lifecycle``.
 Read worker_pool (all workers), worker (one of them, seen from the run), worker_process (its process), messages (what
-the run sends and reads), reports (what a worker sends).
+both send).
 """

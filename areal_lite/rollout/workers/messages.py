@@ -1,10 +1,10 @@
 """Messages between the run and a rollout worker (:mod:`areal_lite.processes.channel` has the framing).
 
 Towards the worker, a message is a pickled tuple. From the worker, which runs users' code, it is JSON: its kind and
-arguments, and arrays as bytes beside it, which it names by number (:mod:`areal_lite.rollout.workers.reports`).
-:func:`read_report` and :func:`from_plain` make our types of it and nothing else, with the types of values that the run
-counts on, so it never loads an object that an episode made. Turns and the model calls that they come from are not sent
-back: the run made the calls.
+arguments, and arrays as bytes beside it, which it names by number (:func:`to_plain`). :func:`read_report` and
+:func:`from_plain` make our types of it and nothing else, with the types of values that the run counts on, so it never
+loads an object that an episode made. Turns and the model calls that they come from are not sent back: the run made the
+calls.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import sys
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.trajectory import RECORDED, EpisodeStatus, ProcessRecord, Recorded, TokenSequence, Trajectory
-from areal_lite.api.turn_tree import call_key, link_turns
+from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
 
-REPORTS = frozenset({"ready", "generate", "drop", "ended", "blocked", "log"})
-"""Kinds of messages from a worker."""
+REPORTS = frozenset({"ready", "generate", "drop", "ended", "blocked", "log"})  # kinds of messages from a worker
 RESPONSE_FIELDS = (
     *("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs", "stop_reason"),
     *("latency", "ttft", "started", "attempts", "server"),
@@ -36,8 +37,7 @@ RESPONSE_FIELDS = (
 """Fields of the answer to a call beside those of its request."""
 GCONFIG = TypeAdapter(GenerationHyperparameters)
 
-Columns = list[bytes]
-"""Arrays as bytes, in the order in which they were packed."""
+Columns = list[bytes]  # arrays as bytes, in the order in which they were packed
 ReadColumns = Sequence[bytes | bytearray]
 
 
@@ -98,10 +98,8 @@ def read_end(plain: Any, columns: ReadColumns) -> tuple[bool, Failure | None, li
 
 
 def read_report(body: bytes | memoryview) -> tuple[Any, ...]:
-    """Return a worker's message: its kind and arguments.
-
-    A group's end stays packed, with its arrays as the last argument: an error in it belongs to the group.
-    """
+    """Return a worker's message: its kind and arguments. A group's end stays packed, with its arrays as the last
+    argument: an error in it belongs to the group."""
     (kind, *arguments), columns = decode_reply(body)
     if kind == "generate":
         *where, (rid, gconfig, top_logprobs, agent, streams, place) = arguments
@@ -128,6 +126,7 @@ def _gconfig(text: str) -> GenerationHyperparameters:
 _COLUMN_KINDS = {"input_ids": "iu", "loss_mask": "b", "logprobs": "f", "versions": "iu", "token_rewards": "f"}
 """Kinds of numbers in each array of a sequence, as ``numpy.dtype.kind``."""
 _RECORDED = {name: TypeAdapter(hint) for name, hint in get_type_hints(Recorded).items()}
+_JSON = {type(None), bool, int, float, str}  # values that stay as they are
 _Number = float | int
 _Array = np.ndarray | None
 FIELDS: dict[type[Any], dict[str, Any]] = {
@@ -147,7 +146,7 @@ _TYPES = {cls.__name__: (cls, fields) for cls, fields in FIELDS.items()}
 
 
 def from_plain(plain: Any, columns: ReadColumns) -> Any:
-    """Return the value of ``reports.to_plain``; a TypeError or ValueError if a worker did not make it so."""
+    """Return the value of :func:`to_plain`; a TypeError or ValueError if a worker did not make it so."""
     if not isinstance(plain, list):
         return plain
     kind, *content = plain
@@ -181,3 +180,60 @@ def _tensor(data: bytes | bytearray, name: str, shape: Sequence[int]) -> Any:
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def pack_call(request: ModelRequest, ids: list[int], place: Place | None) -> tuple[Any, Columns]:
+    """Return a model call. ``ids`` are those of its prompt that its group has not sent before; the prompt if ``place``
+    is None, as outside a group. ``metadata["agent"]`` must have a JSON form."""
+    gconfig = GCONFIG.dump_json(request.gconfig).decode()
+    agent, streams = request.metadata.get("agent"), request.on_tokens is not None
+    return (request.rid, gconfig, request.top_logprobs, agent, streams, place), [array("i", ids).tobytes()]
+
+
+def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Any, Columns]:
+    """Return the end of a group as plain data and bytes; a TypeError for what no process can send."""
+    columns: Columns = []
+    return to_plain((was_stopped, failure, [_reply(episode) for episode in episodes]), columns), columns
+
+
+def _reply(episode: Episode) -> EpisodeReply:
+    chains, _ = (episode.trajectory and turn_sources(episode.trajectory)) or ((), ())
+    return EpisodeReply(
+        records={name: getattr(episode, name) for name in RECORDED},
+        trajectory=episode.trajectory,
+        chains=[[call_key(call) for call in chain] for chain in chains],
+    )
+
+
+def to_plain(value: Any, columns: Columns) -> Any:
+    """Return ``value`` as JSON values, with its arrays added to ``columns``: a list has the kind of what it stands for
+    before the content. TypeError for what no process can send."""
+    kind = type(value)
+    if kind in FIELDS:
+        return [kind.__name__, *_plain_parts([getattr(value, name) for name in FIELDS[kind]], columns)]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        columns.append(value.tobytes())
+        return ["array", len(columns) - 1, value.dtype.str, value.shape]
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", *_plain_parts(value, columns)]
+    if isinstance(value, dict):
+        return ["dict", *[["tuple", *_plain_parts(item, columns)] for item in value.items()]]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        columns.append(value)
+        return ["bytes", len(columns) - 1]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        columns.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return ["tensor", len(columns) - 1, str(value.dtype).removeprefix("torch."), value.shape]
+    raise TypeError(
+        f"the workflow's dict holds a {kind.__name__}, which a worker cannot send: return tensors, arrays, numbers, "
+        "texts, and lists and dicts of them, or set rollout.workers: 1"
+    )
+
+
+def _plain_parts(values: Iterable[Any], columns: Columns) -> list[Any]:
+    return [value if type(value) in _JSON else to_plain(value, columns) for value in values]  # a call costs more

@@ -39,8 +39,7 @@ from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
-from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, Place, Reader
-from areal_lite.rollout.workers.reports import pack_call, pack_end
+from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, Place, Reader, pack_call, pack_end
 from areal_lite.servers.client.answer import continued, own_copy
 
 SEND_S = 600.0  # seconds that the run's process may leave a message unread

@@ -40,10 +40,8 @@ class Start:
 
     checkpoint: Path | None = None
     step: int = 0
-    evaluates: bool
-    """Evaluate before the first step; a resumed run does only if metrics.jsonl lacks that evaluation."""
-    is_done: bool = False
-    """True if nothing is left to train, evaluate or save."""
+    evaluates: bool  # evaluate before the first step; a resumed run does only if metrics.jsonl lacks that evaluation
+    is_done: bool = False  # True if nothing is left to train, evaluate or save
 
 
 def find_start(config: _Config, total_steps: int) -> Start:

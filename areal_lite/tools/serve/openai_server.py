@@ -47,7 +47,7 @@ class OpenService(AgentService):
         self._generation = generation
         self._protocol = SGLang(embedded=True)
         self._said_full = False
-        length = generation.limits.context_length
+        length = generation.runner.context_length
         self._gconfig = GenerationHyperparameters(max_new_tokens=length, max_tokens=length)
 
     def _session(self, key: str) -> ChatSession:

@@ -56,13 +56,7 @@ class SupervisedTrainer(ABC, Generic[C]):
     together: ClassVar[bool] = False  # True keeps the sequences of one group in one micro-batch
 
     def __init__(
-        self,
-        config: C,
-        *,
-        model_path: str,
-        seed: int,
-        total_steps: int,
-        on_skip: OnSkip | None = None,
+        self, config: C, *, model_path: str, seed: int, total_steps: int, on_skip: OnSkip | None = None
     ) -> None:
         self.config = config
         seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)

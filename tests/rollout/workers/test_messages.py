@@ -18,8 +18,7 @@ from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.processes.channel import BrokenMessageError, decode_reply, encode_reply
-from areal_lite.rollout.workers.messages import Place, read_end, read_report
-from areal_lite.rollout.workers.reports import pack_call, pack_end
+from areal_lite.rollout.workers.messages import Place, pack_call, pack_end, read_end, read_report
 from tests.api.test_trajectory import check_paths
 from tests.api.test_turn_tree import as_interactions, as_rows, conversation_ids, conversations, sequences
 

@@ -40,8 +40,7 @@ from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from areal_lite.rollout.workers import worker as workers
-from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, read_end, read_report, request
-from areal_lite.rollout.workers.reports import pack_end
+from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, pack_end, read_end, read_report, request
 from areal_lite.rollout.workers.worker_process import WorkerProcess
 from tests.agents.isolated_agents import AsyncAgent, OneConversation, RecordingAgent
 from tests.agents.scripted_engine import tokenizer
