@@ -141,8 +141,10 @@ _TOKENS = 500
 def parse(text: str) -> Expr:
     """Return the filter ``text``; one without terms matches everything."""
     parser = _Parser(text)
+    if parser.take("end"):
+        return Both(())
     expr = parser.either(0)
-    if parser.tokens[parser.at][0] != "end":
+    if not parser.take("end"):
         raise parser.error("a ')' has no '('")
     return expr
 
@@ -157,9 +159,8 @@ class _Parser:
         while text[begin:].strip():
             match = _TOKEN.match(text, begin)
             if match is None:
-                raise self._unreadable(begin)
-            kind = match["paren"] or match["word"] or "term"
-            self.tokens.append((kind, match))
+                raise _unreadable(text[begin:].strip())
+            self.tokens.append((match["paren"] or match["word"] or "term", match))
             begin = match.end()
         self.tokens.append(("end", None))
         if len(self.tokens) > _TOKENS:
@@ -172,31 +173,26 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Both(tuple(parts), either=True)
 
     def both(self, depth: int) -> Expr:
-        parts: list[Expr] = []
-        while self.tokens[self.at][0] in ("term", "not", "("):
-            parts.append(self.part(depth))
-            joined = self.take("and")
-            if joined and self.tokens[self.at][0] not in ("term", "not", "("):
-                raise self.error("'and' needs a term after it")
-        if not parts and (depth or len(self.tokens) > 1):
-            raise self.error("a term is missing")
+        parts = [self.part(depth, "a term is missing")]
+        while self.tokens[self.at][0] in ("and", "term", "not", "("):
+            self.take("and")
+            parts.append(self.part(depth, "'and' needs a term after it"))
         return parts[0] if len(parts) == 1 else Both(tuple(parts))
 
-    def part(self, depth: int) -> Expr:
+    def part(self, depth: int, rule: str) -> Expr:
+        """Return a term, a negation or what parentheses hold; where there is none, ``rule`` is the error."""
         if depth > _DEPTH:
             raise self.error(f"more than {_DEPTH} parentheses or 'not' inside each other")
         if self.take("not"):
-            if self.tokens[self.at][0] not in ("term", "not", "("):
-                raise self.error("'not' needs a term after it")
-            return Not(self.part(depth + 1))
+            return Not(self.part(depth + 1, "'not' needs a term after it"))
         if self.take("("):
             inner = self.either(depth + 1)
             if not self.take(")"):
                 raise self.error("a '(' has no ')'")
             return inner
         match = self.tokens[self.at][1]
-        self.at += 1
-        assert match is not None
+        if match is None or not self.take("term"):
+            raise self.error(rule)
         return _term(match)
 
     def take(self, kind: str) -> bool:
@@ -209,15 +205,12 @@ class _Parser:
         begin = len(self.text) if match is None else match.end()
         return _error(self.text[:begin], f"{rule}. {_EXAMPLE}")
 
-    def _unreadable(self, begin: int) -> ConfigError:
-        rest = self.text[begin:].strip()
-        if name := re.match(r"[\w.]+", rest):
-            rule = (
-                f"{name[0]!r} needs an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
-            )
-        else:
-            rule = "a term begins with a key"
-        return _error(rest, f"{rule}. {_EXAMPLE}")
+
+def _unreadable(rest: str) -> ConfigError:
+    rule = "a term begins with a key"
+    if name := re.match(r"[\w.]+", rest):
+        rule = f"{name[0]!r} needs an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
+    return _error(rest, f"{rule}. {_EXAMPLE}")
 
 
 _EXAMPLE = 'Example: status=failed (reward<0.5 or turns>3) text~"not sure"'
