@@ -26,7 +26,6 @@ from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.foreign_files import read_records
 from areal_lite.tools.inspect.episode_text import stdout_console
 from areal_lite.tools.inspect.plot import plot_means
-from areal_lite.tools.run.supervised import train_supervised
 from areal_lite.tools.run.train import train
 from areal_lite.tools.sweep.seed_statistics import Interval, Verdict, compare_pairs, mean_interval
 
@@ -99,10 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _make_run(config: Any, title: str) -> None:
     print(title, flush=True)
-    if isinstance(config, RunConfig):
-        train(config)
-    else:
-        train_supervised(config)
+    train(config)
 
 
 def _fraction(text: str) -> float:

@@ -146,11 +146,14 @@ export class EpisodeList {
     return this.row(this.selected);
   }
 
+  /** Return the pixels of rows that one pixel of the scroll bar stands for: 1 unless the rows are too many. */
+  scale() {
+    const [all, drawn] = [this.total * ROW, this.space.offsetHeight].map((height) => height - this.body.clientHeight);
+    return drawn > 0 && all > drawn ? all / drawn : 1;
+  }
+
   firstRow() {
-    const most = this.space.offsetHeight - this.body.clientHeight;
-    if (this.total * ROW <= MAX_HEIGHT || most <= 0) return Math.floor(this.body.scrollTop / ROW);
-    const rows = this.total - Math.floor(this.body.clientHeight / ROW);
-    return Math.floor((this.body.scrollTop / most) * rows);
+    return Math.floor((this.body.scrollTop * this.scale()) / ROW);
   }
 
   /** Return the first row to draw and the one after the last: some more than can be seen. */
@@ -184,7 +187,7 @@ export class EpisodeList {
     if (!this.body.clientHeight) return;
     const [first, last] = this.rowsInSight();
     while (this.lines.length < last - first) this.lines.push(this.newLine());
-    const shift = this.total * ROW <= MAX_HEIGHT ? 0 : this.body.scrollTop - (first + EXTRA) * ROW;
+    const shift = this.body.scrollTop * (1 - this.scale());
     // A line keeps its row while it is in sight: scrolling by one row draws one row.
     const size = this.lines.length;
     this.lines.forEach((line, place) => {
@@ -286,15 +289,10 @@ export class EpisodeList {
       this.draw(); // the open episode is further down
       return;
     }
-    if (this.total * ROW <= MAX_HEIGHT) {
-      const top = this.selected * ROW;
-      const view = this.body.clientHeight;
-      if (top < this.body.scrollTop) this.body.scrollTop = top;
-      else if (top + ROW > this.body.scrollTop + view) this.body.scrollTop = top + ROW - view;
-    } else {
-      const most = this.space.offsetHeight - this.body.clientHeight;
-      this.body.scrollTop = (this.selected / this.total) * most;
-    }
+    const [top, scale] = [this.selected * ROW, this.scale()];
+    const lowest = top + ROW - this.body.clientHeight;
+    if (top < this.body.scrollTop * scale) this.body.scrollTop = top / scale;
+    else if (lowest > this.body.scrollTop * scale) this.body.scrollTop = lowest / scale;
     this.body.setAttribute("aria-activedescendant", `row-${this.selected}`);
     this.draw();
   }
