@@ -40,7 +40,7 @@ from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate
 
-_SCHEMA = 4
+_SCHEMA = 5
 _UNUSED_DAYS = 60
 """Days after which the index of a run that nobody looked at is deleted."""
 _BUSY_S = 30.0
@@ -50,8 +50,7 @@ CREATE TABLE folders(path TEXT PRIMARY KEY, mtime INTEGER, unfinished INTEGER);
 CREATE TABLE files(id INTEGER PRIMARY KEY, path TEXT UNIQUE, folder TEXT, size INTEGER, mtime INTEGER, inode INTEGER,
     indexed INTEGER, lines INTEGER, guard INTEGER);
 CREATE INDEX files_folder ON files(folder);
-CREATE TABLE texts(id INTEGER PRIMARY KEY, field TEXT, hash INTEGER, text TEXT);
-CREATE INDEX texts_hash ON texts(field, hash);
+CREATE TABLE texts(id INTEGER PRIMARY KEY, field TEXT, text TEXT, UNIQUE(field, text));
 CREATE TABLE episodes(id INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(f'"{name}"' for name in COLUMNS)},
     file INTEGER, line INTEGER, offset INTEGER, length INTEGER);
 CREATE INDEX episodes_order ON episodes(version, task, sample, scope);

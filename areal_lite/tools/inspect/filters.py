@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -261,11 +260,6 @@ def key_named(name: str) -> Key | None:
     return _NAMES.get(name, recorded)
 
 
-def text_hash(text: str) -> int:
-    """Return the number under which the table ``texts`` finds ``text``."""
-    return zlib.crc32(text.encode())
-
-
 def terms(expr: Expr) -> Iterator[Term]:
     """Yield the comparisons of an expression."""
     if isinstance(expr, Term):
@@ -348,7 +342,6 @@ def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | 
             found = f"SELECT texts.id FROM texts, json_each(text) AS each WHERE field = '{key.name}' AND"  # nosec B608 # our columns, bound values
             condition, values = _match_sql("each.value", op, text)
         case Kind.NAME:
-            of_hash = f"hash = {text_hash(text)} AND " if op == "=" else ""
-            found = f"SELECT id FROM texts WHERE field = '{key.name}' AND {of_hash}"  # nosec B608 # our columns, bound values
+            found = f"SELECT id FROM texts WHERE field = '{key.name}' AND"  # nosec B608 # our columns, bound values
             condition, values = _match_sql("text", op, text)
     return f"+{column} IN ({found} {condition})", values

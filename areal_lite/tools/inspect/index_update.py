@@ -26,7 +26,6 @@ import orjson
 
 from areal_lite.tools.foreign_files import lines_of, open_inside
 from areal_lite.tools.inspect.episode_row import COLUMNS, FACTS, SCOPES, TEXTS, ShapeError, row_of
-from areal_lite.tools.inspect.filters import text_hash
 from areal_lite.tools.inspect.training_facts import fact_files, fact_means
 
 UNREADABLE = "unreadable"
@@ -240,13 +239,10 @@ class IndexUpdate:
         )
 
     def _text_id(self, name: str, text: str) -> int:
-        key = (name, text_hash(text), text)
-        select = "SELECT id FROM texts WHERE field = ? AND hash = ? AND text = ?"
-        found = self._connection.execute(select, key).fetchone()
-        id = found[0] if found else self._connection.execute("INSERT INTO texts VALUES (NULL, ?, ?, ?)", key).lastrowid
-        assert id is not None
-        self._texts[name, text] = id
-        return id
+        self._connection.execute("INSERT OR IGNORE INTO texts VALUES (NULL, ?, ?)", (name, text))
+        select = "SELECT id FROM texts WHERE field = ? AND text = ?"
+        self._texts[name, text] = id = self._connection.execute(select, (name, text)).fetchone()[0]
+        return int(id)
 
     def _forget_file(self, path: str) -> None:
         found = self._connection.execute("SELECT id FROM files WHERE path = ?", (path,)).fetchone()

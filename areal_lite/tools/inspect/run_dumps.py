@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 import time
 from collections import Counter
@@ -85,19 +84,13 @@ class RunDumps:
                     left -= left > 0
                 begin, size = begin + size, size * 10
 
-    def at(self, expr: Expr, indices: list[int]) -> Iterator[Row]:
-        """Yield the matching rows with these ascending indices in the default order."""
+    def at(self, expr: Expr, indices: set[int]) -> Iterator[Row]:
+        """Yield the matching rows with these indices in the default order."""
         sql, parameters = self._where(expr)
         with self.index.connection() as connection:
             ids = connection.execute(f"SELECT e.id FROM episodes AS e {sql} ORDER BY {ORDER}", parameters)  # nosec B608 # our columns, bound values
-            chosen: list[tuple[int]] = []
-            seen = 0
-            for index in indices:
-                chosen += itertools.islice(ids, index - seen, index - seen + 1)
-                seen = index + 1
-            ids.close()
-            for id in chosen:
-                yield from self._fetch(connection, "WHERE e.id = ?", list(id))
+            for id in [id for index, (id,) in enumerate(ids) if index in indices]:
+                yield from self._fetch(connection, "WHERE e.id = ?", [id])
 
     def find(self, id: str) -> Row:
         path, _, line = id.rpartition(":")
@@ -125,14 +118,13 @@ class RunDumps:
         trained = {"trained_step": step} if (step := row["trained_step"]) is not None else {}
         return {**record, **{name: row[name] for name in ("run", "id", "scope", "version")}, **trained}
 
-    def groups(self, expr: Expr, limit: int, *, descending: bool) -> list[dict[str, Any]]:
+    def groups(self, expr: Expr, limit: int) -> list[dict[str, Any]]:
         """Return the first groups with a row that matches; :meth:`.Dumps.groups` has the keys."""
         sql, parameters = self._where(expr)
-        way = "DESC" if descending else "ASC"
         columns = "".join(f", {column}" for column in _GROUP.values())
         select = (
             f"SELECT e.scope, group_concat(e.status) {columns} FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
-            f'GROUP BY e.version, e.task, e."group", e.scope ORDER BY e.version {way}, e.task {way} LIMIT ?'
+            f'GROUP BY e.version, e.task, e."group", e.scope ORDER BY e.version, e.task LIMIT ?'
         )
         found = []
         with self.index.connection() as connection:
