@@ -48,6 +48,14 @@ PANELS = (
     ),
     Panel("Learning rate", "per step", {"train/learning_rate": "policy", "train/critic_learning_rate": "critic"}),
     Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
+    Panel(
+        "Engine and trainer mismatch",
+        "nats per token",
+        {
+            "train/engine_mismatch/log_prob_diff_mean": "engine",
+            "train/staleness_drift/log_prob_diff_mean": "older tokens",
+        },
+    ),
 )
 PHASES = ("timing/", "train/seconds_")
 """Prefixes of the metrics stacked as seconds of a step by phase."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from rich.table import Table
 
 from areal_lite.config.run_config import CheckpointConfig, RunConfig
@@ -196,18 +197,10 @@ def plan_table(plan: Plan) -> Table:
     for title, sizes in (("peak memory", plan.memory_bytes), ("disk", plan.disk_bytes)):
         for name, size in sizes.items():
             if size:
-                table.add_row(f"{title}: {name}", _bytes(size))
+                table.add_row(f"{title}: {name}", decimal(round(size)))
     for name, value in plan.staleness.items():
         table.add_row(f"staleness: {name}", f"{value:.2f} versions" if name == "mean" else f"{value:.1%}")
     return table
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
 
 
 def _duration(seconds: float) -> str:

@@ -294,7 +294,9 @@ def test_tokens_are_coloured_by_what_the_episode_has_and_described(page: Page, t
         colors = {}
         for choice in choices:
             page.click(f".token-tools [role=radio]:text-is('{choice}')")
-            backgrounds = page.evaluate("[...document.querySelectorAll('.toks .tok')].map((each) => each.style.background)")
+            backgrounds = page.evaluate(
+                "[...document.querySelectorAll('.toks .tok')].map((each) => each.style.background)"
+            )
             colors[choice] = [re.sub(r".*--(\w+)\) (\d+)%.*", r"\1 \2", each) for each in backgrounds[2:]]
         assert colors == {
             "Loss mask": ["accent 24", "accent 24"],
