@@ -80,11 +80,7 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
         if len(run_dirs) != 1:
             raise ConfigError(f"the plot of {len(run_dirs)} runs needs a file name: use --out FILE.png")
         out = Path(run_dirs[0]) / "metrics.png"
-    return _save(metrics_figure(*run_dirs), out)
-
-
-def plot_means(variants: Mapping[str, Sequence[Path]], *, out: str | Path, level: float = 0.95) -> Path:
-    return _save(means_figure(variants, level=level), out)
+    return save_figure(metrics_figure(*run_dirs), out)
 
 
 def metrics_figure(*run_dirs: str | Path) -> Any:
@@ -167,7 +163,8 @@ def _figure(count: int, names: Iterable[str]) -> Any:
     return figure
 
 
-def _save(figure: Any, out: str | Path) -> Path:
+def save_figure(figure: Any, out: str | Path) -> Path:
+    """Write a figure to ``out`` in the format of its suffix and return the path; raises ConfigError."""
     path, image = Path(out), BytesIO()
     try:
         if not path.parent.is_dir():

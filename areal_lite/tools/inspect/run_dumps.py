@@ -196,16 +196,14 @@ class RunDumps:
     def _failures(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
         texts, failures = _texts_of(connection), []
         select = (
-            f"SELECT e.error_kind, e.error_type, count(*), min(e.id) FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
+            f"SELECT e.error_kind, e.error_type, count(*), e.error, min(e.id) FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
             "AND (e.error IS NOT NULL OR e.error_kind IS NOT NULL) GROUP BY 1, 2 ORDER BY 3 DESC"
         )
-        for kind, type_, count, first in connection.execute(select, parameters).fetchall():
-            row = next(self._fetch(connection, "WHERE e.id = ?", [first]), None)
-            select = "SELECT text FROM episodes JOIN texts ON texts.id = error WHERE episodes.id = ?"
-            error = connection.execute(select, (first,)).fetchone()
+        for kind, type_, count, error, first in connection.execute(select, parameters).fetchall():
+            row = next(self._fetch(connection, "WHERE e.id = ?", [first]), None)  # SQLite takes error from it, too
             example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
             facts = {"error_kind": texts(kind), "error_type": texts(type_), "count": count}
-            failures.append({**facts, **example, "error": error and error[0]})
+            failures.append({**facts, **example, "error": texts(error)})
         return failures
 
     def _where(self, expr: Expr) -> tuple[str, list[Any]]:

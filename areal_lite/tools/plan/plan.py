@@ -98,7 +98,8 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
     probed, total = len(measured.step_s), measured.total_steps
     left, done = total - probed, len(measured.evaluation_s)
     step_s = _per_step(measured, list(itertools.accumulate(measured.step_s)))
-    evaluations = _evaluations(config, total, at_start=measured.evaluated_at_start) if done else 0
+    by_steps = -(-total // (config.evaluation.every_steps or total))
+    evaluations = measured.evaluated_at_start + by_steps if done else 0
     evaluated_s, evaluated_tokens = (measured.evaluation_s or [0.0])[-1], (measured.evaluation_tokens or [0.0])[-1]
     evaluations_left = evaluations * held_out_scale - done  # in units of the probe's
     checkpoints = _checkpoints(config, total, step_s) if measured.checkpoints else 0
@@ -145,11 +146,6 @@ def _per_step(measured: Measurements, totals: Sequence[float]) -> float:
     warm_up = min(measured.warm_up_steps, len(totals) - 1)
     before = totals[warm_up - 1] if warm_up else 0.0
     return (totals[-1] - before) / (len(totals) - warm_up)
-
-
-def _evaluations(config: Trainable, steps: int, *, at_start: bool) -> int:
-    every = config.evaluation.every_steps or steps
-    return at_start + -(-steps // every)
 
 
 def _checkpoints(config: Trainable, steps: int, step_s: float) -> int:

@@ -130,11 +130,14 @@ def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, c
     """Print the original and the branches side by side, from the first turn that differs, at most from the fork."""
     with Dumps.open(run_dir) as dumps:
         lines = list(dumps.records(dumps.rows(f"task={task_id}")))
-    branches = [
-        max(each, key=lambda line: shared_length(_ids(line["turns"]), fork.first.prompt))
-        for _, each in itertools.groupby(lines, lambda line: line["member_idx"])
-    ]
-    shown = [next(line for line in original if fork.first.path[-1] in _turn_indices(line)), *branches[:_BESIDE]]
+
+    def shared(line: Record) -> int:
+        return shared_length([token for turn in line["turns"] for token in turn["ids"]], fork.first.prompt)
+
+    branches = [max(each, key=shared) for _, each in itertools.groupby(lines, lambda line: line["member_idx"])]
+    answer = fork.first.path[-1]
+    continued = next(line for line in original if any(turn["turn_idx"] == answer for turn in line["turns"]))
+    shown = [continued, *branches[:_BESIDE]]
     turns = zip(*(line["turns"] for line in shown), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda each: all(t["ids"] == each[0]["ids"] for t in each), turns))
     same = min(same, fork.first.path.index(fork.turn))
@@ -145,11 +148,3 @@ def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, c
     if len(branches) > _BESIDE:
         rewards = ", ".join(str(line["reward"]) for line in branches[_BESIDE:])
         console.print(f"{len(branches) - _BESIDE} more branches with the rewards {rewards}")
-
-
-def _ids(turns: Sequence[Record]) -> list[int]:
-    return [token for turn in turns for token in turn["ids"]]
-
-
-def _turn_indices(line: Record) -> list[int]:
-    return [turn["turn_idx"] for turn in line["turns"]]

@@ -47,8 +47,10 @@ _COLUMNS: dict[str, tuple[str, str, str]] = {
     "importance_weights": ("weight", "Importance weight", "heat"),
     "clipped": ("clipped", "Clipped", "signed"),
     "entropy": ("entropy", "Entropy", "heat"),
+    "difference": ("difference", "Trainer minus engine", "signed"),
 }
-"""Per-token lists of a turn that the page knows: key, label, and how to colour it. Others are coloured as numbers."""
+"""Per-token lists that the page knows, of a turn or made of them: key, label, and how to colour it. Others are coloured
+as numbers."""
 _SAMPLED = ("logprobs", "versions")
 """Columns that mean nothing on tokens that the engine did not sample."""
 _TIMES = ("timing/step_s", "timing/rollout_wait_s", "timing/weight_update_s")
@@ -194,11 +196,11 @@ class Answers:
             if end is None or run_s is None:
                 continue
             key = (record["run"], record["id"].rpartition(":")[0], record.get("member_idx"))
-            calls = [
-                [turn["started"], turn["latency_s"], turn.get("server"), _observation(before)]
-                for before, turn in itertools.pairwise([{}, *record["turns"]])
-                if turn.get("started") is not None and turn.get("latency_s") is not None
-            ]
+            calls = []
+            for before, turn in itertools.pairwise([{}, *record["turns"]]):
+                if turn.get("started") is not None and turn.get("latency_s") is not None:
+                    seen = (before.get("text") or "")[:MAX_LISTED] if before.get("role") == "environment" else None
+                    calls.append([turn["started"], turn["latency_s"], turn.get("server"), seen])
             if key in episodes:
                 episodes[key]["calls"] += [call for call in calls if call not in episodes[key]["calls"]]
                 continue
@@ -338,11 +340,6 @@ def _columns(turn: Mapping[str, Any]) -> Json:
     return columns
 
 
-def _observation(turn: Mapping[str, Any]) -> str | None:
-    """Return the text of the environment's turn, cut at its end."""
-    return (turn.get("text") or "")[:MAX_LISTED] if turn.get("role") == "environment" else None
-
-
 def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
     """Return the least and the largest value of a list of the turns; None without one."""
     values = [value for turn in turns for value in turn.get(name) or () if value is not None]
@@ -351,14 +348,12 @@ def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
 
 def _quantities(turns: Iterable[Json]) -> list[Json]:
     """Return what tokens can be coloured by: the columns that the episode has."""
-    columns = [column for turn in turns for column in turn["columns"].items()]
-    present = {name for name, values in columns if any(value is not None for value in values)}
-    known = {key: (label, kind) for key, label, kind in _COLUMNS.values()}
-    known["difference"] = ("Trainer minus engine", "signed")
-    order = [*(key for key in known if key in present), *sorted(present - known.keys())]
-    kinds = {key: "surprise" if key.endswith("logprobs") else "heat" for key in order}
-    described = {key: known.get(key, (key.replace("_", " "), kinds[key])) for key in order}
-    return [{"key": key, "label": label, "kind": kind} for key, (label, kind) in described.items()]
+    listed = [column for turn in turns for column in turn["columns"].items()]
+    present = {name for name, values in listed if any(value is not None for value in values)}
+    others = sorted(present - {key for key, _, _ in _COLUMNS.values()})
+    kinds = {key: "surprise" if key.endswith("logprobs") else "heat" for key in others}
+    columns = [*_COLUMNS.values(), *((key, key.replace("_", " "), kind) for key, kind in kinds.items())]
+    return [{"key": key, "label": label, "kind": kind} for key, label, kind in columns if key in present]
 
 
 def _answer(record: Mapping[str, Any]) -> list[Json]:

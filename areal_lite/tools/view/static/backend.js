@@ -113,10 +113,8 @@ const offline = {
   group: ({ run, group }) => inlined.groups[`${run} ${group}`] ?? { run, group, members: [] },
   timeline({ filter }) {
     const chosen = new Set(select(filter).map((row) => `${row.run} ${row.id}`));
-    return {
-      ...inlined.timeline,
-      episodes: inlined.timeline.episodes.filter((each) => chosen.has(`${each.run} ${each.id}`)),
-    };
+    const episodes = inlined.timeline.episodes.filter((each) => chosen.has(`${each.run} ${each.id}`));
+    return { ...inlined.timeline, episodes };
   },
   compare({ first, second }) {
     const found = inlined.compare[`${first} ${second}`];

@@ -66,14 +66,8 @@ export class EpisodeList {
     this.lines = [];
     this.head = el("div", { class: "list-head", role: "row" });
     this.space = el("div", { class: "list-space", role: "rowgroup" });
-    this.body = el(
-      "div",
-      {
-        class: "list-body", role: "grid", tabindex: "0", "aria-label": "Episodes",
-        scroll: () => this.draw(), click: (event) => this.click(event),
-      },
-      this.space,
-    );
+    this.body = el("div", { class: "list-body", role: "grid", tabindex: "0", "aria-label": "Episodes",
+      scroll: () => this.draw(), click: (event) => this.click(event) }, this.space);
     this.empty = el("div", { class: "empty" }, "Loading…");
     this.node = el("div", { class: "list" }, this.head, this.body, this.empty);
     this.node.style.setProperty("--run", `${Math.max(...runs.map((run) => run.name.length), 0)}ch`);
@@ -248,24 +242,16 @@ export class EpisodeList {
     const other = Boolean(by) && !this.columns.some((column) => column !== this.sorted && column.sort === by);
     Object.assign(this.sorted, { label: by, sort: other ? by : null, text: drawSorted(by) });
     this.node.classList.toggle("other", other);
-    fill(
-      this.head,
-      this.columns.map((column) => {
-        const key = column.sort;
-        const active = key && (by === key || (!sort && key === "version"));
-        const down = sort === `-${key}` || !sort;
-        if (!key) return el("span", { class: classOf(column), role: "columnheader" }, column.label);
-        return el(
-          "button",
-          {
-            class: `${classOf(column)} sort`, role: "columnheader", title: `Sort by ${key}`,
-            "aria-sort": active ? (down ? "descending" : "ascending") : "none",
-            click: () => this.on.sort(!active || !sort ? (key === "reward" || key === "version" ? key : `-${key}`) : down ? key : `-${key}`),
-          },
-          column.label, active ? (down ? " ↓" : " ↑") : "",
-        );
-      }),
-    );
+    fill(this.head, this.columns.map((column) => {
+      const key = column.sort;
+      if (!key) return el("span", { class: classOf(column), role: "columnheader" }, column.label);
+      const active = by === key || (!sort && key === "version");
+      const down = sort === `-${key}` || !sort;
+      const next = active && sort ? down : key === "reward" || key === "version";
+      return el("button", { class: `${classOf(column)} sort`, role: "columnheader", title: `Sort by ${key}`,
+        "aria-sort": active ? (down ? "descending" : "ascending") : "none",
+        click: () => this.on.sort(next ? key : `-${key}`) }, column.label, active ? (down ? " ↓" : " ↑") : "");
+    }));
   }
 
   click(event) {
