@@ -50,7 +50,6 @@ CREATE TABLE folders(path TEXT PRIMARY KEY, mtime INTEGER, unfinished INTEGER);
 CREATE TABLE files(id INTEGER PRIMARY KEY, path TEXT UNIQUE, folder TEXT, size INTEGER, mtime INTEGER, inode INTEGER,
     indexed INTEGER, lines INTEGER, guard INTEGER);
 CREATE INDEX files_folder ON files(folder);
-CREATE TABLE texts(id INTEGER PRIMARY KEY, field TEXT, text TEXT, UNIQUE(field, text));
 CREATE TABLE episodes(id INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(f'"{name}"' for name in COLUMNS)},
     file INTEGER, line INTEGER, offset INTEGER, length INTEGER);
 CREATE INDEX episodes_order ON episodes(version, task, sample, scope);

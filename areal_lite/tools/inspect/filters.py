@@ -28,7 +28,7 @@ class Kind(StrEnum):
     ID = "id"
     """An integer or text that few rows share, compared as text; a regular expression calls Python for every row."""
     NAME = "text"
-    """Text that many rows share, kept once in the table ``texts``."""
+    """Text that many rows share."""
     NAMES = "texts"
     """A list of texts; a comparison holds if it holds for one of them."""
     FILE = "file"
@@ -329,19 +329,15 @@ def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | 
             return f"+{column} {op} ?", [value]
         case Kind.TEXT:
             return "text_matches(e.file, e.offset, e.length, ?)", [text]
-        case Kind.RUN:
+        case Kind.RUN | Kind.NAME:
             return _match_sql(column, op, text)
         case Kind.ID:
             if op == "=" and re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII):
                 return f"(+{column} = ? OR +{column} = ?)", [text, int(text)]
             return _match_sql(f"CAST({column} AS TEXT)", op, text)
         case Kind.FILE:
-            found = "SELECT id FROM files WHERE"
             condition, values = _match_sql("path", op, text)
+            return f"+{column} IN (SELECT id FROM files WHERE {condition})", values  # nosec B608 # our columns, bound values
         case Kind.NAMES:
-            found = f"SELECT texts.id FROM texts, json_each(text) AS each WHERE field = '{key.name}' AND"  # nosec B608 # our columns, bound values
-            condition, values = _match_sql("each.value", op, text)
-        case Kind.NAME:
-            found = f"SELECT id FROM texts WHERE field = '{key.name}' AND"  # nosec B608 # our columns, bound values
-            condition, values = _match_sql("text", op, text)
-    return f"+{column} IN ({found} {condition})", values
+            condition, values = _match_sql("value", op, text)
+            return f"EXISTS (SELECT 1 FROM json_each({column}) WHERE {condition})", values  # nosec B608 # our columns, bound values
