@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+import orjson
+
 from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.errors import ConfigError
@@ -314,7 +316,9 @@ def _match_sql(column: str, op: str, value: str) -> tuple[str, list[float | str]
     """Compare a text column; a regular expression without special characters needs no call into Python."""
     if op == "=":
         return f"{column} = ?", [value]
-    return (f"instr({column}, ?) > 0" if is_literal(value) else f"matches({column}, ?)"), [value]
+    return (f"instr({column}, ?) > 0" if is_literal(value) else f"({column} IS NOT NULL AND matches({column}, ?))"), [
+        value
+    ]
 
 
 def is_literal(pattern: str) -> bool:
@@ -338,6 +342,8 @@ def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | 
         case Kind.FILE:
             condition, values = _match_sql("path", op, text)
             return f"+{column} IN (SELECT id FROM files WHERE {condition})", values  # nosec B608 # our columns, bound values
+        case Kind.NAMES if op == "=":
+            return f"instr({column}, ?) > 0", [f"\n{orjson.dumps(text).decode()}\n"]
         case Kind.NAMES:
             condition, values = _match_sql("value", op, text)
             return f"EXISTS (SELECT 1 FROM json_each({column}) WHERE {condition})", values  # nosec B608 # our columns, bound values
