@@ -95,6 +95,8 @@ KEYS = {key.name: key for key in _ALL}
 _NAMES = KEYS | {key.alias: key for key in _ALL if key.alias}
 _RECORDED = re.compile(r"(reward|counts)/[\w./-]+")
 SORT_KEYS = tuple(key.name for key in _ALL if key.kind in (Kind.NUMBER, Kind.ID))
+PATH = "(SELECT path FROM files WHERE id = e.file)"
+"""SQL of the path of a row's file."""
 _NUMERIC = ("<=", ">=", "!=", "=", "<", ">")
 _TEXTUAL = ("!=", "!~", "=", "~")
 
@@ -332,7 +334,7 @@ def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | 
         case Kind.NUMBER:
             return f"+{column} {op} ?", [value]
         case Kind.TEXT:
-            return "text_matches(e.file, e.offset, e.length, ?)", [text]
+            return f"text_matches({PATH}, e.offset, e.length, ?)", [text]
         case Kind.RUN | Kind.NAME:
             return _match_sql(column, op, text)
         case Kind.ID:

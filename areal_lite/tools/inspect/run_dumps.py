@@ -13,7 +13,7 @@ import orjson
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dump_index import DumpIndex
 from areal_lite.tools.inspect.episode_row import COLUMNS, cause, row_of
-from areal_lite.tools.inspect.filters import Expr, needs_text, to_sql
+from areal_lite.tools.inspect.filters import PATH, Expr, needs_text, to_sql
 from areal_lite.tools.inspect.index_update import UNREADABLE, is_utf8
 
 Row = dict[str, Any]
@@ -32,7 +32,7 @@ _GROUP = {
 }
 _FILE_ID = "(SELECT id FROM files WHERE path = ?)"
 _COLUMNS = ("id", *COLUMNS, "file", "line", "offset", "length")
-_SELECT = ", ".join(f'e."{name}"' for name in _COLUMNS)
+_SELECT = ", ".join(PATH if name == "file" else f'e."{name}"' for name in _COLUMNS)
 
 
 class RunDumps:
@@ -134,12 +134,11 @@ class RunDumps:
     def problems(self, limit: int) -> list[dict[str, Any]]:
         keys = ("run", "file", "line", "offset", "kind", "message")
         with self.index.connection() as connection:
-            rows = connection.execute(
-                f"SELECT e.file, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "  # nosec B608 # our columns, bound values
+            found = connection.execute(
+                f"SELECT {PATH}, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "  # nosec B608 # our columns, bound values
                 "ORDER BY e.file, e.line LIMIT ?",
                 (*self._parameters, limit),
             ).fetchall()
-            found = [(self.index.file_path(connection, file), *rest) for file, *rest in rows]
         found += [(None, None, None, UNREADABLE, text) for text in self.index.unread[: limit - len(found)]]
         return [dict(zip(keys, (self.name, *each), strict=True)) for each in found]
 
@@ -208,16 +207,13 @@ class RunDumps:
     def _fetch(
         self, connection: sqlite3.Connection, tail: str, parameters: list[Any], table: str = "episodes"
     ) -> Iterator[Row]:
-        file, path = None, None
         cursor = connection.execute(f"SELECT {_SELECT} FROM {table} AS e {tail}", parameters)  # nosec B608 # our columns, bound values
         try:
             for values in cursor:
                 row: Row = {"run": self.name, **dict(zip(_COLUMNS, values, strict=True))}
-                if row["file"] != file:
-                    file, path = row["file"], self.index.file_path(connection, row["file"])
-                if path is None:  # forgotten meanwhile
+                if row["file"] is None:  # forgotten meanwhile
                     continue
-                row["id"], row["file"] = f"{path}:{row['line']}", path
+                row["id"] = f"{row['file']}:{row['line']}"
                 for key in ("stop", "agent"):
                     row[key] = orjson.loads(row[key] or "[]")
                 row["numbers"] = orjson.loads(row["numbers"])
