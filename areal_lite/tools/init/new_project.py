@@ -1,7 +1,7 @@
 """areal-lite init: a new project from a template.
 
-The templates are working projects, tested as they are: an agent, its task, a YAML, a test and a README. They use the
-names ``my_agent`` and ``path/to/model``, which are replaced.
+The templates are working projects, tested as they are: an agent, its task, a YAML, a test and a README; agents share
+the scripted model of their tests. They use the names ``my_agent`` and ``path/to/model``, which are replaced.
 """
 
 from __future__ import annotations

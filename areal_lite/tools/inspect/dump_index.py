@@ -40,7 +40,7 @@ from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate
 
-_SCHEMA = 5
+_SCHEMA = 6
 _UNUSED_DAYS = 60
 """Days after which the index of a run that nobody looked at is deleted."""
 _BUSY_S = 30.0
