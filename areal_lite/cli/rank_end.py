@@ -1,15 +1,12 @@
 """The end of a process that trains as one of several ranks, without the interpreter's last part.
 
-Torch's process groups run threads in C++, and the code around them takes the GIL. ``destroy_process_group`` only
-forgets a group of gloo's: whatever still refers to it keeps its threads (``pt_gloo_runloop``, ``gloo_tcp_loop``), such
-as the device mesh of a sharded model, a cycle, or the frames of an error. The interpreter ends by taking objects and
-C++ state apart under those threads, and now and then that aborts a rank whose work is done ("terminate called without
-an active exception", exit code -6), and with it the run. No order of destruction rules it out, as others may refer to
-groups too.
+Torch's process groups run threads in C++ that may outlive ``destroy_process_group``: whatever still refers to a group
+keeps its threads, such as the device mesh of a sharded model, a cycle, or the frames of an error. The interpreter's end
+takes objects and C++ state apart under them, and now and then that aborts a rank whose work is done ("terminate called
+without an active exception", exit code -6), and with it the run. No order of destruction rules it out.
 
-So a rank does all that the interpreter does for users' and third parties' code, in its order: it waits for threads,
-calls what is registered with ``atexit`` (logging, trackers, pools) and writes what is buffered. Then it leaves at
-once, and its memory, sockets and GPU go to the system. ``multiprocessing`` ends its children in the same way.
+So a rank waits for threads, calls what is registered with ``atexit`` and writes what is buffered, in the interpreter's
+order, and then leaves at once, as the children of ``multiprocessing`` do.
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.stopping import Stopped, ask_to_stop
 from areal_lite.runs.supervised_run import run_supervised
 from areal_lite.runs.training_run import Summary
-from areal_lite.tools.inspect.episode_text import stdout_console
 from areal_lite.tools.inspect.plot import metrics_figure
-from areal_lite.tools.run.progress import TrainingProgress, progress_line
+from areal_lite.tools.run.progress import TrainingProgress
 from areal_lite.trainer.metrics import OnStep
 
 if TYPE_CHECKING:
@@ -80,8 +79,8 @@ class Trainer:
             ArealLiteError: As the run itself.
         """
         choice = _choice(self.config, workflow, workflow_kwargs)
-        show = _Lines(self.config, stdout_console()).on_step
-        return run_training(_recorded(self.config, choice), on_step=on_step or show, workflow=choice)
+        on_step = on_step or TrainingProgress(1).on_step
+        return run_training(_recorded(self.config, choice), on_step=on_step, workflow=choice)
 
 
 async def train(
@@ -106,7 +105,7 @@ async def train(
     loaded = _loaded(config, overrides, RunConfig if passes else ExperimentConfig)
     choice = _choice(loaded, workflow, workflow_kwargs) if passes else None
     loaded = loaded if choice is None else _recorded(loaded, choice)
-    show = _Notebook(loaded) if _in_notebook() else _Lines(loaded, stdout_console())
+    show = _Notebook(loaded) if _in_notebook() else TrainingProgress(1)
     run = asyncio.ensure_future(asyncio.to_thread(_run, loaded, show.on_step, choice))
     try:
         await asyncio.shield(run)
@@ -116,7 +115,8 @@ async def train(
         raise
     finally:
         ask_to_stop(False)
-        show.end()
+        if isinstance(show, _Notebook):
+            show.end()
     summary = run.result()
     if summary is None:
         raise asyncio.CancelledError
@@ -178,22 +178,7 @@ def _run(config: Any, on_step: OnStep, workflow: WorkflowChoice | None) -> Summa
         return None
 
 
-class _Lines:
-    def __init__(self, config: ExperimentConfig, console: Console) -> None:
-        self._console = console
-        self._progress = TrainingProgress(1, console=console) if isinstance(config, RunConfig) else None
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        if self._progress is not None:
-            self._progress.on_step(step, metrics)
-        else:
-            self._console.print(progress_line(step, metrics))
-
-    def end(self) -> None:
-        """Show what is left to show."""
-
-
-class _Notebook(_Lines):
+class _Notebook(TrainingProgress):
     """Progress and curves as outputs of the cell; all of it is displayed on the event loop."""
 
     def __init__(self, config: Any) -> None:
@@ -201,7 +186,7 @@ class _Notebook(_Lines):
 
         self._text = StringIO()  # a kernel asks for colours, and rich would display each line by itself
         console = Console(file=self._text, force_jupyter=False, force_terminal=False, width=120)
-        super().__init__(config, console)
+        super().__init__(1, console=console)
         self._total, self._run_dir, self._step = config.trainer.total_steps, config.run_dir, 0
         self._html, self._image = HTML, Image
         self._loop = asyncio.get_running_loop()
@@ -209,7 +194,7 @@ class _Notebook(_Lines):
         self._curves_display = display(HTML(""), display_id=True)
         self._next_curves = time.monotonic() + _CURVES_EVERY_S
 
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         super().on_step(step, metrics)
         self._step = step
         self._loop.call_soon_threadsafe(self._show_progress)

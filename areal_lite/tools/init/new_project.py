@@ -1,7 +1,7 @@
 """areal-lite init: a new project from a template.
 
-The templates are working projects, tested as they are: an agent, its task, a YAML, a test and a README. They use the
-names ``my_agent`` and ``path/to/model``, which are replaced.
+The templates are working projects, tested as they are: an agent, its task, a YAML, a test and a README; agents share
+the scripted model of their tests. They use the names ``my_agent`` and ``path/to/model``, which are replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def init(name: str, *, template: str = "single", model: str | None = None) -> st
     if model is not None and not is_hub_name(model):  # a run asks the hub
         check_model_path(model, key="--model")
     model = model or _first_model()
-    texts = {path.name: path.read_text("utf-8") for path in sorted((_FOLDER / template).iterdir()) if path.is_file()}
+    files = [path for path in sorted((_FOLDER / template).iterdir()) if path.is_file()]
+    if (_FOLDER / template / "agent.py").exists():
+        files.append(_FOLDER / "scripted_model.py")
+    texts = {path.name: path.read_text("utf-8") for path in files}
     try:
         Path(name).mkdir()
         for file, text in texts.items():

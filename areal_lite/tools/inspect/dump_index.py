@@ -40,7 +40,7 @@ from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate
 
-_SCHEMA = 4
+_SCHEMA = 6
 _UNUSED_DAYS = 60
 """Days after which the index of a run that nobody looked at is deleted."""
 _BUSY_S = 30.0
@@ -50,8 +50,6 @@ CREATE TABLE folders(path TEXT PRIMARY KEY, mtime INTEGER, unfinished INTEGER);
 CREATE TABLE files(id INTEGER PRIMARY KEY, path TEXT UNIQUE, folder TEXT, size INTEGER, mtime INTEGER, inode INTEGER,
     indexed INTEGER, lines INTEGER, guard INTEGER);
 CREATE INDEX files_folder ON files(folder);
-CREATE TABLE texts(id INTEGER PRIMARY KEY, field TEXT, hash INTEGER, text TEXT);
-CREATE INDEX texts_hash ON texts(field, hash);
 CREATE TABLE episodes(id INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(f'"{name}"' for name in COLUMNS)},
     file INTEGER, line INTEGER, offset INTEGER, length INTEGER);
 CREATE INDEX episodes_order ON episodes(version, task, sample, scope);
@@ -139,7 +137,7 @@ class DumpIndex:
         connection = sqlite3.connect(self.path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA cache_size = -16384")
-        reader = _TextReader(self, connection)
+        reader = _TextReader(self)
         connection.create_function("matches", 2, _matches, deterministic=True)
         connection.create_function("run_name", 0, lambda: self.name, deterministic=True)
         connection.create_function("text_matches", 4, reader.matches)
@@ -153,10 +151,6 @@ class DumpIndex:
             connection.close()
 
     # -- reading
-
-    def file_path(self, connection: sqlite3.Connection, file: int) -> str | None:
-        found = connection.execute("SELECT path FROM files WHERE id = ?", (file,)).fetchone()
-        return None if found is None else str(found[0])
 
     def full_path(self, path: str) -> Path:
         return self.root / path if self.root.is_dir() else self.root
@@ -212,14 +206,14 @@ def is_run(folder: Path) -> bool:
 class _TextReader:
     """Searches the texts of dumped lines; keeps the file that it read last."""
 
-    def __init__(self, index: DumpIndex, connection: sqlite3.Connection) -> None:
-        self._index, self._connection = index, connection
-        self._id: int | None = None
+    def __init__(self, index: DumpIndex) -> None:
+        self._index = index
+        self._path: str | None = None
         self._file: BinaryIO | None = None
 
-    def matches(self, file: int, offset: int, length: int, pattern: str) -> bool:
+    def matches(self, path: str, offset: int, length: int, pattern: str) -> bool:
         try:
-            line = self._line(file, offset, length)
+            line = self._line(path, offset, length)
             # orjson writes text as it is; other writers may escape it.
             if is_literal(pattern) and _PLAIN.match(pattern) and pattern.encode() not in line and b"\\u" not in line:
                 return False
@@ -227,13 +221,10 @@ class _TextReader:
         except (OSError, LookupError, TypeError, ValueError):
             return False
 
-    def _line(self, file: int, offset: int, length: int) -> bytes:
-        if file != self._id or self._file is None:
+    def _line(self, path: str, offset: int, length: int) -> bytes:
+        if path != self._path or self._file is None:
             self.close()
-            path = self._index.file_path(self._connection, file)
-            if path is None:
-                raise LookupError(file)
-            self._id, self._file = file, open_inside(self._index.full_path(path), self._index.root)
+            self._path, self._file = path, open_inside(self._index.full_path(path), self._index.root)
         self._file.seek(offset)
         return self._file.read(length)
 

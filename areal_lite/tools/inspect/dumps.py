@@ -156,13 +156,10 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         """Return ``size`` random rows of those that match, the same for the same seed and dumps, in order."""
         expr = parse(filter)
         counts = [run.count(expr) or 0 for run in self._runs.values()]
-        chosen = sorted(random.Random(seed).sample(range(sum(counts)), min(size, sum(counts))))
-        rows: list[Row] = []
-        begin = 0
-        for run, count in zip(self._runs.values(), counts, strict=True):
-            rows += run.at(expr, [index - begin for index in chosen if begin <= index < begin + count])
-            begin += count
-        return rows
+        chosen = random.Random(seed).sample(range(sum(counts)), min(size, sum(counts)))
+        begins = itertools.accumulate(counts, initial=0)
+        parts = zip(self._runs.values(), begins, strict=False)
+        return [row for run, begin in parts for row in run.at(expr, {index - begin for index in chosen})]
 
     def record(self, run: str, id: str) -> dict[str, Any]:
         """Return the dumped line ``id`` as it was written, and its ``run``, ``id``, ``scope`` and ``version``."""
@@ -185,9 +182,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         term = Term(KEYS["group"], "=", group)
         return list(self._run(run).select(term)) if is_utf8(group) else []
 
-    def groups(
-        self, filter: str = "", *, offset: int = 0, limit: int = 50, descending: bool = False
-    ) -> list[dict[str, Any]]:
+    def groups(self, filter: str = "", *, offset: int = 0, limit: int = 50) -> list[dict[str, Any]]:
         """Return the groups with a row that matches, over its matching rows, by run, version and group.
 
         Keys: run, scope, version, group, task, lines, episodes, reward (mean of the rows), reward_min, reward_max,
@@ -197,7 +192,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         offset, limit = min(max(0, offset), _MOST), min(limit, _MOST)
         found: list[dict[str, Any]] = []
         for run in self._runs.values():
-            found += run.groups(expr, max(0, offset + limit - len(found)), descending=descending)
+            found += run.groups(expr, max(0, offset + limit - len(found)))
         return found[offset : offset + limit]
 
     def summary(self, filter: str = "") -> list[dict[str, Any]]:

@@ -16,13 +16,12 @@ SCOPES = ("rollout", "eval-rollout")
 FACTS = ("trained_step", "advantage", "entropy", "clipped")
 """Columns that :mod:`.index_update` fills from the training facts."""
 COLUMNS = (
-    *("reward", "status", "tokens", "turns", "version", "trained", "error", "error_kind", "error_type", "stop"),
+    *("reward", "status", "tokens", "turns", "version", "trained", "error_kind", "error_type", "stop"),
     *("finished", "run_s", "calls", "task", "group", "scope", "agent", "head", "tail", "start", "member", "sample"),
-    *("prompt_len", "queued_s", "took_s", "logprob", "repetition", "tool_calls", *FACTS, "numbers"),
+    *("prompt_len", "queued_s", "took_s", "logprob", "repetition", "tool_calls", *FACTS, "error", "numbers"),
 )
-"""The columns of a row that come from its line and its folder, those first that filters use most: they cost least."""
-TEXTS = ("scope", "status", "error", "error_kind", "error_type", "stop", "agent")
-"""Columns kept in the table ``texts``; ``stop`` and ``agent`` are JSON lists."""
+"""The columns of a row that come from its line and its folder, those first that filters use most: they cost least.
+``stop`` and ``agent`` are JSON lists."""
 Row = tuple[Any, ...]
 
 
@@ -59,12 +58,12 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
         version = start if tail is None else tail
     return (
         *(_number(record, "reward"), _text(record, "status"), _integer(record, "seqlen"), len(turns), version, trained),
-        *(_text(record, "error"), _text(record, "error_kind"), _text(record, "error_type"), _json(stops)),
+        *(_text(record, "error_kind"), _text(record, "error_type"), _json(stops)),
         *(_number(timings, "finished_at"), _number(timings, "run_s"), len(calls), _id(record, "task_id")),
         *(_id(record, "group_id"), scope, _json(agents), _integer(record, "head_version"), tail, start),
         *(_integer(record, "member_idx"), _integer(record, "sample_idx"), _integer(record, "prompt_len")),
         *(_number(timings, "queued_s"), *_of_calls(calls), numbers.get("counts/tool_calls"), *(None for _ in FACTS)),
-        orjson.dumps(numbers).decode(),
+        *(_text(record, "error"), orjson.dumps(numbers).decode()),
     )
 
 
@@ -164,7 +163,9 @@ def _value(record: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
 
 
 def _json(values: Mapping[str, None]) -> str | None:
-    return orjson.dumps(list(values)).decode() if values else None
+    """Return a list with each value on a line of its own, so that SQL finds a value without reading JSON."""
+    lines = "\n,\n".join(orjson.dumps(value).decode() for value in values)
+    return f"[\n{lines}\n]" if values else None
 
 
 _NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+
+import orjson
 
 from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus
@@ -29,7 +30,7 @@ class Kind(StrEnum):
     ID = "id"
     """An integer or text that few rows share, compared as text; a regular expression calls Python for every row."""
     NAME = "text"
-    """Text that many rows share, kept once in the table ``texts``."""
+    """Text that many rows share."""
     NAMES = "texts"
     """A list of texts; a comparison holds if it holds for one of them."""
     FILE = "file"
@@ -94,6 +95,8 @@ KEYS = {key.name: key for key in _ALL}
 _NAMES = KEYS | {key.alias: key for key in _ALL if key.alias}
 _RECORDED = re.compile(r"(reward|counts)/[\w./-]+")
 SORT_KEYS = tuple(key.name for key in _ALL if key.kind in (Kind.NUMBER, Kind.ID))
+PATH = "(SELECT path FROM files WHERE id = e.file)"
+"""SQL of the path of a row's file."""
 _NUMERIC = ("<=", ">=", "!=", "=", "<", ">")
 _TEXTUAL = ("!=", "!~", "=", "~")
 
@@ -141,8 +144,10 @@ _TOKENS = 500
 def parse(text: str) -> Expr:
     """Return the filter ``text``; one without terms matches everything."""
     parser = _Parser(text)
+    if parser.take("end"):
+        return Both(())
     expr = parser.either(0)
-    if parser.tokens[parser.at][0] != "end":
+    if not parser.take("end"):
         raise parser.error("a ')' has no '('")
     return expr
 
@@ -157,9 +162,8 @@ class _Parser:
         while text[begin:].strip():
             match = _TOKEN.match(text, begin)
             if match is None:
-                raise self._unreadable(begin)
-            kind = match["paren"] or match["word"] or "term"
-            self.tokens.append((kind, match))
+                raise _unreadable(text[begin:].strip())
+            self.tokens.append((match["paren"] or match["word"] or "term", match))
             begin = match.end()
         self.tokens.append(("end", None))
         if len(self.tokens) > _TOKENS:
@@ -172,31 +176,26 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Both(tuple(parts), either=True)
 
     def both(self, depth: int) -> Expr:
-        parts: list[Expr] = []
-        while self.tokens[self.at][0] in ("term", "not", "("):
-            parts.append(self.part(depth))
-            joined = self.take("and")
-            if joined and self.tokens[self.at][0] not in ("term", "not", "("):
-                raise self.error("'and' needs a term after it")
-        if not parts and (depth or len(self.tokens) > 1):
-            raise self.error("a term is missing")
+        parts = [self.part(depth, "a term is missing")]
+        while self.tokens[self.at][0] in ("and", "term", "not", "("):
+            self.take("and")
+            parts.append(self.part(depth, "'and' needs a term after it"))
         return parts[0] if len(parts) == 1 else Both(tuple(parts))
 
-    def part(self, depth: int) -> Expr:
+    def part(self, depth: int, rule: str) -> Expr:
+        """Return a term, a negation or what parentheses hold; where there is none, ``rule`` is the error."""
         if depth > _DEPTH:
             raise self.error(f"more than {_DEPTH} parentheses or 'not' inside each other")
         if self.take("not"):
-            if self.tokens[self.at][0] not in ("term", "not", "("):
-                raise self.error("'not' needs a term after it")
-            return Not(self.part(depth + 1))
+            return Not(self.part(depth + 1, "'not' needs a term after it"))
         if self.take("("):
             inner = self.either(depth + 1)
             if not self.take(")"):
                 raise self.error("a '(' has no ')'")
             return inner
         match = self.tokens[self.at][1]
-        self.at += 1
-        assert match is not None
+        if match is None or not self.take("term"):
+            raise self.error(rule)
         return _term(match)
 
     def take(self, kind: str) -> bool:
@@ -209,15 +208,12 @@ class _Parser:
         begin = len(self.text) if match is None else match.end()
         return _error(self.text[:begin], f"{rule}. {_EXAMPLE}")
 
-    def _unreadable(self, begin: int) -> ConfigError:
-        rest = self.text[begin:].strip()
-        if name := re.match(r"[\w.]+", rest):
-            rule = (
-                f"{name[0]!r} needs an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
-            )
-        else:
-            rule = "a term begins with a key"
-        return _error(rest, f"{rule}. {_EXAMPLE}")
+
+def _unreadable(rest: str) -> ConfigError:
+    rule = "a term begins with a key"
+    if name := re.match(r"[\w.]+", rest):
+        rule = f"{name[0]!r} needs an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
+    return _error(rest, f"{rule}. {_EXAMPLE}")
 
 
 _EXAMPLE = 'Example: status=failed (reward<0.5 or turns>3) text~"not sure"'
@@ -266,11 +262,6 @@ def key_named(name: str) -> Key | None:
     """Return a key by its name or alias; ``reward/NAME`` and ``counts/NAME`` are keys without being in ``KEYS``."""
     recorded = Key(name, Kind.NUMBER, "a part of the reward, or a count") if _RECORDED.fullmatch(name) else None
     return _NAMES.get(name, recorded)
-
-
-def text_hash(text: str) -> int:
-    """Return the number under which the table ``texts`` finds ``text``."""
-    return zlib.crc32(text.encode())
 
 
 def terms(expr: Expr) -> Iterator[Term]:
@@ -327,7 +318,9 @@ def _match_sql(column: str, op: str, value: str) -> tuple[str, list[float | str]
     """Compare a text column; a regular expression without special characters needs no call into Python."""
     if op == "=":
         return f"{column} = ?", [value]
-    return (f"instr({column}, ?) > 0" if is_literal(value) else f"matches({column}, ?)"), [value]
+    return (f"instr({column}, ?) > 0" if is_literal(value) else f"({column} IS NOT NULL AND matches({column}, ?))"), [
+        value
+    ]
 
 
 def is_literal(pattern: str) -> bool:
@@ -341,21 +334,18 @@ def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | 
         case Kind.NUMBER:
             return f"+{column} {op} ?", [value]
         case Kind.TEXT:
-            return "text_matches(e.file, e.offset, e.length, ?)", [text]
-        case Kind.RUN:
+            return f"text_matches({PATH}, e.offset, e.length, ?)", [text]
+        case Kind.RUN | Kind.NAME:
             return _match_sql(column, op, text)
         case Kind.ID:
             if op == "=" and re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII):
                 return f"(+{column} = ? OR +{column} = ?)", [text, int(text)]
             return _match_sql(f"CAST({column} AS TEXT)", op, text)
         case Kind.FILE:
-            found = "SELECT id FROM files WHERE"
             condition, values = _match_sql("path", op, text)
+            return f"+{column} IN (SELECT id FROM files WHERE {condition})", values  # nosec B608 # our columns, bound values
+        case Kind.NAMES if op == "=":
+            return f"instr({column}, ?) > 0", [f"\n{orjson.dumps(text).decode()}\n"]
         case Kind.NAMES:
-            found = f"SELECT texts.id FROM texts, json_each(text) AS each WHERE field = '{key.name}' AND"  # nosec B608 # our columns, bound values
-            condition, values = _match_sql("each.value", op, text)
-        case Kind.NAME:
-            of_hash = f"hash = {text_hash(text)} AND " if op == "=" else ""
-            found = f"SELECT id FROM texts WHERE field = '{key.name}' AND {of_hash}"  # nosec B608 # our columns, bound values
-            condition, values = _match_sql("text", op, text)
-    return f"+{column} IN ({found} {condition})", values
+            condition, values = _match_sql("value", op, text)
+            return f"EXISTS (SELECT 1 FROM json_each({column}) WHERE {condition})", values  # nosec B608 # our columns, bound values

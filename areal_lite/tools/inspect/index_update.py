@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from areal_lite.tools.foreign_files import lines_of, open_inside
-from areal_lite.tools.inspect.episode_row import COLUMNS, FACTS, SCOPES, TEXTS, ShapeError, row_of
-from areal_lite.tools.inspect.filters import text_hash
+from areal_lite.tools.inspect.episode_row import COLUMNS, FACTS, SCOPES, ShapeError, row_of
 from areal_lite.tools.inspect.training_facts import fact_files, fact_means
 
 UNREADABLE = "unreadable"
@@ -40,7 +39,6 @@ _GUARD = 256
 _SEARCHED = 64
 """Versions before a step whose lines it may have trained: more than any useful staleness bound."""
 _INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 4)})"  # nosec B608 # our columns, bound values
-_TEXT_COLUMNS = tuple((COLUMNS.index(name), name) for name in TEXTS)
 _NEW = (None, -1, 0, 0, 0, 0, 0)
 """State of a file that the index does not know: id, size, mtime, inode, indexed, lines, guard."""
 
@@ -61,7 +59,6 @@ class IndexUpdate:
     ) -> None:
         self._connection, self._root, self._is_run = connection, root, is_run
         self._note, self._on_progress = note, on_progress
-        self._texts: dict[tuple[str, str], int] = {}
         self._is_file = not root.is_dir()
         self._uncommitted = 0
         self.lines = 0
@@ -89,7 +86,6 @@ class IndexUpdate:
         if self._uncommitted >= _CHUNK_LINES:
             self._connection.execute("COMMIT")
             self._uncommitted = 0
-            self._texts.clear()
             self._on_progress(self.lines)
             self._connection.execute("BEGIN IMMEDIATE")
 
@@ -166,7 +162,7 @@ class IndexUpdate:
         if not new:
             return
         select = "SELECT task, sample, id FROM episodes WHERE version >= ? AND scope = ? ORDER BY id"
-        trained = self._connection.execute(select, (new[0] - _SEARCHED, self._text_id("scope", "rollout"))).fetchall()
+        trained = self._connection.execute(select, (new[0] - _SEARCHED, SCOPES[0])).fetchall()
         ids = {(str(task), sample): id for task, sample, id in trained}
         update = f"UPDATE episodes SET {', '.join(f'{name} = ?' for name in FACTS)} WHERE id = ?"  # nosec B608 # our columns, bound values
         for step in new:
@@ -226,27 +222,10 @@ class IndexUpdate:
     def _add(self, file: int, begin: int, rows: list[tuple[Any, ...]], problems: list[Problem]) -> None:
         if begin or problems:
             self._connection.execute("DELETE FROM problems WHERE file = ? AND offset >= ?", (file, begin))
-        complete = []
-        for row in rows:
-            values = list(row)
-            for column, name in _TEXT_COLUMNS:
-                if (text := values[column]) is not None:
-                    values[column] = self._texts.get((name, text)) or self._text_id(name, text)
-            values[-3:-3] = (file,)
-            complete.append(values)
-        self._connection.executemany(_INSERT, complete)
+        self._connection.executemany(_INSERT, [(*row[:-3], file, *row[-3:]) for row in rows])
         self._connection.executemany(
             "INSERT INTO problems VALUES (?, ?, ?, ?, ?)", [(file, *each) for each in problems]
         )
-
-    def _text_id(self, name: str, text: str) -> int:
-        key = (name, text_hash(text), text)
-        select = "SELECT id FROM texts WHERE field = ? AND hash = ? AND text = ?"
-        found = self._connection.execute(select, key).fetchone()
-        id = found[0] if found else self._connection.execute("INSERT INTO texts VALUES (NULL, ?, ?, ?)", key).lastrowid
-        assert id is not None
-        self._texts[name, text] = id
-        return id
 
     def _forget_file(self, path: str) -> None:
         found = self._connection.execute("SELECT id FROM files WHERE path = ?", (path,)).fetchone()

@@ -48,6 +48,14 @@ PANELS = (
     ),
     Panel("Learning rate", "per step", {"train/learning_rate": "policy", "train/critic_learning_rate": "critic"}),
     Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
+    Panel(
+        "Engine and trainer mismatch",
+        "nats per token",
+        {
+            "train/engine_mismatch/log_prob_diff_mean": "engine",
+            "train/staleness_drift/log_prob_diff_mean": "older tokens",
+        },
+    ),
 )
 PHASES = ("timing/", "train/seconds_")
 """Prefixes of the metrics stacked as seconds of a step by phase."""
@@ -72,11 +80,7 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
         if len(run_dirs) != 1:
             raise ConfigError(f"the plot of {len(run_dirs)} runs needs a file name: use --out FILE.png")
         out = Path(run_dirs[0]) / "metrics.png"
-    return _save(metrics_figure(*run_dirs), out)
-
-
-def plot_means(variants: Mapping[str, Sequence[Path]], *, out: str | Path, level: float = 0.95) -> Path:
-    return _save(means_figure(variants, level=level), out)
+    return save_figure(metrics_figure(*run_dirs), out)
 
 
 def metrics_figure(*run_dirs: str | Path) -> Any:
@@ -84,44 +88,28 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
 
     Seconds by phase are stacked, so each run has its own panel for them.
     """
-    runs: dict[str, Records] = {
-        "/".join(Path(folder).resolve().parts[-2:]): list(read_records(Path(folder) / "metrics.jsonl"))
-        for folder in run_dirs
-    }
-    panels = [panel for panel in PANELS if any(curve(r, name) for r in runs.values() for name in panel.curves)]
-    stacks = {run: phases for run, records in runs.items() if (phases := _phases(records))}
-    count = len(panels) + len(stacks)
-    figure = _figure(count, runs)
+    runs = {"/".join(Path(folder).resolve().parts[-2:]): [Path(folder)] for folder in run_dirs}
+    return means_figure(runs, with_phases=True)
+
+
+def means_figure(variants: Mapping[str, Sequence[Path]], *, level: float = 0.95, with_phases: bool = False) -> Any:
+    """Return a matplotlib figure with the mean of each metric over the runs of a variant, and its interval."""
+    runs = {name: [list(read_records(run / "metrics.jsonl")) for run in folders] for name, folders in variants.items()}
+    metrics = [metric for panel in PANELS for metric in panel.curves]
+    means = {(name, m): points for name in runs for m in metrics if (points := _means(runs[name], m, level))}
+    panels = [panel for panel in PANELS if any(metric in panel.curves for _, metric in means)]
+    stacks = {run: phases for run, (one, *_) in runs.items() if with_phases and (phases := _phases(one))}
+    figure = _figure(len(panels) + len(stacks), runs)
     axes = iter(figure.axes)
     for panel in panels:
-        _draw_panel(next(axes), panel, runs)
+        _draw_panel(next(axes), panel, list(runs), means)
     for run, (steps, seconds) in stacks.items():
         plot = next(axes)
         borders = [step - 0.5 for step in steps] + [steps[-1] + 0.5]  # so that a single step has a width
         plot.stackplot(borders, *([*s, s[-1]] for s in seconds.values()), labels=list(seconds), step="post")
         plot.set(title="Step time" if len(runs) == 1 else f"Step time, {run}", ylabel="seconds")
         plot.margins(y=0.5)  # room for the legend
-    for plot in figure.axes:
-        plot.legend(fontsize="small", ncols=3 if plot.collections else 1)
-    return figure
-
-
-def means_figure(variants: Mapping[str, Sequence[Path]], *, level: float = 0.95) -> Any:
-    """Return a matplotlib figure with the mean of each metric over the runs of a variant, and its interval."""
-    runs = {name: [list(read_records(run / "metrics.jsonl")) for run in folders] for name, folders in variants.items()}
-    metrics = [metric for panel in PANELS for metric in panel.curves]
-    means = {(name, m): points for name in runs for m in metrics if (points := _means(runs[name], m, level))}
-    panels = [panel for panel in PANELS if any(metric in panel.curves for _, metric in means)]
-    figure = _figure(len(panels), runs)
-    for axes, panel in zip(figure.axes, panels, strict=True):
-        axes.set(title=panel.title, ylabel=panel.unit)
-        for color, name in enumerate(runs):
-            for number, (metric, label) in enumerate(panel.curves.items()):
-                if (name, metric) in means:
-                    steps, middle, low, high = zip(*means[name, metric], strict=True)
-                    axes.plot(steps, middle, f"C{color}{_LINES[number]}", label=f"{name}: {label}", linewidth=1.5)
-                    axes.fill_between(steps, low, high, color=f"C{color}", alpha=0.2, linewidth=0)
-        axes.legend(fontsize="small")
+        plot.legend(fontsize="small", ncols=3)
     return figure
 
 
@@ -134,6 +122,25 @@ def _means(runs: Sequence[Records], metric: str, level: float) -> list[tuple[int
         edges = (interval.low, interval.high) if len(runs) > 1 else (interval.mean, interval.mean)
         points.append((step, interval.mean, *edges))
     return points
+
+
+def _draw_panel(axes: Any, panel: Panel, names: Sequence[str], means: Mapping[tuple[str, str], Any]) -> None:
+    axes.set(title=panel.title, ylabel=panel.unit)
+    for place, name in enumerate(names):
+        for number, (metric, label) in enumerate(panel.curves.items()):
+            if points := means.get((name, metric)):
+                steps, middle, low, high = zip(*points, strict=True)
+                color = f"C{number if len(names) == 1 else place}"
+                axes.plot(
+                    *(steps, middle, _LINES[number]),
+                    label=label if len(names) == 1 else f"{name}: {label}",
+                    color=color,
+                    marker="o" if metric.startswith("eval/") else ".",
+                    markersize=4,
+                    linewidth=1,
+                )
+                axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.legend(fontsize="small")
 
 
 def _figure(count: int, names: Iterable[str]) -> Any:
@@ -156,7 +163,8 @@ def _figure(count: int, names: Iterable[str]) -> Any:
     return figure
 
 
-def _save(figure: Any, out: str | Path) -> Path:
+def save_figure(figure: Any, out: str | Path) -> Path:
+    """Write a figure to ``out`` in the format of its suffix and return the path; raises ConfigError."""
     path, image = Path(out), BytesIO()
     try:
         if not path.parent.is_dir():
@@ -166,22 +174,6 @@ def _save(figure: Any, out: str | Path) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a suffix that names no format
         raise ConfigError(f"{out} cannot be written: {error}. Use a .png in an existing folder") from error
     return path
-
-
-def _draw_panel(axes: Any, panel: Panel, runs: Mapping[str, Records]) -> None:
-    axes.set(title=panel.title, ylabel=panel.unit)
-    for color, (run, records) in enumerate(runs.items()):
-        for number, (name, label) in enumerate(panel.curves.items()):
-            if points := curve(records, name):
-                axes.plot(
-                    *zip(*points, strict=True),
-                    label=label if len(runs) == 1 else f"{run}: {label}",
-                    color=f"C{number if len(runs) == 1 else color}",
-                    linestyle=_LINES[number],
-                    marker="o" if name.startswith("eval/") else ".",
-                    markersize=4,
-                    linewidth=1,
-                )
 
 
 def curve(records: Records, name: str) -> list[tuple[int, float]]:

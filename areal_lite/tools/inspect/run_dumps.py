@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from functools import lru_cache
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import orjson
 
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dump_index import DumpIndex
-from areal_lite.tools.inspect.episode_row import COLUMNS, TEXTS, cause, row_of
-from areal_lite.tools.inspect.filters import Expr, needs_text, to_sql
+from areal_lite.tools.inspect.episode_row import COLUMNS, cause, row_of
+from areal_lite.tools.inspect.filters import PATH, Expr, needs_text, to_sql
 from areal_lite.tools.inspect.index_update import UNREADABLE, is_utf8
 
 Row = dict[str, Any]
@@ -34,9 +32,7 @@ _GROUP = {
 }
 _FILE_ID = "(SELECT id FROM files WHERE path = ?)"
 _COLUMNS = ("id", *COLUMNS, "file", "line", "offset", "length")
-_SELECT = ", ".join(f'e."{name}"' for name in _COLUMNS)
-_TEXT_NAMES = tuple(name for name in TEXTS if name not in ("stop", "agent", "error"))
-_MAX_TEXTS = 10_000
+_SELECT = ", ".join(PATH if name == "file" else f'e."{name}"' for name in _COLUMNS)
 
 
 class RunDumps:
@@ -85,19 +81,13 @@ class RunDumps:
                     left -= left > 0
                 begin, size = begin + size, size * 10
 
-    def at(self, expr: Expr, indices: list[int]) -> Iterator[Row]:
-        """Yield the matching rows with these ascending indices in the default order."""
+    def at(self, expr: Expr, indices: set[int]) -> Iterator[Row]:
+        """Yield the matching rows with these indices in the default order."""
         sql, parameters = self._where(expr)
         with self.index.connection() as connection:
             ids = connection.execute(f"SELECT e.id FROM episodes AS e {sql} ORDER BY {ORDER}", parameters)  # nosec B608 # our columns, bound values
-            chosen: list[tuple[int]] = []
-            seen = 0
-            for index in indices:
-                chosen += itertools.islice(ids, index - seen, index - seen + 1)
-                seen = index + 1
-            ids.close()
-            for id in chosen:
-                yield from self._fetch(connection, "WHERE e.id = ?", list(id))
+            for id in [id for index, (id,) in enumerate(ids) if index in indices]:
+                yield from self._fetch(connection, "WHERE e.id = ?", [id])
 
     def find(self, id: str) -> Row:
         path, _, line = id.rpartition(":")
@@ -125,33 +115,30 @@ class RunDumps:
         trained = {"trained_step": step} if (step := row["trained_step"]) is not None else {}
         return {**record, **{name: row[name] for name in ("run", "id", "scope", "version")}, **trained}
 
-    def groups(self, expr: Expr, limit: int, *, descending: bool) -> list[dict[str, Any]]:
+    def groups(self, expr: Expr, limit: int) -> list[dict[str, Any]]:
         """Return the first groups with a row that matches; :meth:`.Dumps.groups` has the keys."""
         sql, parameters = self._where(expr)
-        way = "DESC" if descending else "ASC"
         columns = "".join(f", {column}" for column in _GROUP.values())
         select = (
-            f"SELECT e.scope, group_concat(e.status) {columns} FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
-            f'GROUP BY e.version, e.task, e."group", e.scope ORDER BY e.version {way}, e.task {way} LIMIT ?'
+            f"SELECT e.scope, json_group_array(e.status) {columns} FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
+            f'GROUP BY e.version, e.task, e."group", e.scope ORDER BY e.version, e.task LIMIT ?'
         )
         found = []
         with self.index.connection() as connection:
-            texts = _texts_of(connection)
             for scope, statuses, *values in connection.execute(select, [*parameters, limit]).fetchall():
-                status = Counter(texts(int(each)) for each in (statuses or "").split(",") if each)
+                status = Counter(each for each in orjson.loads(statuses) if each is not None)
                 facts = dict(zip(_GROUP, values, strict=True))
-                found.append({"run": self.name, "scope": texts(scope), **facts, "status": dict(status)})
+                found.append({"run": self.name, "scope": scope, **facts, "status": dict(status)})
         return found
 
     def problems(self, limit: int) -> list[dict[str, Any]]:
         keys = ("run", "file", "line", "offset", "kind", "message")
         with self.index.connection() as connection:
-            rows = connection.execute(
-                f"SELECT e.file, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "  # nosec B608 # our columns, bound values
+            found = connection.execute(
+                f"SELECT {PATH}, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "  # nosec B608 # our columns, bound values
                 "ORDER BY e.file, e.line LIMIT ?",
                 (*self._parameters, limit),
             ).fetchall()
-            found = [(self.index.file_path(connection, file), *rest) for file, *rest in rows]
         found += [(None, None, None, UNREADABLE, text) for text in self.index.unread[: limit - len(found)]]
         return [dict(zip(keys, (self.name, *each), strict=True)) for each in found]
 
@@ -180,14 +167,13 @@ class RunDumps:
         }
 
     def _versions(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
-        texts = _texts_of(connection)
         versions: dict[tuple[Any, Any], dict[str, Any]] = {}
         columns = "count(*), total(e.reward), count(e.reward), total(e.tokens), count(e.tokens)"
         select = f"SELECT e.version, e.scope, e.status, {columns} FROM episodes AS e NOT INDEXED {sql} GROUP BY 1, 2, 3"  # nosec B608 # our columns, bound values
         for version, scope, status, *sums in connection.execute(select, parameters).fetchall():
             each = versions.setdefault((version, scope), {"sums": [0.0] * 5, "groups": 0, "status": {}})
             each["sums"] = [total + part for total, part in zip(each["sums"], sums, strict=True)]
-            each["status"][texts(status) or "none"] = sums[0]
+            each["status"][status or "none"] = sums[0]
         for scope in {scope for _, scope in versions}:  # for one scope the SQLite index suffices
             select = f"SELECT e.version, count(DISTINCT e.task) FROM episodes AS e {sql} AND e.scope IS ? GROUP BY 1"  # nosec B608 # our columns, bound values
             for version, groups in connection.execute(select, [*parameters, scope]).fetchall():
@@ -198,22 +184,20 @@ class RunDumps:
             lines, reward, rewards, tokens, tokened = each.pop("sums")
             means = {"reward": reward / rewards if rewards else None, "tokens": tokens / tokened if tokened else None}
             counts = {"lines": int(lines), "rewards": int(rewards)}
-            listed.append({"scope": texts(scope), "version": version, **each, **counts, **means})
+            listed.append({"scope": scope, "version": version, **each, **counts, **means})
         return listed
 
     def _failures(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
-        texts, failures = _texts_of(connection), []
+        failures = []
         select = (
-            f"SELECT e.error_kind, e.error_type, count(*), min(e.id) FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
+            f"SELECT e.error_kind, e.error_type, count(*), e.error, min(e.id) FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
             "AND (e.error IS NOT NULL OR e.error_kind IS NOT NULL) GROUP BY 1, 2 ORDER BY 3 DESC"
         )
-        for kind, type_, count, first in connection.execute(select, parameters).fetchall():
-            row = next(self._fetch(connection, "WHERE e.id = ?", [first]), None)
-            select = "SELECT text FROM episodes JOIN texts ON texts.id = error WHERE episodes.id = ?"
-            error = connection.execute(select, (first,)).fetchone()
+        for kind, type_, count, error, first in connection.execute(select, parameters).fetchall():
+            row = next(self._fetch(connection, "WHERE e.id = ?", [first]), None)  # SQLite takes error from it, too
             example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
-            facts = {"error_kind": texts(kind), "error_type": texts(type_), "count": count}
-            failures.append({**facts, **example, "error": error and error[0]})
+            facts = {"error_kind": kind, "error_type": type_, "count": count}
+            failures.append({**facts, **example, "error": error})
         return failures
 
     def _where(self, expr: Expr) -> tuple[str, list[Any]]:
@@ -223,36 +207,20 @@ class RunDumps:
     def _fetch(
         self, connection: sqlite3.Connection, tail: str, parameters: list[Any], table: str = "episodes"
     ) -> Iterator[Row]:
-        texts, file, path = _texts_of(connection), None, None
         cursor = connection.execute(f"SELECT {_SELECT} FROM {table} AS e {tail}", parameters)  # nosec B608 # our columns, bound values
         try:
             for values in cursor:
                 row: Row = {"run": self.name, **dict(zip(_COLUMNS, values, strict=True))}
-                if row["file"] != file:
-                    file, path = row["file"], self.index.file_path(connection, row["file"])
-                if path is None:  # forgotten meanwhile
+                if row["file"] is None:  # forgotten meanwhile
                     continue
-                row["id"], row["file"] = f"{path}:{row['line']}", path
-                for key in _TEXT_NAMES:
-                    row[key] = texts(row[key])
+                row["id"] = f"{row['file']}:{row['line']}"
                 for key in ("stop", "agent"):
-                    row[key] = orjson.loads(texts(row[key]) or "[]")
+                    row[key] = orjson.loads(row[key] or "[]")
                 row["numbers"] = orjson.loads(row["numbers"])
-                row["cause"] = cause(texts(row.pop("error")), row["error_type"])
+                row["cause"] = cause(row.pop("error"), row["error_type"])
                 yield row
         finally:
             cursor.close()
-
-
-def _texts_of(connection: sqlite3.Connection) -> Callable[[int | None], str | None]:
-    """Return the function from a number in the table ``texts`` to its text; it keeps the last ones."""
-
-    @lru_cache(maxsize=_MAX_TEXTS)
-    def text(id: int | None) -> str | None:
-        found = id is not None and connection.execute("SELECT text FROM texts WHERE id = ?", (id,)).fetchone()
-        return str(found[0]) if found else None
-
-    return text
 
 
 def _total(versions: list[dict[str, Any]]) -> dict[str, Any]:

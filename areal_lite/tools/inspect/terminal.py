@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,12 @@ from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import Token, decoder, first_text_difference, first_token_difference, tokens
 from areal_lite.tools.inspect.training_facts import with_facts
 
-_EPISODE_COLUMNS = ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause")
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "runs": ("run", "versions", "groups", "lines", "reward", "status", "problems"),
+    "groups": ("scope", "version", "group", "task", "episodes", "reward", "reward_min", "reward_max", "status"),
+    "episodes": ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause"),
+    "problems": ("run", "file", "line", "offset", "kind", "message"),
+}
 _CONTEXT = 60
 
 
@@ -105,7 +110,7 @@ def _print(dumps: Dumps, level: str, options: argparse.Namespace, console: Conso
     with pager or contextlib.nullcontext():
         if level == "turns":
             shown = 0
-            for record in dumps.records(_rows(dumps, options, 10)):
+            for record in dumps.records(_rows(dumps, level, options, 10)):
                 shown += 1
                 console.print(Text(printable(f"{record['run']} {record['id']}"), "dim"), soft_wrap=True)
                 for text in episode_text(record):
@@ -123,27 +128,25 @@ def _print(dumps: Dumps, level: str, options: argparse.Namespace, console: Conso
     return count
 
 
-def _rows(dumps: Dumps, options: argparse.Namespace, default_limit: int | None) -> Iterator[Row]:
-    limit = default_limit if options.limit is None else options.limit
+def _rows(dumps: Dumps, level: str, options: argparse.Namespace, default_limit: int) -> Iterable[Row]:
+    """Return what a level lists; of episodes and turns the rows of the index."""
+    limit = options.limit or default_limit
+    if level == "groups":
+        return dumps.groups(options.filter, offset=options.offset, limit=limit)
+    if level == "problems":
+        return dumps.problems(limit=limit)
+    if level in ("runs", "versions"):
+        return dumps.summary(options.filter)
     if options.sample is not None:
-        return iter(dumps.sample(options.sample, options.seed, options.filter))
+        return dumps.sample(options.sample, options.seed, options.filter)
     return dumps.rows(options.filter, sort=options.sort, offset=options.offset, limit=limit)
 
 
-# -- JSON
-
-
-def _objects(dumps: Dumps, level: str, options: argparse.Namespace) -> Iterator[Mapping[str, Any]]:
-    limit = sys.maxsize if options.limit is None else options.limit
-    if level in ("episodes", "turns"):
-        yield from dumps.records(_rows(dumps, options, None))
-    elif level == "groups":
-        yield from dumps.groups(options.filter, offset=options.offset, limit=limit)
-    elif level == "problems":
-        yield from dumps.problems(limit=limit)
-    else:
-        for run in dumps.summary(options.filter):
-            yield from [{"run": run["run"], **each} for each in run["versions"]] if level == "versions" else [run]
+def _objects(dumps: Dumps, level: str, options: argparse.Namespace) -> Iterable[Mapping[str, Any]]:
+    rows = _rows(dumps, level, options, sys.maxsize)
+    if level == "versions":
+        return ({"run": run["run"], **each} for run in rows for each in run["versions"])
+    return dumps.records(rows) if level in ("episodes", "turns") else rows
 
 
 def _print_json(objects: Iterable[Mapping[str, Any]]) -> int:
@@ -157,25 +160,14 @@ def _print_json(objects: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _table(dumps: Dumps, level: str, options: argparse.Namespace) -> tuple[Table, int]:
-    limit = 50 if options.limit is None else options.limit
-    rows: Iterable[Mapping[str, Any]]
+    rows, columns = list(_rows(dumps, level, options, 50)), _COLUMNS[level]
     if level == "episodes":
-        rows = list(_rows(dumps, options, limit))
-        columns: Sequence[str] = _EPISODE_COLUMNS
         if len(dumps.runs) > 1:
             columns = ("run", *columns)
         asked = options.sort.lstrip("-")
         if rows and asked in rows[0] and asked not in columns:
             columns = (*columns[:-1], asked, columns[-1])
-    elif level == "groups":
-        rows = dumps.groups(options.filter, offset=options.offset, limit=limit)
-        columns = ("scope", "version", "group", "task", "episodes", "reward", "reward_min", "reward_max", "status")
-    elif level == "problems":
-        rows = dumps.problems(limit=limit)
-        columns = ("run", "file", "line", "offset", "kind", "message")
-    else:
-        rows = dumps.summary(options.filter)
-        columns = ("run", "versions", "groups", "lines", "reward", "status", "problems")
+    elif level == "runs":
         rows = [{**row, "versions": _range(row["versions"])} for row in rows]
     return _as_table(rows, columns)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from rich.table import Table
 
 from areal_lite.config.run_config import CheckpointConfig, RunConfig
@@ -97,7 +98,8 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
     probed, total = len(measured.step_s), measured.total_steps
     left, done = total - probed, len(measured.evaluation_s)
     step_s = _per_step(measured, list(itertools.accumulate(measured.step_s)))
-    evaluations = _evaluations(config, total, at_start=measured.evaluated_at_start) if done else 0
+    by_steps = -(-total // (config.evaluation.every_steps or total))
+    evaluations = measured.evaluated_at_start + by_steps if done else 0
     evaluated_s, evaluated_tokens = (measured.evaluation_s or [0.0])[-1], (measured.evaluation_tokens or [0.0])[-1]
     evaluations_left = evaluations * held_out_scale - done  # in units of the probe's
     checkpoints = _checkpoints(config, total, step_s) if measured.checkpoints else 0
@@ -146,11 +148,6 @@ def _per_step(measured: Measurements, totals: Sequence[float]) -> float:
     return (totals[-1] - before) / (len(totals) - warm_up)
 
 
-def _evaluations(config: Trainable, steps: int, *, at_start: bool) -> int:
-    every = config.evaluation.every_steps or steps
-    return at_start + -(-steps // every)
-
-
 def _checkpoints(config: Trainable, steps: int, step_s: float) -> int:
     """Return how many checkpoints a run writes; its last step always has one."""
     minutes = config.checkpoint.every_minutes
@@ -196,18 +193,10 @@ def plan_table(plan: Plan) -> Table:
     for title, sizes in (("peak memory", plan.memory_bytes), ("disk", plan.disk_bytes)):
         for name, size in sizes.items():
             if size:
-                table.add_row(f"{title}: {name}", _bytes(size))
+                table.add_row(f"{title}: {name}", decimal(round(size)))
     for name, value in plan.staleness.items():
         table.add_row(f"staleness: {name}", f"{value:.2f} versions" if name == "mean" else f"{value:.1%}")
     return table
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
 
 
 def _duration(seconds: float) -> str:

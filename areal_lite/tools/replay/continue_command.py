@@ -30,10 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from areal_lite.tools.replay import continue_episode as command
+    from areal_lite.tools.replay.continue_episode import continue_episode
 
-    chosen = {name: getattr(options, name) for name in command.Options.__dataclass_fields__}
     with importing(allowed=options.trust_config):
-        run_dir = command.continue_episode(command.Options(**chosen))
+        run_dir = continue_episode(options)
     print(printable(f"written to {run_dir}\nnext: areal-lite view {options.path} {run_dir}"))
     return 0

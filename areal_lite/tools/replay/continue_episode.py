@@ -6,9 +6,10 @@ run, the episode and the turn that it continues, as ``extra``.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,7 @@ Record = Mapping[str, Any]
 _BESIDE = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's options."""
-
-    path: Path
-    task: str
-    turn: int
-    member: int = 0
-    model: str | None = None
-    address: str | None = None
-    say: str | None = None
-    n: int = 1
-    overrides: Sequence[str] = ()
-
-
-def continue_episode(options: Options, *, console: Console | None = None) -> Path:
+def continue_episode(options: argparse.Namespace, *, console: Console | None = None) -> Path:
     """Continue an episode, print it, and return the folder of the run that holds the branches."""
     console = console or Console(highlight=False)
     root, lines, row = _episode(options)
@@ -88,7 +74,7 @@ def continue_episode(options: Options, *, console: Console | None = None) -> Pat
     return run_dir
 
 
-def _episode(options: Options) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
+def _episode(options: argparse.Namespace) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
     """Return the run's folder, the lines of the episode, and its dataset row."""
     with Dumps.open(options.path) as dumps:
         found = list(dumps.rows(f'task="{options.task}" member={options.member}'))
@@ -105,7 +91,7 @@ def _episode(options: Options) -> tuple[Path, list[dict[str, Any]], dict[str, An
         return dumps.runs[found[0]["run"]], lines, dataset_row(dumps, lines[0])
 
 
-def _config(root: Path, options: Options) -> RunConfig:
+def _config(root: Path, options: argparse.Namespace) -> RunConfig:
     if not (root / CONFIG).is_file():
         raise ConfigError(f"{root} has no {CONFIG}, which names the agent: name the folder of a whole run")
     addresses = [options.address] if options.address else []
@@ -133,7 +119,7 @@ def _last_model(root: Path) -> str:
     raise ConfigError(f"{root} has saved no model and no checkpoint: name one with --model, or a server with --address")
 
 
-def _continuation(config: RunConfig, fork: Fork, options: Options, *, is_eval: bool) -> Continuation:
+def _continuation(config: RunConfig, fork: Fork, options: argparse.Namespace, *, is_eval: bool) -> Continuation:
     choice = WorkflowChoice.of(config)
     gconfig = config.rollout.eval_gconfig if is_eval else config.rollout.gconfig
     workflow = resolve_workflow(choice.workflow, choice.kwargs(config, gconfig), config.rollout)
@@ -144,11 +130,14 @@ def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, c
     """Print the original and the branches side by side, from the first turn that differs, at most from the fork."""
     with Dumps.open(run_dir) as dumps:
         lines = list(dumps.records(dumps.rows(f"task={task_id}")))
-    branches = [
-        max(each, key=lambda line: shared_length(_ids(line["turns"]), fork.first.prompt))
-        for _, each in itertools.groupby(lines, lambda line: line["member_idx"])
-    ]
-    shown = [next(line for line in original if fork.first.path[-1] in _turn_indices(line)), *branches[:_BESIDE]]
+
+    def shared(line: Record) -> int:
+        return shared_length([token for turn in line["turns"] for token in turn["ids"]], fork.first.prompt)
+
+    branches = [max(each, key=shared) for _, each in itertools.groupby(lines, lambda line: line["member_idx"])]
+    answer = fork.first.path[-1]
+    continued = next(line for line in original if any(turn["turn_idx"] == answer for turn in line["turns"]))
+    shown = [continued, *branches[:_BESIDE]]
     turns = zip(*(line["turns"] for line in shown), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda each: all(t["ids"] == each[0]["ids"] for t in each), turns))
     same = min(same, fork.first.path.index(fork.turn))
@@ -159,11 +148,3 @@ def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, c
     if len(branches) > _BESIDE:
         rewards = ", ".join(str(line["reward"]) for line in branches[_BESIDE:])
         console.print(f"{len(branches) - _BESIDE} more branches with the rewards {rewards}")
-
-
-def _ids(turns: Sequence[Record]) -> list[int]:
-    return [token for turn in turns for token in turn["ids"]]
-
-
-def _turn_indices(line: Record) -> list[int]:
-    return [turn["turn_idx"] for turn in line["turns"]]

@@ -6,7 +6,7 @@ Under torchrun only the first rank prints.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -36,19 +36,15 @@ class TrainingProgress:
             TextColumn("[bold]training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("reward {task.fields[reward]}  held-out {task.fields[held_out]}"),
+            TextColumn("{task.fields[rewards]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self._task = self._bar.add_task(
-            "train",
-            total=total_steps,
-            reward="-",
-            held_out="-",
-            visible=False,  # a resumed run does not start at 0
-        )
+        # A resumed run does not start at 0.
+        self._task = self._bar.add_task("train", total=total_steps, rewards="", visible=False)
+        self._rewards: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -58,25 +54,15 @@ class TrainingProgress:
         self._bar.stop()
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show one record of metrics.jsonl."""
+        """Show one record of metrics.jsonl, of any kind of run."""
         self.last = {**self.last, **metrics}
-        if "eval/reward" in metrics:
-            reward = metrics["eval/reward"]
-            self.console.print(
-                f"step {step:>4}  held-out reward {reward:.3f} over {metrics['eval/episodes']:.0f} episodes "
-                f"({metrics['eval/seconds']:.1f} s)"
-            )
-            shown: dict[str, Any] = {"held_out": f"{reward:.3f}"}
-        else:
-            self.console.print(
-                f"step {step:>4}  reward {metrics['train/reward_mean']:.3f}  loss {metrics['train/loss']:+.4f}  "
-                f"{metrics['timing/step_s']:.1f} s (rollout {metrics['timing/rollout_wait_s']:.1f}, "
-                f"weights {metrics['timing/weight_update_s']:.1f}){_failures(metrics)}"
-            )
-            shown = {"reward": f"{metrics['train/reward_mean']:.3f}"}
+        self.console.print(progress_line(step, metrics))
+        for name, metric in (("reward", "train/reward_mean"), ("held-out", "eval/reward")):
+            if metric in metrics:
+                self._rewards[name] = f"{name} {metrics[metric]:.3f}"
         if total := getattr(metrics, "total_steps", None):
             self._bar.update(self._task, total=total)
-        self._bar.update(self._task, completed=step, visible=True, **shown)
+        self._bar.update(self._task, completed=step, visible=True, rewards="  ".join(self._rewards.values()))
 
 
 def _failures(metrics: Mapping[str, float]) -> str:
@@ -121,6 +107,16 @@ def summary_table(summary: Summary[Evaluation]) -> Table | str:
 
 
 def progress_line(step: int, metrics: Mapping[str, float]) -> str:
+    """Return the line of one record."""
+    if "eval/reward" in metrics:
+        took = f"over {metrics['eval/episodes']:.0f} episodes ({metrics['eval/seconds']:.1f} s)"
+        return f"step {step:>4}  held-out reward {metrics['eval/reward']:.3f} {took}"
+    if "train/reward_mean" in metrics:
+        return (
+            f"step {step:>4}  reward {metrics['train/reward_mean']:.3f}  loss {metrics['train/loss']:+.4f}  "
+            f"{metrics['timing/step_s']:.1f} s (rollout {metrics['timing/rollout_wait_s']:.1f}, "
+            f"weights {metrics['timing/weight_update_s']:.1f}){_failures(metrics)}"
+        )
     scope = "eval" if "eval/loss" in metrics else "train"
     formats = {"loss": ".4f", "accuracy": ".3f", "margin": "+.3f", "learning_rate": ".2e", "grad_norm": ".2f"}
     formats["tokens_per_second"] = ".0f"

@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from aiohttp import web
 
@@ -29,6 +28,7 @@ from areal_lite.embedded.routes.generation_routes import GenerationRoutes
 from areal_lite.embedded.routes.http_server import body_of
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer, said_full
+from areal_lite.servers.dialects.dialect import ErrorReply
 from areal_lite.servers.dialects.sglang import SGLang
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -55,38 +55,31 @@ class OpenService(AgentService):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return the answer to one request; a client that leaves aborts it; raises ConfigError or ServerError."""
-        began, gconfig = time.time(), req.gconfig
-        call = Answer(req, None, must_stay=False).next_call(req.input_ids, gconfig.max_new_tokens, gconfig.seed)
+        answer, gconfig, finish = Answer(req, None, must_stay=False), req.gconfig, "stop"
+        response = answer.response
+        call = answer.next_call(req.input_ids, gconfig.max_new_tokens, gconfig.seed)
         body = self._protocol.generate_body(replace(call, stream=True))
-        response = ModelResponse(input_tokens=req.input_ids, output_tokens=[], output_logprobs=[], output_versions=[])
         try:
             async with aclosing(self._generation.events(body)) as events:
                 async for event in events:
-                    self._add(event, req, response)
+                    chunk = self._protocol.parse(event, len(response.output_tokens), top_logprobs=req.top_logprobs)
+                    if chunk is None:
+                        continue
+                    if chunk.finish == "abort":
+                        raise ServerError("the server was paused or its weights changed: send the request again")
+                    answer.extend(chunk)
+                    if req.on_tokens is not None and chunk.tokens:
+                        req.on_tokens(chunk.tokens, chunk.logprobs)
+                    finish = chunk.finish or finish
         except BadRequest as error:
             details = error.body.get("error", error.body)
             raise ConfigError(str(details.get("message", details))) from error
+        except ErrorReply as error:
+            raise ConfigError(error.message) from error
         response.output_versions = [-1] * len(response.output_tokens)
-        response.latency, response.started, response.rid = time.time() - began, began, req.rid
+        answer.finish(req.input_ids, finish)
         self._said_full = self._said_full or said_full(response, gconfig.max_tokens, gconfig.max_new_tokens)
         return response
-
-    def _add(self, event: dict[str, Any], req: ModelRequest, response: ModelResponse) -> None:
-        meta = event["meta_info"]
-        finish = meta["finish_reason"]
-        if finish is not None and finish["type"] == "abort":
-            if finish.get("status_code"):
-                raise ConfigError(finish["message"])
-            raise ServerError("the server was paused or its weights changed: send the request again")
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        response.output_tokens += event["output_ids"]
-        response.output_logprobs += logprobs
-        for top in meta.get("output_top_logprobs", ()):
-            response.output_top_logprobs.append([(token, logprob) for logprob, token, _ in top])
-        if finish is not None:
-            response.stop_reason = finish["type"]
-        if req.on_tokens is not None and event["output_ids"]:
-            req.on_tokens(event["output_ids"], logprobs)
 
 
 def add_routes(generation: GenerationRoutes, app: web.Application) -> None:

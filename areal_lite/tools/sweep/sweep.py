@@ -25,8 +25,7 @@ from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.foreign_files import read_records
 from areal_lite.tools.inspect.episode_text import stdout_console
-from areal_lite.tools.inspect.plot import plot_means
-from areal_lite.tools.run.supervised import train_supervised
+from areal_lite.tools.inspect.plot import means_figure, save_figure
 from areal_lite.tools.run.train import train
 from areal_lite.tools.sweep.seed_statistics import Interval, Verdict, compare_pairs, mean_interval
 
@@ -90,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
     folder = variants[0].run_dirs[0].parent
     try:
         runs = {variant.name: variant.run_dirs for variant in variants}
-        print(f"curves: {plot_means(runs, out=options.out or folder / 'sweep.png', level=options.level)}")
+        figure = means_figure(runs, level=options.level)
+        print(f"curves: {save_figure(figure, options.out or folder / 'sweep.png')}")
     except ConfigError as error:
         print(f"no curves: {error}")
     print(f"next: areal-lite view {folder}")
@@ -99,10 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _make_run(config: Any, title: str) -> None:
     print(title, flush=True)
-    if isinstance(config, RunConfig):
-        train(config)
-    else:
-        train_supervised(config)
+    train(config)
 
 
 def _fraction(text: str) -> float:

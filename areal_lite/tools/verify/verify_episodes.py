@@ -131,9 +131,13 @@ def shared_turns_agree(group: DumpedGroup, run: Run) -> Iterator[str]:
         turns: dict[int, Any] = {}
         trained: dict[int, Sequence[int]] = {}
         for record in records:
-            yield from _path_faults(record)
-            for turn in record["turns"]:
+            parent = None
+            for place, turn in enumerate(record["turns"]):
                 index, mask = turn["turn_idx"], turn["loss_mask"]
+                if turn["parent_idx"] != parent:
+                    where = f"line {record['sample_idx']}: turn {place}"
+                    yield f"{where} follows turn_idx {turn['parent_idx']}, not {parent}"
+                parent = index
                 same = {name: turn.get(name) for name in _SHARED}
                 if turns.setdefault(index, same) != same:
                     yield f"lines of episode {member} differ in turn {index}"
@@ -144,14 +148,6 @@ def shared_turns_agree(group: DumpedGroup, run: Run) -> Iterator[str]:
 
 
 _SHARED = ("role", "parent_idx", "start", "ids", "logprobs", "versions")
-
-
-def _path_faults(record: Record) -> Iterator[str]:
-    parent = None
-    for index, turn in enumerate(record["turns"]):
-        if turn["parent_idx"] != parent:
-            yield f"line {record['sample_idx']}: turn {index} follows turn_idx {turn['parent_idx']}, not {parent}"
-        parent = turn["turn_idx"]
 
 
 def folder_fits(group: DumpedGroup, run: Run) -> Iterator[str]:

@@ -115,22 +115,19 @@ def steps_match_dumps(run: Run) -> Iterator[str]:
     trained = [group for group in run.trained if group.finished >= run.first_moment]
     if len(run.trained) > len(trained):
         run.unproved.append(f"{len(run.trained) - len(trained)} groups are of an earlier start, which was lost")
-    names = ("groups", "sequences", "trained_tokens", "episodes")
-    expected = [sum(record.get(f"train/{name}") or 0 for record in run.steps) for name in names]
-    found = [
-        len(trained),
-        sum(len(group.lines) for group in trained),
-        sum(group.trained for group in trained),
-        sum(len(group.rewards) for group in trained),
-    ]
-    for name, wanted, count in zip(names, expected, found, strict=True):
-        if count < wanted or (count > wanted and run.complete):
-            yield f"metrics.jsonl has {wanted:g} {name} over all steps, and the dumps have {count}"
+    rewards = [reward for group in trained for reward in group.rewards]
+    lines, tokens = sum(len(group.lines) for group in trained), sum(group.trained for group in trained)
+    found = {"groups": len(trained), "sequences": lines, "trained_tokens": tokens, "episodes": len(rewards)}
+    expected = {name: sum(record.get(f"train/{name}") or 0 for record in run.steps) for name in found}
+    for name, count in found.items():
+        if count < expected[name] or (count > expected[name] and run.complete):
+            yield f"metrics.jsonl has {expected[name]:g} {name} over all steps, and the dumps have {count}"
     if run.rl is not None and run.rl.reward_model is None and found == expected:
-        total = math.fsum(reward for group in trained for reward in group.rewards)
-        wanted = math.fsum((r.get("train/reward_mean") or 0) * r["train/episodes"] for r in run.steps)
-        if differs(total / max(1, found[3]), wanted / max(1, found[3])):
-            yield f"the mean reward over all steps is {wanted / found[3]:.6f}, and {total / found[3]:.6f} in the dumps"
+        mean = math.fsum(rewards) / max(1, len(rewards))
+        sums = ((record.get("train/reward_mean") or 0) * record["train/episodes"] for record in run.steps)
+        wanted = math.fsum(sums) / max(1, len(rewards))
+        if differs(mean, wanted):
+            yield f"the mean reward over all steps is {wanted:.6f}, and {mean:.6f} in the dumps"
 
 
 def comparable(run: Run) -> bool:
@@ -164,8 +161,7 @@ def evaluations_match_dumps(run: Run) -> Iterator[str]:
                 f"{where} has {record['eval/episodes']:g} episodes and {record['eval/failed']:g} failed, and the dumps "
                 f"have {len(rewards)} and {failed}"
             )
-        elif rewards and differs(record["eval/reward"], math.fsum(rewards) / len(rewards)):
-            mean = math.fsum(rewards) / len(rewards)
+        elif rewards and differs(record["eval/reward"], mean := math.fsum(rewards) / len(rewards)):
             yield f"{where} has the reward {record['eval/reward']}, and its episodes have {mean}"
         for group in groups:
             if group.tail is not None and (group.head, group.tail) != (record["step"], record["step"]):

@@ -6,13 +6,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from areal_lite.config.yaml_text import MAX_BYTES
 from areal_lite.errors import CheckpointError
 from areal_lite.tools.foreign_files import checked, read_inside
-from areal_lite.tools.verify.verify_run import Record, Run
+from areal_lite.tools.verify.verify_run import Run
 from areal_lite.tools.verify.verify_steps import RunCheck
 
 _FOLDERS = {"weights": re.compile(r"v(\d{8,})"), "checkpoints": re.compile(r"step_(\d{8,})")}
@@ -72,7 +73,11 @@ def updates_change_the_weights(run: Run) -> Iterator[str]:
             if (hashes := weight_hashes(one, run.root)) != weight_hashes(other, run.root) or not hashes:
                 continue
             between = [record for record in run.steps if before < record["step"] <= after]
-            if len(between) < after - before or any(_could_change(record) for record in between):
+            could_change = (
+                r.get("train/learning_rate") and r.get("train/grad_norm") != 0 and not r.get("train/skipped_updates")
+                for r in between
+            )
+            if len(between) < after - before or any(could_change):
                 yield f"{name}/{one.name} and {other.name} have the same weights"
     steps = {record["step"] for record in run.steps}
     if steps and not any(len(_numbered(run, name)) > 1 for name in _FOLDERS):
@@ -119,25 +124,12 @@ def _numbered(run: Run, name: str) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def _manifest(folder: Path, root: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(read_inside(folder / "manifest.json", root))
-        return manifest if isinstance(manifest, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
 def weight_hashes(folder: Path, root: Path) -> dict[str, Any]:
     """Return size and SHA-256 of each file of weights, by the manifest of a folder of the run in ``root``."""
-    files = _manifest(folder, root).get("files") or {}
-    return {name: digest for name, digest in files.items() if _WEIGHTS.search(name)}
-
-
-def _could_change(record: Record) -> bool:
-    """Return True if a step could change the weights, by its metrics."""
-    return bool(record.get("train/learning_rate") and record.get("train/grad_norm") != 0) and not (
-        record.get("train/skipped_updates") or 0
-    )
+    with suppress(OSError, ValueError, AttributeError):
+        files = json.loads(read_inside(folder / "manifest.json", root)).get("files") or {}
+        return {name: digest for name, digest in files.items() if _WEIGHTS.search(name)}
+    return {}
 
 
 def _updates_of(file: Path, root: Path) -> float | None:
@@ -154,8 +146,6 @@ def _updates_of(file: Path, root: Path) -> float | None:
 
 def _first_difference(trained: Path, copy: Path, root: Path) -> str | None:
     """Return the first weight of ``copy`` that is not the trained one in its dtype; "" if no names are shared."""
-    from contextlib import ExitStack
-
     import torch
     from safetensors import SafetensorError, safe_open
 

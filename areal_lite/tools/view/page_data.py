@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from areal_lite.errors import ConfigError
@@ -19,7 +20,7 @@ from areal_lite.tools.diagnose.findings import diagnose
 from areal_lite.tools.foreign_files import open_inside, read_records
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.filters import KEYS
-from areal_lite.tools.inspect.plot import PANELS, PHASES, Panel, curve, is_number, phase
+from areal_lite.tools.inspect.plot import PANELS, PHASES, curve, is_number, phase
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import decoder
 from areal_lite.tools.inspect.training_facts import with_facts
@@ -38,17 +39,6 @@ MAX_COMPARED = 20_000
 """Rows of each run that a comparison reads."""
 MAX_POINTS = 2000
 """Points of a curve; longer runs are thinned out."""
-_PANELS = (
-    *PANELS,
-    Panel(
-        "Engine and trainer mismatch",
-        "nats per token",
-        {
-            "train/engine_mismatch/log_prob_diff_mean": "engine",
-            "train/staleness_drift/log_prob_diff_mean": "older tokens",
-        },
-    ),
-)
 _COLUMNS: dict[str, tuple[str, str, str]] = {
     "loss_mask": ("mask", "Loss mask", "flag"),
     "logprobs": ("logprob", "Log-prob", "surprise"),
@@ -57,9 +47,10 @@ _COLUMNS: dict[str, tuple[str, str, str]] = {
     "importance_weights": ("weight", "Importance weight", "heat"),
     "clipped": ("clipped", "Clipped", "signed"),
     "entropy": ("entropy", "Entropy", "heat"),
+    "difference": ("difference", "Trainer minus engine", "signed"),
 }
-"""Per-token lists of a turn that the page knows: key, label, and how to colour it. Others are coloured as numbers."""
-_NOT_COLUMNS = ("ids",)
+"""Per-token lists that the page knows, of a turn or made of them: key, label, and how to colour it. Others are coloured
+as numbers."""
 _SAMPLED = ("logprobs", "versions")
 """Columns that mean nothing on tokens that the engine did not sample."""
 _TIMES = ("timing/step_s", "timing/rollout_wait_s", "timing/weight_update_s")
@@ -165,15 +156,15 @@ class Answers:
 
     def metrics(self, extra: Sequence[str] = ()) -> Json:
         """Return the curves of all runs, those named in ``extra`` too, and the names of all metrics."""
-        names: dict[str, None] = {}
+        names: set[str] = set()
         curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
-        panels = [{"title": p.title, "unit": p.unit, "curves": dict(p.curves)} for p in _PANELS]
+        panels = [{"title": p.title, "unit": p.unit, "curves": dict(p.curves)} for p in PANELS]
         panels += [{"title": name, "unit": "", "curves": {name: ""}} for name in extra]
         wanted = {name for panel in panels for name in panel["curves"]}
         for run in self.dumps.runs:
             records = self._records(run)
             for record in records:
-                names.update(dict.fromkeys(record))
+                names |= record.keys()
             timed = sorted({name for record in records for name in record if name.startswith(PHASES)})
             step = -(-len(records) // MAX_POINTS) or 1
             curves[run] = {
@@ -183,7 +174,7 @@ class Answers:
             name: "training" if name == "train/seconds_step" else phase(name)
             for name in sorted({name for each in curves.values() for name in each if name.startswith(PHASES)})
         }
-        panels.insert(len(_PANELS), {"title": "Seconds of a step", "unit": "seconds", "curves": timing})
+        panels.insert(len(PANELS), {"title": "Seconds of a step", "unit": "seconds", "curves": timing})
         drawn = [panel for panel in panels if any(name in each for each in curves.values() for name in panel["curves"])]
         known = sorted(name for name in names if "/" in name)
         return {"runs": curves, "panels": drawn, "names": known}
@@ -205,11 +196,11 @@ class Answers:
             if end is None or run_s is None:
                 continue
             key = (record["run"], record["id"].rpartition(":")[0], record.get("member_idx"))
-            calls = [
-                [turn["started"], turn["latency_s"], turn.get("server"), _observation(before)]
-                for before, turn in itertools.pairwise([{}, *record["turns"]])
-                if turn.get("started") is not None and turn.get("latency_s") is not None
-            ]
+            calls = []
+            for before, turn in itertools.pairwise([{}, *record["turns"]]):
+                if turn.get("started") is not None and turn.get("latency_s") is not None:
+                    seen = (before.get("text") or "")[:MAX_LISTED] if before.get("role") == "environment" else None
+                    calls.append([turn["started"], turn["latency_s"], turn.get("server"), seen])
             if key in episodes:
                 episodes[key]["calls"] += [call for call in calls if call not in episodes[key]["calls"]]
                 continue
@@ -234,7 +225,7 @@ class Answers:
         pairs = []
         for key in a.keys() & b.keys():
             one, two = a[key], b[key]
-            means = [_mean(each["rewards"]) for each in (one, two)]
+            means = [fmean(each["rewards"]) if each["rewards"] else None for each in (one, two)]
             change = None if means[0] is None or means[1] is None else means[1] - means[0]
             each = [
                 {"reward": mean, "rewards": len(side["rewards"]), "lines": side["lines"], "tasks": side["tasks"]}
@@ -332,7 +323,7 @@ def _columns(turn: Mapping[str, Any]) -> Json:
     length = len(turn.get("ids") or ())
     columns: Json = {}
     for name, values in turn.items():
-        if name in _NOT_COLUMNS or not isinstance(values, list) or not length or len(values) != length:
+        if name == "ids" or not isinstance(values, list) or not length or len(values) != length:
             continue
         if name in _SAMPLED and turn.get("role") != "assistant":
             continue
@@ -349,11 +340,6 @@ def _columns(turn: Mapping[str, Any]) -> Json:
     return columns
 
 
-def _observation(turn: Mapping[str, Any]) -> str | None:
-    """Return the text of the environment's turn, cut at its end."""
-    return (turn.get("text") or "")[:MAX_LISTED] if turn.get("role") == "environment" else None
-
-
 def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
     """Return the least and the largest value of a list of the turns; None without one."""
     values = [value for turn in turns for value in turn.get(name) or () if value is not None]
@@ -362,14 +348,12 @@ def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
 
 def _quantities(turns: Iterable[Json]) -> list[Json]:
     """Return what tokens can be coloured by: the columns that the episode has."""
-    columns = [column for turn in turns for column in turn["columns"].items()]
-    present = {name for name, values in columns if any(value is not None for value in values)}
-    known = {key: (label, kind) for key, label, kind in _COLUMNS.values()}
-    known["difference"] = ("Trainer minus engine", "signed")
-    order = [*(key for key in known if key in present), *sorted(present - known.keys())]
-    kinds = {key: "surprise" if key.endswith("logprobs") else "heat" for key in order}
-    described = {key: known.get(key, (key.replace("_", " "), kinds[key])) for key in order}
-    return [{"key": key, "label": label, "kind": kind} for key, (label, kind) in described.items()]
+    listed = [column for turn in turns for column in turn["columns"].items()]
+    present = {name for name, values in listed if any(value is not None for value in values)}
+    others = sorted(present - {key for key, _, _ in _COLUMNS.values()})
+    kinds = {key: "surprise" if key.endswith("logprobs") else "heat" for key in others}
+    columns = [*_COLUMNS.values(), *((key, key.replace("_", " "), kind) for key, kind in kinds.items())]
+    return [{"key": key, "label": label, "kind": kind} for key, label, kind in columns if key in present]
 
 
 def _answer(record: Mapping[str, Any]) -> list[Json]:
@@ -382,7 +366,3 @@ def _answer(record: Mapping[str, Any]) -> list[Json]:
             turns.append({"role": turn.get("role"), "text": text and text[:left]})
             left -= len(text or "")
     return turns
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -123,7 +123,7 @@ def _bind(port: int | None) -> socket.socket:
 def page_app(answers: Answers) -> web.Application:
     """Return the application: the page at ``/``, its files, and its API below ``/api``."""
     page = _Page(answers)
-    app = web.Application(middlewares=[_guard, _errors])
+    app = web.Application(middlewares=[_guard])
     app.router.add_get("/", page.file)
     app.router.add_get("/static/{name}", page.file)
     app.router.add_get("/api/changes", page.changes)
@@ -229,14 +229,8 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     refusal = foreign_page_refusal(request.headers, host_names=_HOST_NAMES, is_document=request.path == "/")
     if refusal is not None:
         return _error(refusal.status, refusal.message, "")
-    return await handler(request)
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return _error(
-            error.status, error.reason, "The page is at /, its API at " + ", ".join(f"/api/{n}" for n in REQUESTS)
-        )
+        addresses = ", ".join(f"/api/{name}" for name in REQUESTS)
+        return _error(error.status, error.reason, f"The page is at /, its API at {addresses}")

@@ -59,11 +59,15 @@ def _data(answers: Answers, filter: str) -> dict[str, Any]:
             found = answers.texts(row["run"], row["id"])
             known = texts[row["run"]]["texts"] or {}
             texts[row["run"]] = {**found, "texts": found["texts"] and known | found["texts"]}
+    keys = {(row["run"], str(row["group"])) for row in rows if row["group"] is not None}
+    groups = {f"{run} {group}": answers.group(run, group) for run, group in sorted(keys)}
+    for group in groups.values():
+        group["members"] = [each for each in group["members"] if f"{each['run']} {each['id']}" in places]
     runs = list(answers.dumps.runs)
     pairs = itertools.permutations(runs, 2) if len(runs) <= MAX_RUNS else ()
     return {
         **{"rows": [answers.listed_row(row) for row in rows], "total": answers.dumps.count(filter) or len(rows)},
-        **{"episodes": episodes, "places": places, "texts": texts},
+        **{"episodes": episodes, "places": places, "texts": texts, "groups": groups},
         **{"state": answers.state() | {"filter": "", "notes": []}, "summary": answers.summary(filter)},
         **{"metrics": answers.metrics(), "timeline": answers.timeline(filter), "diagnosis": answers.diagnosis(filter)},
         "compare": {f"{a} {b}": answers.compare(a, b, filter) for a, b in pairs},

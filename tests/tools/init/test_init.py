@@ -22,7 +22,7 @@ from areal_lite.tools.init.new_project import init
 from tests.fixtures.tiny_model import build_tiny_model
 
 REPOSITORY = Path(__file__).parents[3]
-TEMPLATES = sorted(path.name for path in (REPOSITORY / "areal_lite/tools/init/templates").iterdir())
+TEMPLATES = sorted(path.name for path in (REPOSITORY / "areal_lite/tools/init/templates").iterdir() if path.is_dir())
 ONE_STEP = [
     *("trainer.device=cpu", "trainer.dtype=float32", "trainer.num_threads=1", "trainer.total_steps=1"),
     *("save_model=false", "checkpoint.every_minutes=null"),

@@ -40,7 +40,7 @@ def test_a_cancelled_cell_stops_the_run_with_a_checkpoint(sft_yaml: Path, monkey
     async def cell() -> None:
         loop, stepped = asyncio.get_running_loop(), asyncio.Event()
         monkeypatch.setattr(
-            notebook._Lines, "on_step", lambda self, step, metrics: loop.call_soon_threadsafe(stepped.set)
+            notebook.TrainingProgress, "on_step", lambda self, step, metrics: loop.call_soon_threadsafe(stepped.set)
         )
         run = asyncio.ensure_future(areal_lite.train(config))
         await stepped.wait()

@@ -154,5 +154,5 @@ def test_the_table_shows_totals_and_single_costs() -> None:
     shown = captured.get()
     assert "2000 steps, from 3 steps in 13 s" in shown
     assert "1 h 6 min  (2.0 s each)" in shown
-    assert "500 MB" in shown
+    assert "500.0 MB" in shown
     assert "checkpoints  " not in shown.partition("disk: total")[2]  # there are none

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from areal_lite.api import InferenceEngine, RolloutWorkflow, episode_context
 from areal_lite.api.episode_context import Episode
 from areal_lite.errors import ConfigError
 from areal_lite.tools.replay.branching_workflow import Continuation, Fork
-from areal_lite.tools.replay.continue_episode import Options, continue_episode
+from areal_lite.tools.replay.continue_command import add_arguments
+from areal_lite.tools.replay.continue_episode import continue_episode
 from tests.tools.replay.agents import TwoCallsAgent
 
 
@@ -28,6 +29,13 @@ def ids(turns: list[dict[str, Any]]) -> list[list[int]]:
     return [turn["ids"] for turn in turns]
 
 
+def chosen(**options: Any) -> Namespace:
+    """Return the options of the command, with its defaults."""
+    parser = ArgumentParser()
+    add_arguments(parser)
+    return Namespace(**vars(parser.parse_args(["RUN", "--task=0", "--turn=0"])) | options)
+
+
 def task(run: Path, *, forks: bool) -> str:
     """Return the task of a row on which the agent forks, or does not."""
     found = [path.stem for path in sorted(run.glob("rollout/*/*.jsonl"))]
@@ -38,7 +46,7 @@ def test_turns_before_k_are_kept_and_the_branch_is_an_episode_that_names_its_par
     name = task(plain_run, forks=False)
     original = next(line for line in lines(plain_run, name) if line["member_idx"] == 1)
     console = Console(record=True, width=160)
-    options = Options(path=plain_run, task=name, member=1, turn=3, n=2, overrides=["rollout.gconfig.max_new_tokens=9"])
+    options = chosen(path=plain_run, task=name, member=1, turn=3, n=2, overrides=["rollout.gconfig.max_new_tokens=9"])
     run_dir = continue_episode(options, console=console)
     assert run_dir == plain_run.with_name("plain-continued")
     branches = lines(run_dir, 0)
@@ -60,7 +68,7 @@ def test_an_agent_that_does_not_repeat_its_calls_is_stopped_with_the_turn_and_th
     plain_run: Path, tiny_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TwoCallsAgent, "clock", 7)
-    options = Options(
+    options = chosen(
         path=plain_run,
         task=task(plain_run, forks=False),
         turn=3,
@@ -70,13 +78,13 @@ def test_an_agent_that_does_not_repeat_its_calls_is_stopped_with_the_turn_and_th
     with pytest.raises(ConfigError, match=r"turn 2 is not repeated: .* the dump has '0<.* the agent sends '7<"):
         continue_episode(options)
     assert not list(tmp_path.rglob("*.jsonl"))
-    run_dir = continue_episode(replace(options, turn=2))  # the turn itself may differ
+    run_dir = continue_episode(Namespace(**vars(options) | {"turn": 2}))  # the turn itself may differ
     assert lines(run_dir, 0)[0]["turns"][2]["text"].count("again at 7") == 1
 
 
 def test_say_replaces_the_last_user_message_before_the_turn(plain_run: Path, tiny_server: str, tmp_path: Path) -> None:
     name = task(plain_run, forks=False)
-    options = Options(
+    options = chosen(
         path=plain_run, task=name, turn=3, say="what else?", address=tiny_server, overrides=[f"fileroot={tmp_path}"]
     )
     (branch,) = lines(continue_episode(options), 0)
@@ -84,7 +92,7 @@ def test_say_replaces_the_last_user_message_before_the_turn(plain_run: Path, tin
     assert ids(branch["turns"][:2]) == ids(original["turns"][:2])
     then, now = (line["turns"][2]["text"] for line in (original, branch))
     assert now == then.replace("again at 0", "what else?")
-    first = lines(continue_episode(replace(options, turn=0)), 1)[0]
+    first = lines(continue_episode(Namespace(**vars(options) | {"turn": 0})), 1)[0]
     assert [turn["text"].count("what else?") for turn in first["turns"]] == [1, 0, 0, 0]
 
 
@@ -96,7 +104,7 @@ def test_calls_of_other_conversations_before_the_turn_are_kept(
     assert len(before) == 2  # the episode forked
     last = max((turn for line in before for turn in line["turns"]), key=lambda turn: turn.get("started") or 0.0)
     overrides = [f"fileroot={tmp_path}", "rollout.gconfig.max_new_tokens=9"]
-    options = Options(path=plain_run, task=name, turn=last["turn_idx"], address=tiny_server, overrides=overrides)
+    options = chosen(path=plain_run, task=name, turn=last["turn_idx"], address=tiny_server, overrides=overrides)
     after = lines(continue_episode(options), 0)
     assert ids(after[0]["turns"]) == ids(before[0]["turns"])
     assert ids(after[1]["turns"][:-1]) == ids(before[1]["turns"][:-1])
@@ -133,9 +141,9 @@ def test_kept_calls_are_those_that_began_before_the_turn() -> None:
 def test_what_cannot_be_continued_is_one_sentence_before_anything_starts(
     plain_run: Path, changed: dict[str, Any], message: str
 ) -> None:
-    options = Options(path=plain_run, task=task(plain_run, forks=False), turn=3)
+    options = chosen(path=plain_run, task=task(plain_run, forks=False), turn=3)
     with pytest.raises(ConfigError, match=message):
-        continue_episode(replace(options, **changed))
+        continue_episode(Namespace(**vars(options) | changed))
 
 
 def test_a_workflow_that_ends_early_or_writes_its_own_prompts(plain_run: Path) -> None:

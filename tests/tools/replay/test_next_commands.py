@@ -16,12 +16,12 @@ import yaml
 from areal_lite.cli.main import main
 from areal_lite.tools.doctor import doctor
 from areal_lite.tools.plan import plan
-from areal_lite.tools.run import rollout, supervised, train
+from areal_lite.tools.run import rollout, train
 from areal_lite.tools.sweep import sweep
 
 REPOSITORY = Path(__file__).parents[3]
 WORK = (
-    *((train, "train"), (rollout, "_rollout"), (rollout, "_evaluate"), (supervised, "train_supervised")),
+    *((train, "train"), (rollout, "_rollout"), (rollout, "_evaluate")),
     *((doctor, "doctor"), (plan, "plan")),
 )
 """What the commands do before they print: it is left out, so that only the printed command runs."""
@@ -108,7 +108,6 @@ def test_every_command_that_says_what_comes_next_is_tried() -> None:
         "areal_lite/tools/replay/continue_command.py",
         "areal_lite/tools/replay/replay_command.py",
         "areal_lite/tools/run/rollout.py",
-        "areal_lite/tools/run/supervised.py",
         "areal_lite/tools/run/train.py",
         "areal_lite/tools/sweep/sweep.py",
         "examples/demo.py",  # what train prints

@@ -291,19 +291,22 @@ def test_tokens_are_coloured_by_what_the_episode_has_and_described(page: Page, t
         choices = page.locator(".token-tools [role=radio]").all_inner_texts()
         named = ["Loss mask", "Log-prob", "Version", "Advantage", "Clipped", "Trainer minus engine"]
         assert choices == [*named, "proximal logprobs", "None"]
-        classes = {}
+        colors = {}
         for choice in choices:
             page.click(f".token-tools [role=radio]:text-is('{choice}')")
-            classes[choice] = [each.get_attribute("class") for each in page.locator(".toks .tok").all()[2:]]
-        assert classes == {
-            "Loss mask": ["tok flag", "tok flag"],
-            "Log-prob": ["tok ", "tok q9"],
-            "Version": ["tok k0", "tok k1"],
-            "Advantage": ["tok p5", "tok n5"],
-            "Clipped": ["tok ", "tok p5"],
-            "Trainer minus engine": ["tok ", "tok p5"],
-            "proximal logprobs": ["tok ", "tok q9"],
-            "None": ["tok", "tok"],
+            backgrounds = page.evaluate(
+                "[...document.querySelectorAll('.toks .tok')].map((each) => each.style.background)"
+            )
+            colors[choice] = [re.sub(r".*--(\w+)\) (\d+)%.*", r"\1 \2", each) for each in backgrounds[2:]]
+        assert colors == {
+            "Loss mask": ["accent 24", "accent 24"],
+            "Log-prob": ["heat 3", "heat 82"],
+            "Version": ["c0 30", "c1 30"],
+            "Advantage": ["up 68", "down 68"],
+            "Clipped": ["", "up 68"],
+            "Trainer minus engine": ["", "up 68"],
+            "proximal logprobs": ["heat 3", "heat 82"],
+            "None": ["", ""],
         }
         assert "color=none" in page.url
         page.locator(".toks .tok").nth(2).click()

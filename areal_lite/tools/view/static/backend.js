@@ -42,7 +42,7 @@ export async function ask(name, parameters, signal) {
 }
 
 async function answerTo(name, parameters = {}, signal = undefined) {
-  if (inlined) return offline[name](parameters);
+  if (inlined) return offline[name] ? offline[name](parameters) : inlined[name];
   const query = new URLSearchParams(
     Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined),
   );
@@ -77,19 +77,6 @@ function place(run, id) {
   return inlined.episodes[found];
 }
 
-function answerTurns(row) {
-  const episode = place(row.run, row.id);
-  const sequence = episode.sequences.find((each) => each.id === row.id) ?? episode.sequences[0];
-  return sequence.path.map((each) => episode.turns[each.turn]).filter((turn) => turn.role !== "prompt");
-}
-
-function advantages(row) {
-  const episode = place(row.run, row.id);
-  const path = episode.sequences.find((each) => each.id === row.id)?.path ?? [];
-  const values = path.flatMap((each) => ({ ...episode.turns[each.turn].columns, ...each.columns }).advantage ?? []).filter((value) => value !== null);
-  return values.length ? [Math.min(...values), Math.max(...values)] : null;
-}
-
 function allText(row) {
   return Object.values(place(row.run, row.id).turns).map((turn) => turn.text ?? "").join("\n");
 }
@@ -102,11 +89,8 @@ function select(filter) {
   }
 }
 
+/** Answers that depend on what is asked for. */
 const offline = {
-  state: () => inlined.state,
-  summary: () => inlined.summary,
-  metrics: () => inlined.metrics,
-  diagnosis: () => inlined.diagnosis,
   episodes({ filter, sort, offset, limit }) {
     const rows = select(filter);
     const key = (sort || "").replace(/^-/, "");
@@ -123,19 +107,11 @@ const offline = {
   },
   episode: ({ run, id }) => place(run, id),
   texts: ({ run }) => inlined.texts[run],
-  group({ run, group }) {
-    const rows = inlined.rows.filter((row) => row.run === run && row.group === group);
-    return {
-      run, group,
-      members: rows.map((row) => ({ ...row, answer: answerTurns(row), error: place(run, row.id).facts.error, advantages: advantages(row) })),
-    };
-  },
+  group: ({ run, group }) => inlined.groups[`${run} ${group}`] ?? { run, group, members: [] },
   timeline({ filter }) {
     const chosen = new Set(select(filter).map((row) => `${row.run} ${row.id}`));
-    return {
-      ...inlined.timeline,
-      episodes: inlined.timeline.episodes.filter((each) => chosen.has(`${each.run} ${each.id}`)),
-    };
+    const episodes = inlined.timeline.episodes.filter((each) => chosen.has(`${each.run} ${each.id}`));
+    return { ...inlined.timeline, episodes };
   },
   compare({ first, second }) {
     const found = inlined.compare[`${first} ${second}`];

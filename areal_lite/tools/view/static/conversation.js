@@ -135,12 +135,8 @@ function turnHead(turn, columns) {
 }
 
 function bubble(role, name, children) {
-  return el(
-    "section",
-    { class: "turn", "data-role": role, "aria-label": `${name ?? role}` },
-    el("div", { class: "turn-role" }, visible(name ?? role)),
-    el("div", { class: "turn-body" }, children),
-  );
+  return el("section", { class: "turn", "data-role": role, "aria-label": `${name ?? role}` },
+    el("div", { class: "turn-role" }, visible(name ?? role)), el("div", { class: "turn-body" }, children));
 }
 
 /** Return the messages of a turn: what an answer is, or what a chat template rendered around it. */
@@ -176,34 +172,22 @@ export function conversation(episode, sequence) {
 export function failure(facts) {
   if (!facts.error && !facts.error_kind) return null;
   const title = [facts.error_kind, facts.error_type].filter(Boolean).join(": ") || facts.status;
-  return el(
-    "section",
-    { class: "failure", "data-status": facts.status, "aria-label": "Why it was not accepted" },
-    el("h3", {}, visible(title)),
-    facts.error ? el("pre", { class: "text" }, visible(facts.error)) : null,
-  );
+  return el("section", { class: "failure", "data-status": facts.status, "aria-label": "Why it was not accepted" },
+    el("h3", {}, visible(title)), facts.error ? el("pre", { class: "text" }, visible(facts.error)) : null);
 }
 
 function programs(processes) {
   if (!processes?.length) return null;
-  return el(
-    "section",
-    { class: "programs", "aria-label": "Programs" },
+  return el("section", { class: "programs", "aria-label": "Programs" },
     el("h3", {}, count(processes.length, "program")),
-    processes.map((each) =>
-      el(
-        "details",
-        { class: "frame", open: Boolean(each.timed_out || each.returncode) },
-        el(
-          "summary", {},
-          el("code", {}, visible((each.command ?? []).join(" "))),
-          el("span", { class: each.timed_out || each.returncode ? "bad" : "quiet" },
-            ` ${each.timed_out ? "killed" : `exit status ${each.returncode}`} · ${seconds(each.seconds)}`),
-        ),
-        ["stdout", "stderr"].filter((name) => each[name]).map((name) => [el("div", { class: "frame-title" }, name), plain(each[name])]),
-      ),
-    ),
-  );
+    processes.map((each) => {
+      const failed = Boolean(each.timed_out || each.returncode);
+      const how = each.timed_out ? "killed" : `exit status ${each.returncode}`;
+      return el("details", { class: "frame", open: failed },
+        el("summary", {}, el("code", {}, visible((each.command ?? []).join(" "))),
+          el("span", { class: failed ? "bad" : "quiet" }, ` ${how} · ${seconds(each.seconds)}`)),
+        ["stdout", "stderr"].filter((name) => each[name]).map((name) => [el("div", { class: "frame-title" }, name), plain(each[name])]));
+    }));
 }
 
 export function rewardParts(facts) {

@@ -66,14 +66,8 @@ export class EpisodeList {
     this.lines = [];
     this.head = el("div", { class: "list-head", role: "row" });
     this.space = el("div", { class: "list-space", role: "rowgroup" });
-    this.body = el(
-      "div",
-      {
-        class: "list-body", role: "grid", tabindex: "0", "aria-label": "Episodes",
-        scroll: () => this.draw(), click: (event) => this.click(event),
-      },
-      this.space,
-    );
+    this.body = el("div", { class: "list-body", role: "grid", tabindex: "0", "aria-label": "Episodes",
+      scroll: () => this.draw(), click: (event) => this.click(event) }, this.space);
     this.empty = el("div", { class: "empty" }, "Loading…");
     this.node = el("div", { class: "list" }, this.head, this.body, this.empty);
     this.node.style.setProperty("--run", `${Math.max(...runs.map((run) => run.name.length), 0)}ch`);
@@ -146,11 +140,14 @@ export class EpisodeList {
     return this.row(this.selected);
   }
 
+  /** Return the pixels of rows that one pixel of the scroll bar stands for: 1 unless the rows are too many. */
+  scale() {
+    const [all, drawn] = [this.total * ROW, this.space.offsetHeight].map((height) => height - this.body.clientHeight);
+    return drawn > 0 && all > drawn ? all / drawn : 1;
+  }
+
   firstRow() {
-    const most = this.space.offsetHeight - this.body.clientHeight;
-    if (this.total * ROW <= MAX_HEIGHT || most <= 0) return Math.floor(this.body.scrollTop / ROW);
-    const rows = this.total - Math.floor(this.body.clientHeight / ROW);
-    return Math.floor((this.body.scrollTop / most) * rows);
+    return Math.floor((this.body.scrollTop * this.scale()) / ROW);
   }
 
   /** Return the first row to draw and the one after the last: some more than can be seen. */
@@ -184,7 +181,7 @@ export class EpisodeList {
     if (!this.body.clientHeight) return;
     const [first, last] = this.rowsInSight();
     while (this.lines.length < last - first) this.lines.push(this.newLine());
-    const shift = this.total * ROW <= MAX_HEIGHT ? 0 : this.body.scrollTop - (first + EXTRA) * ROW;
+    const shift = this.body.scrollTop * (1 - this.scale());
     // A line keeps its row while it is in sight: scrolling by one row draws one row.
     const size = this.lines.length;
     this.lines.forEach((line, place) => {
@@ -245,24 +242,16 @@ export class EpisodeList {
     const other = Boolean(by) && !this.columns.some((column) => column !== this.sorted && column.sort === by);
     Object.assign(this.sorted, { label: by, sort: other ? by : null, text: drawSorted(by) });
     this.node.classList.toggle("other", other);
-    fill(
-      this.head,
-      this.columns.map((column) => {
-        const key = column.sort;
-        const active = key && (by === key || (!sort && key === "version"));
-        const down = sort === `-${key}` || !sort;
-        if (!key) return el("span", { class: classOf(column), role: "columnheader" }, column.label);
-        return el(
-          "button",
-          {
-            class: `${classOf(column)} sort`, role: "columnheader", title: `Sort by ${key}`,
-            "aria-sort": active ? (down ? "descending" : "ascending") : "none",
-            click: () => this.on.sort(!active || !sort ? (key === "reward" || key === "version" ? key : `-${key}`) : down ? key : `-${key}`),
-          },
-          column.label, active ? (down ? " ↓" : " ↑") : "",
-        );
-      }),
-    );
+    fill(this.head, this.columns.map((column) => {
+      const key = column.sort;
+      if (!key) return el("span", { class: classOf(column), role: "columnheader" }, column.label);
+      const active = by === key || (!sort && key === "version");
+      const down = sort === `-${key}` || !sort;
+      const next = active && sort ? down : key === "reward" || key === "version";
+      return el("button", { class: `${classOf(column)} sort`, role: "columnheader", title: `Sort by ${key}`,
+        "aria-sort": active ? (down ? "descending" : "ascending") : "none",
+        click: () => this.on.sort(next ? key : `-${key}`) }, column.label, active ? (down ? " ↓" : " ↑") : "");
+    }));
   }
 
   click(event) {
@@ -286,15 +275,10 @@ export class EpisodeList {
       this.draw(); // the open episode is further down
       return;
     }
-    if (this.total * ROW <= MAX_HEIGHT) {
-      const top = this.selected * ROW;
-      const view = this.body.clientHeight;
-      if (top < this.body.scrollTop) this.body.scrollTop = top;
-      else if (top + ROW > this.body.scrollTop + view) this.body.scrollTop = top + ROW - view;
-    } else {
-      const most = this.space.offsetHeight - this.body.clientHeight;
-      this.body.scrollTop = (this.selected / this.total) * most;
-    }
+    const [top, scale] = [this.selected * ROW, this.scale()];
+    const lowest = top + ROW - this.body.clientHeight;
+    if (top < this.body.scrollTop * scale) this.body.scrollTop = top / scale;
+    else if (lowest > this.body.scrollTop * scale) this.body.scrollTop = lowest / scale;
     this.body.setAttribute("aria-activedescendant", `row-${this.selected}`);
     this.draw();
   }

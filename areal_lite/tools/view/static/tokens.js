@@ -5,43 +5,41 @@ import { speaker } from "./conversation.js";
 import { count, number, visible } from "./format.js";
 
 const TOKENS_SHOWN = 4000;
-const STEPS = 9;
 
-/** Return the function from a value to a class, and the legend's entries. */
+function shade(name, share) {
+  return share > 0 ? `color-mix(in srgb, var(--${name}) ${Math.round(100 * share)}%, transparent)` : "";
+}
+
+/** Return the function from a value to its colour, and the legend: texts, and colours as { color }. */
 export function scale(quantity, values) {
   const known = values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
-  if (!known.length) return { classOf: () => "", legend: [] };
   const low = known[Math.floor(known.length * 0.02)];
   const high = known[Math.ceil(known.length * 0.98) - 1];
-  if (quantity.kind === "flag") {
-    return { classOf: (value) => (value ? "flag" : ""), legend: [["flag", "trained"]] };
-  }
-  if (quantity.kind === "category") {
-    const distinct = [...new Set(known)];
-    const classes = new Map(distinct.map((value, place) => [value, `k${place % 8}`]));
-    return {
-      classOf: (value) => classes.get(value) ?? "",
-      legend: distinct.slice(0, 12).map((value) => [classes.get(value), number(value)]),
-    };
-  }
-  if (quantity.kind === "signed") {
-    const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
-    const name = (value) => {
-      const step = Math.min(5, Math.round((Math.abs(value) / most) * 5));
-      return step ? (value < 0 ? `n${step}` : `p${step}`) : "";
-    };
-    return { classOf: (value) => (value === null || value === undefined ? "" : name(value)), legend: [["", number(-most)], ...[5, 4, 3, 2, 1].map((step) => [`n${step}`, ""]), ["none", ""], ...[1, 2, 3, 4].map((step) => [`p${step}`, ""]), ["p5", number(most)]] };
-  }
-  const [from, to] = quantity.kind === "surprise" ? [0, Math.min(low, -2)] : [low, high];
-  const width = to - from || 1;
-  return {
-    classOf: (value) => {
-      if (value === null || value === undefined) return "";
-      const step = Math.min(STEPS, Math.max(0, Math.round(((value - from) / width) * STEPS)));
-      return step ? `q${step}` : "";
-    },
-    legend: [["none", number(from, 2)], ...[1, 2, 3, 4, 5, 6, 7, 8].map((step) => [`q${step}`, ""]), ["q9", number(to, 2)]],
+  const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
+  const distinct = new Map([...new Set(known)].map((value, place) => [value, `c${place % 8}`]));
+  const surprise = quantity.kind === "surprise";
+  const [from, to] = quantity.kind === "signed" ? [-most, most] : surprise ? [0, Math.min(low, -2)] : [low, high];
+  const colors = {
+    flag: (value) => shade("accent", value ? 0.24 : 0),
+    category: (value) => shade(distinct.get(value), 0.3),
+    signed: (value) => shade(value < 0 ? "down" : "up", 0.68 * Math.min(1, Math.abs(value) / most)),
   };
+  const heat = (value) => shade("heat", 0.82 * Math.min(1, Math.max(0, (value - from) / (to - from || 1))));
+  const color = colors[quantity.kind] ?? heat;
+  const entry = (value) => ({ color: color(value) });
+  const ramp = Array.from({ length: 10 }, (_, step) => entry(from + (step / 9) * (to - from)));
+  const legends = {
+    flag: [entry(1), "trained"],
+    category: [...distinct.keys()].slice(0, 12).flatMap((value) => [entry(value), number(value)]),
+  };
+  const legend = known.length ? legends[quantity.kind] ?? [number(from, 2), ...ramp, number(to, 2)] : [];
+  return { colorOf: (value) => (value === null || value === undefined ? "" : color(value)), legend };
+}
+
+function swatch(color) {
+  const node = el("i", { class: "tok" }, "\u00a0\u00a0\u00a0");
+  node.style.background = color;
+  return node;
 }
 
 export function tokenView(episode, sequence, texts, color, onColor) {
@@ -91,20 +89,10 @@ export function tokenView(episode, sequence, texts, color, onColor) {
   function paint(key) {
     color = quantities.some((each) => each.key === key) || key === "none" ? key : quantities[0]?.key ?? "none";
     for (const button of choice.children) button.setAttribute("aria-checked", String(button.dataset.key === color));
-    const quantity = quantities.find((each) => each.key === color);
-    if (!quantity) {
-      for (const token of all) token.node.className = "tok";
-      fill(legend);
-      return;
-    }
-    const values = turns.flatMap((each) => each.columns[quantity.key] ?? []);
-    const { classOf, legend: entries } = scale(quantity, values);
-    for (const token of all) token.node.className = `tok ${classOf(token.each.columns[quantity.key]?.[token.place])}`;
-    fill(legend, entries.map(([name, label]) => {
-      const swatch = name ? el("i", { class: `tok ${name}` }, "\u00a0\u00a0\u00a0") : null;
-      const words = label ? el("span", {}, label) : null;
-      return name === "none" || !name ? [words, swatch] : [swatch, words];
-    }));
+    const quantity = quantities.find((each) => each.key === color) ?? { key: "none", kind: "none" };
+    const { colorOf, legend: entries } = scale(quantity, turns.flatMap((each) => each.columns[quantity.key] ?? []));
+    for (const token of all) token.node.style.background = colorOf(token.each.columns[quantity.key]?.[token.place]);
+    fill(legend, entries.map((entry) => (typeof entry === "string" ? el("span", {}, entry) : swatch(entry.color))));
   }
 
   function describe(token) {

@@ -47,8 +47,7 @@ export function treeView(episode, sequence, onSequence) {
       const path = x0 === x1 ? `M${x0} ${y0}V${y1}` : `M${x0} ${y0}V${y1 - 14}Q${x0} ${y1 - 4} ${x0 + 8} ${y1 - 4}H${x1 - 4}Q${x1} ${y1 - 4} ${x1} ${y1}`;
       return svg("path", { d: path, class: shown.has(line.turn.key) ? "on" : "" });
     }),
-    lines.map((line) => svg("circle", { cx: x(line.lane), cy: y(line.place), r: 5, "data-role": line.turn.role, class: shown.has(line.turn.key) ? "on" : "" })),
-  );
+    lines.map((line) => svg("circle", { cx: x(line.lane), cy: y(line.place), r: 5, "data-role": line.turn.role, class: shown.has(line.turn.key) ? "on" : "" })));
   const rows = lines.map(({ turn }) => {
     const [what, text] = gist(turn);
     return el("div", { class: `tree-turn${shown.has(turn.key) ? " on" : ""}`, role: "treeitem", "data-role": turn.role },
@@ -58,8 +57,7 @@ export function treeView(episode, sequence, onSequence) {
           el("button", { class: "link", click: () => onSequence(each.place) }, `sequence ${each.place + 1}: reward ${reward(each.reward)}`)),
         el("span", {}, `turn ${visible(turn.key.split("/").at(-1))}`), el("span", {}, count(turn.ids?.length ?? 0, "token")),
         turn.stop_reason ? el("span", {}, visible(turn.stop_reason)) : null,
-        turn.latency_s === null ? null : el("span", {}, seconds(turn.latency_s)),
-      ),
+        turn.latency_s === null ? null : el("span", {}, seconds(turn.latency_s))),
       el("div", { class: "tree-text" }, visible(text.slice(0, 300))));
   });
   const forks = lanes - 1;
