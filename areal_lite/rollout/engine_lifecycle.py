@@ -91,7 +91,6 @@ class EngineLifecycle(InferenceEngine):
         self._loop.call(self._executor.close())
         if self._workers is not None:
             self._loop.call(self._workers.close())
-            self._workers = None
         self._loop.call(self._client.close())
         if self._watchdog is not None:
             self._watchdog.stop()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.training_batch import check_training_batch, collate_sequences, training_sequences
+from tests.trainer.episode_data import Episode, group_of, line
 
 
 def sequence(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TokenSequence:
@@ -121,6 +123,15 @@ def test_a_batch_reads_back_as_its_sequences(sequences: list[TokenSequence], spa
         elif read.logprobs is not None:
             assert np.isnan(read.logprobs[read.loss_mask]).all()
         assert read.multi_modal_inputs is None
+
+
+def test_sequences_of_groups_keep_their_turns_when_the_groups_are_gone() -> None:
+    group = group_of("g", [5, 6], [Episode(line(2), 1.0)])
+    expected = [(one.path, one.turn_idx) for one in group.sequences]
+    sequences = training_sequences([group_of("g", [5, 6], [Episode(line(2), 1.0)])])
+    gc.collect()
+    assert [(one.path, one.turn_idx) for one in sequences] == expected
+    assert all(path for path, _ in expected)
 
 
 def test_sequences_are_views_of_the_batch() -> None:

@@ -134,6 +134,7 @@ def test_vllm_gets_its_flags_the_extension_and_the_version(tmp_path: Path) -> No
         attached_engine(group, "vllm") as engine,
     ):
         started = started_with(tmp_path / "servers/vllm-0.log")
+        assert "version 0" in (tmp_path / "servers/vllm-0.log").read_text().splitlines()
         assert set(generate(engine).output_versions) == {0}
         kill(group)
         assert set(generate(engine).output_versions) == {0}

@@ -31,6 +31,7 @@ async def generate(request: web.Request) -> web.Response:
 async def update_version(request: web.Request) -> web.Response:
     global version
     version = (await request.json())["new_version"]
+    print(f"version {version}", flush=True)
     return web.Response()
 
 
