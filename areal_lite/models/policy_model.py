@@ -20,6 +20,7 @@ from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_hub_name, is_hub_name
 from areal_lite.models.lora import add_adapters
+from areal_lite.models.parallel.sequence_parallel import refuse_heads
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,15 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
             "give a folder with config.json and model.safetensors, or a hub name"
         ) from error
     return model, sorted(report["missing_keys"])
+
+
+def check_heads(model_path: str, sp_size: int) -> None:
+    """Check that ``sp_size`` ranks can divide a model's attention heads, by its config alone; raises ConfigError."""
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path)
+    except (OSError, ValueError):
+        return  # loading it gives the reason
+    refuse_heads(config.get("text_config", config).get("num_attention_heads"), sp_size, f"model_path {model_path!r}")
 
 
 def check_scorable(model_path: str, *, key: str = "model_path") -> None:

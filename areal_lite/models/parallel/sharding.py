@@ -7,17 +7,16 @@ gradients are averaged over the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.models.parallel.ranks import Ranks
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=Any)
 
 
 def shard(module: M) -> M:
@@ -25,11 +24,13 @@ def shard(module: M) -> M:
 
     Each layer is gathered while it computes. Weights outside of layers (embeddings, last norm, head) are gathered for
     the whole forward and backward pass of ``module``: only its ``forward`` may use them directly. Call this before
-    the optimizer is made.
+    the optimizer is made. With ``sp`` ranks ``module`` reads in parts from then on.
     """
     ranks = Ranks.current()
+    if ranks.sp > 1:
+        module.read_in_parts(ranks)
     if ranks.size > 1:
-        mesh = init_device_mesh(next(module.parameters()).device.type, (ranks.size,))
+        mesh = ranks.shard_mesh(next(module.parameters()).device.type)
         layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
         for layer in reversed(layers):  # FSDP wants inner modules first
             fully_shard(layer, mesh=mesh)

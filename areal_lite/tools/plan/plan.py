@@ -82,6 +82,7 @@ def _probe_config(config: Trainable, folder: str) -> Trainable:
         "checkpoint": checkpoint,
         "tracking": [],
         "evaluation": replace(config.evaluation, every_steps=None),
+        "trainer": replace(config.trainer, sp_size=1),
     }
     if isinstance(config, RunConfig):
         changes |= {"rollout": replace(config.rollout, fileroot=folder), "rollout_cache": None}

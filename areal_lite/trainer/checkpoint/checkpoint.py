@@ -36,7 +36,7 @@ _FIXED = (
 """Keys and sections of the config that must not change on resume, each with a dot after it."""
 _MAY_CHANGE = {
     "trainer.total_steps", "trainer.total_epochs", "trainer.epochs", "trainer.max_tokens_per_microbatch",
-    "trainer.max_inference_length_per_device", "trainer.device", "trainer.num_threads",
+    "trainer.max_inference_length_per_device", "trainer.device", "trainer.num_threads", "trainer.sp_size",
     "trainer.gradient_checkpointing", "trainer.deterministic", "train_dataset.path", "train_dataset.cache_dir",
     "train_dataset.num_workers", "train_dataset.filter_overlong_prompts_workers",
 }  # fmt: skip

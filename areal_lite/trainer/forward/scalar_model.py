@@ -45,10 +45,11 @@ class ValueScorer(PackedModel):
 
     def forward(self, packed: PackedSequences) -> Tensor:
         """Return ``[N]`` float32, the value at the position before each trained token."""
+        packed, whole = self.own_part(packed)
         states = self.states(packed)
         with torch.autocast(states.device.type, enabled=False):  # bfloat16 has only three digits
             values: Tensor = self._head[0](states.float())
-        return values[:, 0].clone()  # FSDP cannot guard a view
+        return whole(values[:, 0].clone())  # FSDP cannot guard a view
 
 
 def load_reward_model(

@@ -74,7 +74,8 @@ class PolicyTrainer:
             model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
         )
         self._policy = TokenScorer(self.model, temperature=sampling.temperature, truncation=sampling.truncation)
-        if config.deterministic and resolve_dtype(config.dtype, self.device) == torch.float32:
+        exact = config.deterministic and resolve_dtype(config.dtype, self.device) == torch.float32
+        if exact and Ranks.current().sp == 1:  # parts of a sequence have other rounding
             self._policy.read_exactly()
         self._reference: TokenScorer | None = None
         if config.kl is not None:

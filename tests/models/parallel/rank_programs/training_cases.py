@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,23 +210,28 @@ def generated_rows() -> DataProto:
     return training_batch(drawn_batch(3, groups=3, group_size=2))
 
 
-def main(out: Path, model_path: Path) -> None:
-    """Run the cases on each number of ranks, forked from this process so that torch is imported once."""
+def start_ranks(size: int, target: Callable[..., None], *arguments: Any) -> None:
+    """Call ``target`` as each of ``size`` ranks, forked from this process so that torch is imported once."""
     fork = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    for rank in range(size):
+        os.environ["RANK"] = str(rank)
+        processes.append(fork.Process(target=target, args=arguments))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit(1)
+
+
+def main(out: Path, model_path: Path) -> None:
+    """Run the cases on each number of ranks."""
     for size in SIZES:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         (out / str(size)).mkdir()
-        processes = []
-        for rank in range(size):
-            os.environ["RANK"] = str(rank)
-            processes.append(fork.Process(target=run_rank, args=(out / str(size), model_path)))
-            processes[-1].start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            sys.exit(1)
+        start_ranks(size, run_rank, out / str(size), model_path)
 
 
 if __name__ == "__main__":
