@@ -53,6 +53,8 @@ class Ranks:
     sp: int = 1
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
     """With the dimensions ``dp`` and ``sp``; None if there are only ``dp`` ranks."""
+    device_type: str | None = field(default=None, compare=False)
+    """Of the weights."""
 
     @classmethod
     def current(cls) -> Ranks:
@@ -134,7 +136,7 @@ def join_ranks(device: torch.device, *, sp_size: int = 1) -> Iterator[Ranks]:
         ranks, mesh = Ranks.current(), None
         if sp_size > 1:
             mesh = init_device_mesh(device.type, (size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
-        _joined.append(replace(ranks, sp=sp_size, mesh=mesh))
+        _joined.append(replace(ranks, sp=sp_size, mesh=mesh, device_type=device.type))
         yield _joined[-1]
     except BaseException as error:
         if isinstance(error, Exception):

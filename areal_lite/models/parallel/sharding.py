@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.shard_loading import fill, is_empty
 
 M = TypeVar("M", bound=Any)
 
@@ -24,18 +25,21 @@ def shard(module: M) -> M:
 
     Each layer is gathered while it computes. Weights outside of layers (embeddings, last norm, head) are gathered for
     the whole forward and backward pass of ``module``: only its ``forward`` may use them directly. Call this before
-    the optimizer is made. With ``sp`` ranks ``module`` reads in parts from then on.
+    the optimizer is made. An empty model is filled; with ``sp`` ranks ``module`` reads in parts from then on.
     """
     ranks = Ranks.current()
-    if ranks.sp > 1:
-        module.read_in_parts(ranks)
     if ranks.size > 1:
-        mesh = ranks.shard_mesh(next(module.parameters()).device.type)
+        mesh = ranks.shard_mesh(ranks.device_type or next(module.parameters()).device.type)
         layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
         for layer in reversed(layers):  # FSDP wants inner modules first
             fully_shard(layer, mesh=mesh)
         # Reshard even after a pass without gradient, so that weights outside of forward are always sharded.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        if is_empty(getattr(module, "model", None)):
+            fill(module.model)
+            module.examine()
+    if ranks.sp > 1:
+        module.read_in_parts(ranks)
     return module
 
 

@@ -34,10 +34,12 @@ class TokenScorer(PackedModel):
         self.num_head_weights = model.get_input_embeddings().weight.numel()
         self.temperature = temperature
         self.truncation = truncation
-        with torch.no_grad():
-            self._head = (self._plain_head(),)
 
-    def forward(
+    def find_reading(self) -> None:
+        super().find_reading()
+        self._head = (self._plain_head(),)
+
+    def score(
         self,
         packed: PackedSequences,
         *,

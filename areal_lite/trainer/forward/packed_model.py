@@ -37,6 +37,7 @@ from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
 from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sequence_parallel import SequenceParallel
+from areal_lite.models.parallel.shard_loading import is_empty
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
 
 logger = logging.getLogger(__name__)
@@ -139,15 +140,39 @@ class PackedModel(nn.Module):
         self._sequence_parallel: SequenceParallel | None = None
         self._reads_segments = False
         self._fused: tuple[FusedDecoder, ...] = ()
-        with torch.no_grad():
-            self.shares_prefixes = self._packing_is_exact()
-            """True if a bin may hold several sequences: all layers use full attention or a window, and
-            ``position_ids``; checked on four tokens."""
-        if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(decoder):
-            self._fused = (FusedDecoder(decoder),)
+        self.shares_prefixes = False
+        """True if a bin may hold several sequences: all layers use full attention or a window, and ``position_ids``;
+        checked on four tokens."""
+        self._exact = False
+        if not is_empty(model):
+            self.examine()
+
+    def forward(self, packed: PackedSequences | None, **options: Any) -> Any:
+        """Return the :meth:`score` of packed sequences; None examines the model."""
+        if packed is not None:
+            return self.score(packed, **options)
+        self.find_reading()
+
+    def score(self, packed: PackedSequences) -> Any:
+        """Return a number or several for each trained token."""
+        raise NotImplementedError(f"{type(self).__name__} gives states alone: use a scorer")
+
+    @torch.no_grad()
+    def examine(self) -> None:
+        """Find out how the model may be read, on a few tokens; on all ranks, if they share it. Only within a forward
+        pass are sharded weights whole."""
+        self(None)
+
+    def find_reading(self) -> None:
+        """Do so, within a forward pass."""
+        self.shares_prefixes = self._packing_is_exact()
+        if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(self._decoder[0]):
+            self._fused = (FusedDecoder(self._decoder[0]),)
         self._reads_segments = self._side_by_side_is_exact()
-        if model.device.type == "cuda":
+        if self.model.device.type == "cuda":
             self.read_ragged()
+        if self._exact:
+            self.read_exactly()
 
     def read_ragged(self) -> bool:
         """Switch to one bin of all sequences if the model reads segments; return whether it does."""
@@ -199,7 +224,11 @@ class PackedModel(nn.Module):
         ), whole
 
     def read_exactly(self) -> bool:
-        """Compute each sequence on its own, with the bits of the embedded server; return whether the model can."""
+        """Compute each sequence on its own, with the bits of the embedded server; return whether the model can. An
+        empty one does so once it is filled."""
+        self._exact = True
+        if is_empty(self.model):
+            return False
         if exact := self.shares_prefixes and not self.ragged and read_exactly(self.model):
             self.shares_prefixes, self.min_width, self._reads_segments = False, MIN_ROWS, False
         return exact
