@@ -6,7 +6,7 @@ gradients are averaged over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -43,15 +43,26 @@ def shard(module: M) -> M:
     return module
 
 
-def full_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the named tensors, gathered one at a time, on rank 0; None in their place on other ranks.
+def full_tensors(
+    tensors: Iterable[tuple[str, Tensor]], owners: Mapping[str, int] | None = None
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the named tensors, gathered one at a time, on their owner, by default rank 0; None on other ranks.
 
     Every rank must iterate over all of them. Besides their shards, ranks need memory for two tensors.
     """
-    first = Ranks.current().rank == 0
+    rank = Ranks.current().rank
     for name, tensor in tensors:
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield name, full if first else None
+        yield name, full if rank == (owners or {}).get(name, 0) else None
+
+
+def shared_out(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return an owner for each tensor: the rank that owns the fewest bytes so far."""
+    owners, owned = {}, [0] * Ranks.current().size
+    for name, tensor in tensors.items():
+        owners[name] = owned.index(min(owned))
+        owned[owners[name]] += tensor.numel() * tensor.element_size()
+    return owners
 
 
 def shard_like(part: Tensor, full: Tensor) -> Tensor:

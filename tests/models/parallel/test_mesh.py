@@ -14,15 +14,20 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.files.atomic_folder import check_folder
 from areal_lite.models.parallel.ranks import Ranks, join_ranks
 from areal_lite.models.policy_model import check_heads
+from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter
+from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.forward.microbatches import plan_blocks
 from areal_lite.trainer.forward.packed_model import PackedModel, pack
 from tests.fixtures.tiny_model import build_tiny_model
-from tests.models.parallel.rank_programs.mesh_cases import FAMILIES, MESHES, build, results
+from tests.models.parallel.rank_programs.mesh_cases import FAMILIES, MESHES, RESUMED, build, results
+from tests.models.parallel.rank_programs.training_cases import make_trainer, run_case
 from tests.trainer.training_data import drawn_batch
 
 PROGRAM = Path(__file__).parent / "rank_programs" / "mesh_cases.py"
@@ -38,6 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         build(family, folder / family)
     build_tiny_model(folder / "tiny")
+    with CheckpointWriter(folder / "alone", keep=1) as writer:
+        writer.save(2, snapshot(run_case(RESUMED, folder / "tiny")[0]), {})
     return folder
 
 
@@ -85,6 +92,57 @@ def test_a_mesh_gives_each_gradient_and_weight_of_one_process(
         else:
             assert (found[name] - tensor).double().norm() <= limit * tensor.double().norm(), name
     assert any(tensor.any() for name, tensor in expected.items() if name.startswith("gradient/"))
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        kind = f"{file.relative_to(folder).parent}/{file.name.split('.')[0].split('-')[0]}"
+        found |= {f"{kind}/{name}": tensor for name, tensor in load_file(file).items()}
+    return found
+
+
+MESH = pytest.mark.parametrize(
+    "mesh", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MESHES]
+)
+
+
+@MESH
+def test_a_checkpoint_is_resumed_bit_for_bit_on_another_mesh_and_back(
+    mesh: str, models: Path, by_mesh: Callable[[str], Path]
+) -> None:
+    """R21: each rank writes its share of the tensors, whole ones, in files that transformers reads."""
+    alone, together = models / "alone/step_00000002", by_mesh(mesh) / "checkpoints/step_00000002"
+    size = MESHES[mesh].size
+    check_folder(together)
+    expected, found = tensors(alone), tensors(together)
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert (together / "trainer.json").read_bytes() == (alone / "trainer.json").read_bytes()
+    assert (together / "note").read_bytes() == b"of the first rank"
+    for kind in ("policy/model/model", "policy/optimizer", "critic/model/model", "critic/optimizer"):
+        sizes = [(together / f"{kind}-{n + 1:05d}-of-{size:05d}.safetensors").stat().st_size for n in range(size)]
+        assert max(sizes) < 1.8 * sum(sizes) / size
+    loaded = AutoModelForCausalLM.from_pretrained(together / "policy/model").state_dict()
+    assert all(torch.equal(loaded[name[19:]], t) for name, t in found.items() if name.startswith("policy/model/model/"))
+    resumed = make_trainer(RESUMED, models / "tiny")
+    restore(resumed, together)
+    assert snapshot(resumed).learners["critic"].optimizer.keys() == {
+        name.removeprefix("critic/optimizer/") for name in found if name.startswith("critic/optimizer/")
+    }
+
+
+@MESH
+def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_is_named_on_all(
+    mesh: str, by_mesh: Callable[[str], Path]
+) -> None:
+    out = by_mesh(mesh)
+    first, second, *others = ((out / f"failed_{rank}.txt").read_text() for rank in range(MESHES[mesh].size))
+
+    assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_00000002"]
+    assert "part-00001 could not be written" in second
+    assert {first, *others} == {"the checkpoint of step 3 was not written: another rank names the reason"}
 
 
 def test_ranks_are_numbered_by_share_then_by_part() -> None:

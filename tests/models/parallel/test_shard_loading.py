@@ -19,10 +19,6 @@ from tests.fixtures.tiny_model import build_tiny_model
 PROGRAM = Path(__file__).parent / "rank_programs" / "memory.py"
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_empty_model_is_filled_with_the_bits_of_a_whole_one(tied: bool, tmp_path: Path) -> None:
     build_tiny_model(tmp_path, tied=tied)
@@ -37,21 +33,11 @@ def test_an_empty_model_is_filled_with_the_bits_of_a_whole_one(tied: bool, tmp_p
     assert model.name_or_path == whole.name_or_path
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert model.state_dict().keys() == whole.state_dict().keys()
-    for found, expected in ((model.state_dict(), whole.state_dict()), *[map(lambda m: dict(m.named_buffers()), (model, whole))]):
+    for found, expected in (
+        (model.state_dict(), whole.state_dict()),
+        *[map(lambda m: dict(m.named_buffers()), (model, whole))],
+    ):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_an_empty_model_takes_no_memory(tmp_path: Path) -> None:
-    build_tiny_model(tmp_path, hidden_size=1024)
-    before = resident_bytes()
-    model, _ = empty_model(AutoModelForCausalLM, str(tmp_path)) or pytest.fail("it was not possible")
-    grown = resident_bytes() - before
-    size = sum(weight.nbytes for weight in model.parameters())
-
-    assert size > 60e6
-    assert grown < 0.2 * size
-    fill(model)
-    assert resident_bytes() - before > 0.9 * size
 
 
 def test_only_a_head_may_be_missing_and_only_plain_weights_are_read_so(tmp_path: Path) -> None:
@@ -79,8 +65,10 @@ def test_only_a_head_may_be_missing_and_only_plain_weights_are_read_so(tmp_path:
 @pytest.mark.parametrize(("size", "share"), [(2, 0.55), (4, 0.30)])
 def test_a_rank_needs_memory_for_its_own_shard_and_two_files(size: int, share: float, tmp_path: Path) -> None:
     """R21: while it loads and while it saves, beside what a rank needs without a model."""
-    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path / "small", hidden_size=1024, num_layers=6))
+    build_tiny_model(tmp_path / "model", hidden_size=1024, num_layers=6)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model.save_pretrained(tmp_path / "model", max_shard_size="20MB")
+    (tmp_path / "model/model.safetensors").unlink()
     files = [file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors")]
     environment = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(size), str(tmp_path / "model"), str(tmp_path)]
@@ -90,5 +78,5 @@ def test_a_rank_needs_memory_for_its_own_shard_and_two_files(size: int, share: f
     for rank in range(size):
         grown = json.loads((tmp_path / f"memory_{rank}.json").read_text())
         assert grown["loaded"] < share * whole + 2 * max(files)
-        assert grown["held"] < share * 3 * whole
-        assert grown["saved"] < 2 * share * 3 * whole + 2 * max(files)
+        assert grown["copied"] < 3 * share * whole
+        assert grown["saved"] < 3 * share * whole + 2 * max(files)  # weights and two moments

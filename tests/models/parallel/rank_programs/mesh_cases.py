@@ -12,9 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_lite.config.trainer_config import KLConfig, TrainerConfig
-from areal_lite.models.parallel.ranks import join_ranks
+from areal_lite.errors import StorageError
+from areal_lite.models.parallel.ranks import gather_json, join_ranks
+from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter
+from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
-from tests.models.parallel.rank_programs.training_cases import run_case, start_ranks, whole
+from tests.models.parallel.rank_programs.training_cases import make_trainer, run_case, start_ranks, whole
 from tests.trainer.training_data import VOCABULARY, drawn_batch, training_batch
 
 
@@ -31,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     GEMMA3: {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True},
 }
 STEPS = 20
+RESUMED = "critic"
 
 MESHES = {
     "sp2": Mesh(2, 2, (LLAMA, QWEN3, "one_sample", "critic", "adapters", "forked", "sft", "dpo")),
@@ -72,6 +76,23 @@ def results(case: str, models: Path) -> dict[str, Tensor]:
     return run_family(models / case) if case in FAMILIES else run_case(case, models / "tiny")[1]
 
 
+def resume_and_save(rank: int, models: Path, out: Path) -> None:
+    """Resume from the checkpoint of one process and save it again; then let the write of one rank fail."""
+    trainer = make_trainer(RESUMED, models / "tiny")
+    restore(trainer, models / "alone" / "step_00000002")
+    with CheckpointWriter(out / "checkpoints", keep=2) as writer:
+        writer.save(2, snapshot(trainer), {"note": b"of the first rank"} if rank == 0 else {})
+    writer = CheckpointWriter(out / "checkpoints", keep=2)
+    gather_json("all have removed leftovers")
+    if rank == 1:
+        (out / "checkpoints/.areal-lite-part-00001").write_text("in the way")
+    writer.save(3, snapshot(trainer), {})
+    try:
+        writer.wait()
+    except StorageError as error:
+        (out / f"failed_{rank}.txt").write_text(str(error))
+
+
 def run_rank(mesh: Mesh, out: Path, models: Path) -> None:
     """Run the cases of a mesh as one rank; the first writes what came out."""
     with join_ranks(torch.device("cpu"), sp_size=mesh.sp) as ranks:
@@ -79,6 +100,7 @@ def run_rank(mesh: Mesh, out: Path, models: Path) -> None:
             found = results(case, models)
             if ranks.rank == 0:
                 save_file(found, out / f"{case}.safetensors")
+        resume_and_save(ranks.rank, models, out)
 
 
 if __name__ == "__main__":

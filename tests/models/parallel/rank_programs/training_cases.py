@@ -180,9 +180,8 @@ def run_rank(out: Path, model_path: Path) -> None:
                     save_file(dict(bucket.tensors), out / f"{name}_broadcast.safetensors")
             if name in RESUMED and ranks.size == 2:
                 taken, folder = snapshot(trainer), out / f"{name}_snapshot"
-                if ranks.rank == 0:
-                    write_snapshot(taken, folder, 2)
-                broadcast_json("it is written")
+                write_snapshot(taken, folder, 2)
+                gather_json("it is written")
                 resumed = make_trainer(name, model_path)
                 restore(resumed, folder)
                 save_file(weights(resumed), out / f"{name}_resumed_{ranks.rank}.safetensors")
