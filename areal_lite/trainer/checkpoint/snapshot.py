@@ -88,7 +88,7 @@ def snapshot(trainer: Trainer) -> Snapshot:
 def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
     """Write ``NAME/model/`` (a Hugging Face folder, or peft's under adapters), ``NAME/optimizer.safetensors`` for each
     learner, ``trainer.json`` and ``rng.json``. Each of several ranks writes the tensors that it owns, in files with its
-    number, and the first writes the rest; all of them together are the folder."""
+    number, into a folder of its own, and the first the rest as well; all files together are the snapshot."""
     first, counts = Ranks.current().rank == 0, {}
     for name, learner in taken.learners.items():
         crash_point("checkpoint:before_model")

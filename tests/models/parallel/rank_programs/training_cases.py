@@ -25,7 +25,8 @@ from areal_lite.data.batch.data_proto_file import save_data_proto
 from areal_lite.models.parallel.ranks import broadcast_batch, broadcast_json, gather_json, join_ranks
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster
 from areal_lite.servers.weights.weight_folder import write_model
-from areal_lite.trainer.checkpoint.snapshot import restore, snapshot, write_snapshot
+from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter
+from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 from areal_lite.trainer.rl.token_facts import TokenFacts
@@ -179,9 +180,9 @@ def run_rank(out: Path, model_path: Path) -> None:
                 for bucket in buckets:
                     save_file(dict(bucket.tensors), out / f"{name}_broadcast.safetensors")
             if name in RESUMED and ranks.size == 2:
-                taken, folder = snapshot(trainer), out / f"{name}_snapshot"
-                write_snapshot(taken, folder, 2)
-                gather_json("it is written")
+                with CheckpointWriter(out / f"{name}_checkpoints", keep=1) as writer:
+                    writer.save(2, snapshot(trainer), {})
+                folder = out / f"{name}_checkpoints/step_00000002"
                 resumed = make_trainer(name, model_path)
                 restore(resumed, folder)
                 save_file(weights(resumed), out / f"{name}_resumed_{ranks.rank}.safetensors")
