@@ -218,7 +218,7 @@ class PackedModel(nn.Module):
         return dataclasses.replace(
             packed,
             input_ids=packed.input_ids[begin : begin + width],
-            position_ids=packed.position_ids[begin : begin + width],
+            position_ids=packed.position_ids[..., begin : begin + width],
             predicted_at=packed.predicted_at[places] - begin if is_read else places,
             targets=packed.targets[places],
         ), whole
