@@ -55,6 +55,12 @@ class LearnerConfig(OptimizerConfig):
     instructions for bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses a GPU if there is one."""
+    sp_size: Positive = 1
+    """Ranks that read the same sequences together, each some of their tokens, for sequences too long for one rank. Must
+    divide the ranks and the model's attention heads."""
+    tp_size: Literal[1] = 1
+    """Ranks that divide each layer among them: not supported. Weights are sharded over all ranks and gathered layer by
+    layer; for long sequences use sp_size."""
     num_threads: Count = 0
     """CPU threads of the trainer; 0 shares the cores with an embedded server."""
     gradient_checkpointing: bool = False

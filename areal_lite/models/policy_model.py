@@ -20,6 +20,9 @@ from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_hub_name, is_hub_name
 from areal_lite.models.lora import add_adapters
+from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.sequence_parallel import refuse_heads
+from areal_lite.models.parallel.shard_loading import empty_model, is_empty
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,13 @@ _NOT_SCORABLE = {
 def load_policy(
     model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, lora: LoRAConfig | None = None
 ) -> Any:
-    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train. Raises
-    ConfigError if ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights, or
-    adapters cannot be added."""
-    model, missing = load_pretrained(AutoModelForCausalLM, model_path, what="causal LM")
+    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train.
+
+    Raises:
+        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights,
+            or adapters cannot be added.
+    """
+    model, missing = load_pretrained(AutoModelForCausalLM, model_path, what="causal LM", by_shard=True)
     if missing:
         raise ConfigError(
             f"model_path {model_path!r} has no weights for {missing}: give the folder of a complete causal LM, "
@@ -49,9 +55,9 @@ def load_policy(
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
 
 
-def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[Any, bool]:
+def load_scalar_model(auto_class: Any, model_path: str, *, what: str, by_shard: bool) -> tuple[Any, bool]:
     """Return the model with a scalar head, and whether the folder had that head; a new head is zero."""
-    model, missing = load_pretrained(auto_class, model_path, what=what, num_labels=1)
+    model, missing = load_pretrained(auto_class, model_path, what=what, by_shard=by_shard, num_labels=1)
     body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if body:
         raise ConfigError(
@@ -63,11 +69,16 @@ def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[A
     return model, not any(name.endswith("weight") for name in missing)
 
 
-def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: Any) -> tuple[Any, list[str]]:
-    """Return the model in float32 and the names of weights that the folder lacks."""
+def load_pretrained(
+    auto_class: Any, model_path: str, *, what: str, by_shard: bool = False, **options: Any
+) -> tuple[Any, list[str]]:
+    """Return the model in float32 and the names of weights that the folder lacks. With ``by_shard`` several ranks get
+    it empty where that is possible; :func:`areal_lite.models.parallel.sharding.shard` then fills it."""
     if is_hub_name(model_path):
         check_hub_name(model_path)
     check_scorable(model_path)
+    if by_shard and Ranks.current().size > 1 and (empty := empty_model(auto_class, model_path, **options)) is not None:
+        return empty
     try:
         with quiet_transformers():
             model, report = auto_class.from_pretrained(
@@ -79,6 +90,15 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
             "give a folder with config.json and model.safetensors, or a hub name"
         ) from error
     return model, sorted(report["missing_keys"])
+
+
+def check_heads(model_path: str, sp_size: int) -> None:
+    """Check that ``sp_size`` ranks can divide a model's attention heads, by its config alone; raises ConfigError."""
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path)
+    except (OSError, ValueError):
+        return  # loading it gives the reason
+    refuse_heads(config.get("text_config", config).get("num_attention_heads"), sp_size, f"model_path {model_path!r}")
 
 
 def check_scorable(model_path: str, *, key: str = "model_path") -> None:
@@ -103,7 +123,7 @@ def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -
     model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    return model.to(device)
+    return model if is_empty(model) else model.to(device)
 
 
 @contextmanager

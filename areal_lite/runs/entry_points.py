@@ -39,7 +39,7 @@ def run_training(
     from areal_lite.models.policy_model import resolve_device
     from areal_lite.runs.rl_run import run_rl
 
-    with join_ranks(resolve_device(config.trainer.device)):
+    with join_ranks(resolve_device(config.trainer.device), sp_size=config.trainer.sp_size):
         return run_rl(config, on_step, workflow=workflow)
 
 
@@ -68,18 +68,21 @@ def check_trainable(config: RunConfig, workflow: WorkflowChoice | None = None) -
 def check_learnable(config: RunConfig) -> None:
     """Check what a run needs to train beside a sound ``model_path``, servers and rows; raises ConfigError."""
     check_training(config)
-    from areal_lite.models.policy_model import check_scorable, resolve_device
+    from areal_lite.models.policy_model import check_heads, check_scorable, resolve_device
     from areal_lite.trainer.estimators import COMPARES_GROUP
 
     resolve_device(config.trainer.device)
     critic, rollout = config.trainer.critic, config.rollout
     check_scorable(config.model_path)
+    check_heads(config.model_path, config.trainer.sp_size)
     check_text_model(config.model_path)
     critic_path = None if critic is None else critic.model_path
     for key, path in (("reward_model", config.reward_model), ("trainer.critic.model_path", critic_path)):
         if path is not None:
             check_model_path(path, key=key, has_tokenizer=False)
             check_scorable(path, key=key)
+    if critic_path is not None:
+        check_heads(critic_path, config.trainer.sp_size)
     if rollout.group_size < 2 and config.trainer.advantage in COMPARES_GROUP:
         raise ConfigError(
             f"rollout.group_size is {rollout.group_size}: a group of one has no baseline, so every advantage of "

@@ -22,7 +22,7 @@ from areal_lite.data.supervised.tokenized_dataset import BaseDataset
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_text_model
 from areal_lite.models.parallel.ranks import join_ranks
-from areal_lite.models.policy_model import check_scorable, resolve_device
+from areal_lite.models.policy_model import check_heads, check_scorable, resolve_device
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.stopping import interruptible, stop_together
 from areal_lite.runs.training_run import (
@@ -96,6 +96,7 @@ def run_supervised(
     check_model_path(config.model_path)
     check_text_model(config.model_path)
     check_scorable(config.model_path)
+    check_heads(config.model_path, config.trainer.sp_size)
     config = with_dtypes(config)
     logger.info("checking the rows")
     _, make_trainer = _CLASSES[type(config)]
@@ -115,7 +116,8 @@ def run_supervised(
         return summary_of_finished(config, start)
     if start.checkpoint is not None:
         loader.load_state_dict(json.loads((start.checkpoint / _LOADER_FILE).read_bytes()))
-    with join_ranks(resolve_device(config.trainer.device)), open_run_files(config, start, on_step) as files:
+    joined = join_ranks(resolve_device(config.trainer.device), sp_size=config.trainer.sp_size)
+    with joined, open_run_files(config, start, on_step) as files:
         logger.info("loading %s", config.model_path)
         trainer = make_trainer(
             config.trainer,

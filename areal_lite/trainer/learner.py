@@ -113,7 +113,7 @@ class Learner:
         """Autocast the module's forward pass of ``packed``, and count its operations; with gradients, those of its
         backward pass too."""
         scorer: Any = self.module
-        self._flops += scorer.flops(packed) * (self.passes if torch.is_grad_enabled() else 1)
+        self._flops += scorer.flops(packed) / self.ranks.sp * (self.passes if torch.is_grad_enabled() else 1)
         with self.autocast():
             yield
 
@@ -166,7 +166,8 @@ class Learner:
             for microbatch in cut(max_tokens):
                 loss = loss_of(microbatch)
                 with clock("backward"):
-                    # Sharded gradients are averaged over the ranks; the loss is a sum.
+                    # Sharded gradients are averaged over all ranks. The loss is a sum over dp ranks; each sp rank
+                    # computes all of it, but its gradient only through the tokens that it reads.
                     (loss * self.ranks.size).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
             return total

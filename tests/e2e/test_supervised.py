@@ -291,14 +291,24 @@ def test_ranks_save_the_same_update_if_one_gets_the_signal(sft_yaml: Path) -> No
     assert find_checkpoint(run_dir / "checkpoints", "auto") == run_dir / "checkpoints/step_00000002"
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_two_ranks_give_the_results_of_one_process(name: str, tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize(("name", "sp_size"), [("sft", 1), ("dpo", 1), pytest.param("sft", 2, marks=pytest.mark.slow)])
+def test_two_ranks_give_the_results_of_one_process(name: str, sp_size: int, tmp_path: Path, tiny_model: Path) -> None:
     # R21: token-mean over the global batch; pairs whole on one rank; the first rank alone writes.
     path = written(name, tmp_path, tiny_model, epochs=1, learning_rate=1e-3, max_tokens_per_microbatch=300)
     whole = run(path, "trial_name=whole")
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*ranks, "-m", "areal_lite", name, str(path), "-v", "trial_name=ranks", "checkpoint.every_steps=2"],
+        [
+            *ranks,
+            "-m",
+            "areal_lite",
+            name,
+            str(path),
+            "-v",
+            "trial_name=ranks",
+            "checkpoint.every_steps=2",
+            f"trainer.sp_size={sp_size}",
+        ],
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -318,6 +328,15 @@ def test_two_ranks_give_the_results_of_one_process(name: str, tmp_path: Path, ti
     for key, tensor in theirs.items():
         torch.testing.assert_close(ours[key], tensor, rtol=1e-2, atol=2e-4)
     assert [folder.name for folder in sorted((run_dir / "checkpoints").iterdir())][-1] == f"step_{whole.steps:08d}"
+
+
+def test_ranks_that_cannot_read_together_are_refused_before_a_model_is_loaded(sft_yaml: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.sp_size is 2, and there are 1 ranks: start a multiple of 2"):
+        run(sft_yaml, "trainer.sp_size=2")
+    with pytest.raises(ConfigError, match=r"trainer.sp_size is 3, .* 4 attention heads"):
+        run(sft_yaml, "trainer.sp_size=3")
+    with pytest.raises(ConfigError, match=r"trainer.tp_size: 2: it must be 1.*not supported"):
+        run(sft_yaml, "trainer.tp_size=2")
 
 
 def test_a_checkpoint_of_another_config_or_of_more_steps_is_refused(sft_yaml: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from areal_lite.api.trajectory import Group
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import from_tensors, to_tensors
 from areal_lite.data.batch.training_batch import data_proto_of
+from areal_lite.errors import ConfigError
 
 _TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another during a step before it fails
 
@@ -37,37 +39,90 @@ _BROADCAST_TIMEOUT = timedelta(days=7)  # a rank waits while another one generat
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The rank of this process and the number of ranks."""
+    """The place of this process in a mesh of ``dp x sp`` ranks; owner of every size and process group of it.
+
+    The ``sp`` ranks with one ``dp_rank``, whose numbers are next to each other, read the same sequences together, and
+    hold the same values of their tokens. Ranks with another ``dp_rank`` have other sequences. All share the weights.
+    """
 
     rank: int = 0
     size: int = 1
+    """All ranks: ``dp * sp``, the number of shards of each weight."""
+    sp: int = 1
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    """With the dimensions ``dp`` and ``sp``; None if there are only ``dp`` ranks."""
+    device_type: str | None = field(default=None, compare=False)
+    """Of the weights."""
 
     @classmethod
     def current(cls) -> Ranks:
-        """Return the rank in torch's process group; rank 0 of 1 without a group."""
+        """Return the ranks of :func:`join_ranks`; without it those of torch's process group, or rank 0 of 1."""
+        if _joined:
+            return _joined[-1]
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
+    @property
+    def dp(self) -> int:
+        """Shares of the sequences."""
+        return self.size // self.sp
+
+    @property
+    def dp_rank(self) -> int:
+        """The share of this rank."""
+        return self.rank // self.sp
+
+    @property
+    def sp_rank(self) -> int:
+        """The part of each sequence that this rank reads."""
+        return self.rank % self.sp
+
+    def group(self, dimension: str) -> dist.ProcessGroup | None:
+        """Return the ranks that differ from this one in ``dp`` or ``sp`` alone; None for all ranks."""
+        return None if self.mesh is None else self.mesh.get_group(dimension)
+
+    def shard_mesh(self, device_type: str) -> DeviceMesh:
+        """Return all ranks as one dimension, over which weights are sharded."""
+        return init_device_mesh(device_type, (self.size,)) if self.mesh is None else self.mesh._flatten()
+
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over the ranks in place, and return it."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
+        """Sum ``tensor`` over the shares of the sequences in place, and return it."""
+        if self.dp > 1:
+            dist.all_reduce(tensor, group=self.group("dp"))
         return tensor
 
     def most(self, count: int, device: torch.device) -> int:
-        """Return the maximum of ``count`` over the ranks."""
-        if self.size == 1:
+        """Return the maximum of ``count`` over the shares of the sequences."""
+        if self.dp == 1:
             return count
         highest = torch.tensor(count, device=device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group("dp"))
         return int(highest)
 
 
+_joined: list[Ranks] = []
+
+
 @contextmanager
-def join_ranks(device: torch.device) -> Iterator[Ranks]:
+def join_ranks(device: torch.device, *, sp_size: int = 1) -> Iterator[Ranks]:
     """Join the process group of torchrun (or of any launcher that sets RANK, WORLD_SIZE and MASTER_*), if there is one.
-    On a GPU it uses NCCL, and each rank takes the GPU of its LOCAL_RANK; on a CPU gloo. An exception is reported to
-    torchrun, which shows the traceback of the first failed rank and ends the others."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+
+    An exception is reported to torchrun, which shows the traceback of the first failed rank and ends the others.
+
+    Args:
+        device: The device this rank trains on. GPU tensors use NCCL (each rank takes the GPU of its LOCAL_RANK), CPU
+            tensors gloo.
+        sp_size: Ranks that read one sequence together.
+
+    Raises:
+        ConfigError: If ``sp_size`` does not divide the number of ranks.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size % sp_size:
+        raise ConfigError(
+            f"trainer.sp_size is {sp_size}, and there are {size} ranks: start a multiple of {sp_size} with torchrun "
+            f"--nproc-per-node, or set trainer.sp_size: 1"
+        )
+    if size == 1:
         yield Ranks()
         return
     if device.type == "cuda":
@@ -76,7 +131,11 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     errors.initialize()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
-        yield Ranks.current()
+        ranks, mesh = Ranks.current(), None
+        if sp_size > 1:
+            mesh = init_device_mesh(device.type, (size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
+        _joined.append(replace(ranks, sp=sp_size, mesh=mesh, device_type=device.type))
+        yield _joined[-1]
     except BaseException as error:
         if isinstance(error, Exception):
             errors.record_exception(error)
@@ -86,6 +145,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
         dist.group.WORLD.abort()  # pending communication would keep this rank from leaving
         raise
     finally:
+        _joined.clear()
         dist.destroy_process_group()
 
 

@@ -14,10 +14,11 @@ import torch
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.shard_loading import names_differ
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightFolder
 from areal_lite.servers.weights.shared_memory import SharedWeights
-from areal_lite.servers.weights.weight_folder import keep_newest, names_differ, publish_weights
+from areal_lite.servers.weights.weight_folder import keep_newest, publish_weights
 
 logger = logging.getLogger(__name__)
 

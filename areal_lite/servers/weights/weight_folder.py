@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from areal_lite.files.atomic_folder import remove_folder, write_folder
 from areal_lite.files.crash_points import crash_point
 from areal_lite.models.lora import has_adapters, plain_weights, write_adapters
 from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.shard_loading import names_differ
 from areal_lite.models.parallel.sharding import full_tensors
 from areal_lite.models.policy_model import quiet_transformers
 
@@ -111,11 +111,6 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def names_differ(model: Any) -> bool:
-    """Return whether checkpoints name weights differently than the model does, or make one from several."""
-    return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
 
 
 def in_parts(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> Iterator[dict[str, Tensor]]:

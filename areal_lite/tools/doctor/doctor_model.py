@@ -8,6 +8,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.model_path import check_model_path, stored_tensors
 from areal_lite.runs.run_data import tokenizer_path
-from areal_lite.tools.doctor.doctor_machine import Findings, free_memory, gigabytes, ok, warning
+from areal_lite.tools.doctor.doctor_machine import Finding, Findings, free_memory, gigabytes, ok, warning
 
 Config = RunConfig | SupervisedConfig
 _QUESTION = {"role": "user", "content": "What is 1 + 1?"}
@@ -116,6 +117,7 @@ def room(config: Config) -> Findings:
         return
     parameters = _parameters(config.model_path)
     yield from _memory(_needs(config, parameters))
+    yield _on_ranks(config, parameters)
     yield from _disk(config, parameters)
 
 
@@ -126,20 +128,33 @@ def _needs(config: Config, parameters: int) -> Mapping[str, float]:
     from areal_lite.models.policy_model import resolve_device
     from areal_lite.runs.training_run import with_dtypes
 
-    device = resolve_device(config.trainer.device).type
-    lora = config.trainer.lora is not None
-    needs: Counter[str] = Counter({device: parameters * (4 if lora else _TRAINED)})
-    if isinstance(config, RunConfig):
-        if config.trainer.critic is not None:
-            needs[device] += parameters * _TRAINED
-        if config.trainer.kl is not None and not lora:
-            needs[device] += parameters * 4
-        if not config.rollout.addresses:
-            served = resolve_device(config.server.device, key="server.device").type
-            needs[served] += (
-                parameters * getattr(torch, with_dtypes(config).server.dtype).itemsize * config.server.replicas
-            )
+    needs = Counter({resolve_device(config.trainer.device).type: _trainer_bytes(config, parameters)})
+    if isinstance(config, RunConfig) and not config.rollout.addresses:
+        served = resolve_device(config.server.device, key="server.device").type
+        needs[served] += parameters * getattr(torch, with_dtypes(config).server.dtype).itemsize * config.server.replicas
     return needs
+
+
+def _trainer_bytes(config: Config, parameters: int) -> int:
+    lora = config.trainer.lora is not None
+    each = 4 if lora else _TRAINED
+    if isinstance(config, RunConfig):
+        each += _TRAINED * (config.trainer.critic is not None) + 4 * (config.trainer.kl is not None and not lora)
+    return parameters * each
+
+
+def _on_ranks(config: Config, parameters: int) -> Finding:
+    """Tell what each of several ranks needs, and how many of them can read a sequence together."""
+    from areal_lite.models.policy_model import check_heads
+
+    need, sizes = _trainer_bytes(config, parameters), []
+    check_heads(config.model_path, config.trainer.sp_size)
+    for size in (1, 2, 4, 8):
+        with suppress(ConfigError):
+            check_heads(config.model_path, size)
+            sizes.append(str(size))
+    each = ", ".join(f"{gigabytes(need / ranks)} on {ranks}" for ranks in (2, 4, 8))
+    return ok(f"under torchrun each rank's weights and optimizer need {each} ranks; sp_size can be {', '.join(sizes)}")
 
 
 def _memory(needs: Mapping[str, float]) -> Findings:

@@ -127,7 +127,9 @@ def supervised(config: SupervisedConfig) -> Findings:
         changes = _without_files(folder) | {
             "train_dataset": rows,
             "eval_dataset": None,
-            "trainer": replace(config.trainer, total_steps=1, batch_size=min(config.trainer.batch_size, _GROUP)),
+            "trainer": replace(
+                config.trainer, total_steps=1, batch_size=min(config.trainer.batch_size, _GROUP), sp_size=1
+            ),
         }
         small = replace(config, **changes)
         metrics: dict[str, float] = {}

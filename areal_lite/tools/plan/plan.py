@@ -29,6 +29,7 @@ UNKNOWN = (
     "answers that get longer or shorter while the model learns",
     "other work on the machine, now or during the run",
 )
+UNKNOWN_RANKS = "what trainer.sp_size changes, as the probe is one process; areal-lite doctor says what a rank needs"
 UNKNOWN_ASYNC = "the lead of generation over training, which adapts every 8 steps"
 MAX_HELD_OUT = 256
 """Most held-out rows that the probe evaluates on; the time for all rows is scaled up."""
@@ -83,6 +84,7 @@ def _probe_config(config: Trainable, folder: str) -> Trainable:
         "checkpoint": checkpoint,
         "tracking": [],
         "evaluation": replace(config.evaluation, every_steps=None),
+        "trainer": replace(config.trainer, sp_size=1),
     }
     if isinstance(config, RunConfig):
         changes |= {"rollout": replace(config.rollout, fileroot=folder), "rollout_cache": None}
@@ -134,7 +136,11 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
         memory_bytes=measured.memory,
         disk_bytes=_disk(config, measured, growth, evaluations * held_out_scale / max(1, done), checkpoints),
         staleness=_staleness(config, measured),
-        unknown=[*UNKNOWN, *([UNKNOWN_ASYNC] if _is_async(config) else [])],
+        unknown=[
+            *UNKNOWN,
+            *([UNKNOWN_ASYNC] if _is_async(config) else []),
+            *([UNKNOWN_RANKS] if config.trainer.sp_size > 1 else []),
+        ],
     )
 
 

@@ -146,7 +146,8 @@ class ReplayRun(TrainingRun[Evaluation]):
 def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Evaluation]:
     """Train the batches of a run; ``on_step`` sees every record of metrics.jsonl."""
     started, config = time.monotonic(), with_dtypes(replay.config)
-    with join_ranks(resolve_device(config.trainer.device)), ExitStack() as stack:
+    device, sp_size = resolve_device(config.trainer.device), config.trainer.sp_size
+    with join_ranks(device, sp_size=sp_size), ExitStack() as stack:
         start = find_start(config, replay.total_steps)
         files = stack.enter_context(open_run_files(config, start, on_step))
         return ReplayRun(

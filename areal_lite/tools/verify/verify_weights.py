@@ -61,7 +61,7 @@ def checkpoints_have_their_step(run: Run) -> Iterator[str]:
             continue
         steps = [record for record in run.steps if record["step"] <= number]
         skipped = sum(record.get("train/skipped_updates") or 0 for record in steps)
-        made = _updates_of(folder / "policy" / "optimizer.safetensors", run.root)
+        made = _updates_of(next(iter(sorted((folder / "policy").glob("optimizer*"))), folder), run.root)
         if len(steps) == number and made is not None and made != number - skipped:
             yield f"{name}: its optimizer made {made:g} updates in {number} steps, of which {skipped:g} skipped theirs"
 

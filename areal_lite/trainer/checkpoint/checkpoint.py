@@ -13,11 +13,16 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import yaml
+from safetensors import SafetensorError
 
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 from areal_lite.files.atomic_folder import check_folder, remove_folder, sweep, write_folder
@@ -36,11 +41,13 @@ _FIXED = (
 """Keys and sections of the config that must not change on resume, each with a dot after it."""
 _MAY_CHANGE = {
     "trainer.total_steps", "trainer.total_epochs", "trainer.epochs", "trainer.max_tokens_per_microbatch",
-    "trainer.max_inference_length_per_device", "trainer.device", "trainer.num_threads",
+    "trainer.max_inference_length_per_device", "trainer.device", "trainer.num_threads", "trainer.sp_size",
     "trainer.gradient_checkpointing", "trainer.deterministic", "train_dataset.path", "train_dataset.cache_dir",
     "train_dataset.num_workers", "train_dataset.filter_overlong_prompts_workers",
 }  # fmt: skip
 """Keys within them that may; the data source compares the content of the rows itself."""
+_PART = ".areal-lite-part-"
+"""Prefix of what a rank has written, until the first rank takes it."""
 SPARE = 1.2
 """Free space required for a checkpoint, as a multiple of its size; the surplus is for other files of the run."""
 
@@ -141,16 +148,23 @@ def _number(folder: Path) -> int:
 
 
 class CheckpointWriter:
-    """One write at a time, in a thread; only rank 0 writes. Leftovers of a killed writer are removed."""
+    """One write at a time, in a thread on each rank: all write their part, and the first makes the folder of them.
+    Leftovers of a killed writer are removed. Every rank must make one."""
 
     def __init__(self, root: Path | str, *, keep: int) -> None:
         self._root = Path(root)
         self._keep = keep
-        self._writes = Ranks.current().rank == 0
+        ranks = Ranks.current()
+        self._first = ranks.rank == 0
+        self._group = dist.new_group(backend="gloo") if ranks.size > 1 else None
+        self._parts = [self._root / f"{_PART}{rank:05d}" for rank in range(ranks.size)]
+        self._part = self._parts[ranks.rank]
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._metrics: dict[str, float] = {}
-        if self._writes:
+        if self._first:
+            for leftover in self._root.glob(f"{_PART}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
             sweep(self._root)
             existing = checkpoints(self._root)
             if len(existing) > keep:  # the last run was killed before it could delete
@@ -161,10 +175,9 @@ class CheckpointWriter:
         """Start writing the checkpoint after ``step`` steps; wait for the previous write first, and raise its error.
         ``files`` are further ones of the same moment, by path inside the checkpoint."""
         self.wait()
-        if not self._writes:
-            return
-        refuse_later(self._root, step - 1)
-        self._check_space(step, snapshot.num_bytes + sum(map(len, files.values())))
+        if self._first:
+            refuse_later(self._root, step - 1)
+            self._check_space(step, snapshot.num_bytes + sum(map(len, files.values())))
         self._thread = threading.Thread(
             target=self._run, args=(step, snapshot, files), name="areal-lite-checkpoint", daemon=True
         )
@@ -211,20 +224,43 @@ class CheckpointWriter:
     def _run(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
         began = time.monotonic()
         try:
-            self._write(step, snapshot, files)
+            if self._group is None:
+                self._commit(step, partial(_write_files, step, snapshot, files))
+            else:
+                self._write_together(step, snapshot, files)
             self._metrics = {"write_s": time.monotonic() - began, "gb": snapshot.num_bytes / 1e9}
         except Exception as error:  # the training thread raises it
             self._error = error
 
-    def _write(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
-        def write(temporary: Path) -> None:
-            write_snapshot(snapshot, temporary, step)
-            for name, content in files.items():
-                path = temporary / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            crash_point("checkpoint:after_files")
+    def _write_together(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        """Write this rank's part; once all have, the first rank makes the checkpoint of the parts, and all go on."""
+        with self._agreed(step):
+            try:
+                self._part.mkdir(parents=True)
+                _write_files(step, snapshot, files, self._part)
+            except (OSError, SafetensorError) as error:
+                raise StorageError(
+                    f"{self._part} could not be written: {error}: free disk space or fix its permissions"
+                ) from error
+        with self._agreed(step):
+            if self._first:
+                self._commit(step, partial(_take_parts, self._parts))
 
+    @contextmanager
+    def _agreed(self, step: int) -> Iterator[None]:
+        """Wait for the other ranks, also after an error, and raise StorageError if it was theirs."""
+        failed = torch.ones(1)
+        try:
+            yield
+            failed.zero_()
+        finally:
+            dist.all_reduce(failed, group=self._group)
+            if failed.any():
+                shutil.rmtree(self._part, ignore_errors=True)
+        if failed.any():
+            raise StorageError(f"the checkpoint of step {step} was not written: another rank names the reason")
+
+    def _commit(self, step: int, write: Callable[[Path], None]) -> None:
         folder = self._root / f"step_{step:08d}"
         write_folder(folder, write, kind="checkpoint", version=step)
         try:
@@ -239,3 +275,22 @@ class CheckpointWriter:
     def _remove_older(self) -> None:
         for older in checkpoints(self._root)[: -self._keep]:
             remove_folder(older, kind="checkpoint")
+
+
+def _write_files(step: int, snapshot: Snapshot, files: Mapping[str, bytes], folder: Path) -> None:
+    write_snapshot(snapshot, folder, step)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    crash_point("checkpoint:after_files")
+
+
+def _take_parts(parts: Sequence[Path], folder: Path) -> None:
+    for part in parts:
+        for path in sorted(part.rglob("*")):
+            if path.is_file():
+                place = folder / path.relative_to(part)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(place)
+        shutil.rmtree(part)

@@ -13,23 +13,28 @@ every hash right. The price is the size of weights and optimizer once more in CP
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_lite.errors import CheckpointError
 from areal_lite.files.crash_points import crash_point
+from areal_lite.files.model_path import stored_tensors
 from areal_lite.models.lora import has_adapters, load_adapters
 from areal_lite.models.parallel.ranks import Ranks, gather_json
-from areal_lite.models.parallel.sharding import full_tensors, shard_like
+from areal_lite.models.parallel.shard_loading import names_differ, read_into, weights_of
+from areal_lite.models.parallel.sharding import full_tensors, shard_like, shared_out
 from areal_lite.models.policy_model import load_pretrained, quiet_transformers
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.seeding import restore_rng_state, rng_state
+
+_WEIGHTS = "model.safetensors"
 
 
 class Trainer(Protocol):
@@ -50,52 +55,75 @@ class Trainer(Protocol):
 class LearnerSnapshot:
     model: Any  # the model itself; only its config is written
     weights: dict[str, Tensor]
-    """Trained weights, float32 on the CPU: all weights under the model's names (tied ones are one tensor), or only
-    the adapters."""
-    optimizer: dict[str, Tensor]  # optimizer state by ``parameter.kind``
+    """Trained weights of which this rank is the owner, float32 on the CPU, whole: those of the model under its names
+    (tied ones once), or only the adapters."""
+    optimizer: dict[str, Tensor]  # optimizer state by ``parameter.kind``, likewise
+    owners: dict[str, int]  # rank of each weight
     steps_done: int
     skipped_in_a_row: int
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a trainer; only rank 0 has the tensors."""
+    """The state of a trainer; each tensor is on one rank."""
 
     learners: dict[str, LearnerSnapshot]
     counters: dict[str, Any]
     rng: list[dict[str, Any]]  # random state of each rank
-
-    @property
-    def num_bytes(self) -> int:
-        tensors = (t for one in self.learners.values() for t in (*one.weights.values(), *one.optimizer.values()))
-        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    num_bytes: int  # of the tensors of all ranks
 
 
 def snapshot(trainer: Trainer) -> Snapshot:
     """Copy all state that decides how training continues; every rank must call this."""
+    learners = {name: _learner_snapshot(learner) for name, learner in trainer.learners.items()}
+    own = (t.nbytes for one in learners.values() for t in (*one.weights.values(), *one.optimizer.values()))
     return Snapshot(
-        learners={name: _learner_snapshot(learner) for name, learner in trainer.learners.items()},
+        learners=learners,
         counters=trainer.counters(),
         rng=gather_json(rng_state()),
+        num_bytes=sum(gather_json(sum(own))),
     )
 
 
 def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
     """Write ``NAME/model/`` (a Hugging Face folder, or peft's under adapters), ``NAME/optimizer.safetensors`` for each
-    learner, ``trainer.json`` and ``rng.json``."""
-    counts = {}
+    learner, ``trainer.json`` and ``rng.json``. Each of several ranks writes the tensors that it owns, in files with its
+    number, into a folder of its own, and the first the rest as well; all files together are the snapshot."""
+    first, counts = Ranks.current().rank == 0, {}
     for name, learner in taken.learners.items():
         crash_point("checkpoint:before_model")
-        with quiet_transformers():
-            learner.model.save_pretrained(folder / name / "model", state_dict=dict(learner.weights))
+        _write_model(learner, folder / name / "model")
         crash_point("checkpoint:after_model")
-        save_file(learner.optimizer, folder / name / "optimizer.safetensors")
+        save_file(learner.optimizer, folder / name / _own_file("optimizer"))
         crash_point("checkpoint:after_optimizer")
         counts[name] = {"steps_done": learner.steps_done, "skipped_in_a_row": learner.skipped_in_a_row}
-    state = {"step": step, "learners": counts, "counters": taken.counters}
-    (folder / "trainer.json").write_text(json.dumps(state) + "\n")
-    (folder / "rng.json").write_text(json.dumps(taken.rng) + "\n")
-    crash_point("checkpoint:after_state")
+    if first:
+        state = {"step": step, "learners": counts, "counters": taken.counters}
+        (folder / "trainer.json").write_text(json.dumps(state) + "\n")
+        (folder / "rng.json").write_text(json.dumps(taken.rng) + "\n")
+        crash_point("checkpoint:after_state")
+
+
+def _write_model(learner: LearnerSnapshot, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = Ranks.current()
+    if ranks.rank == 0:
+        with quiet_transformers():
+            learner.model.save_pretrained(folder, state_dict=dict(learner.weights), max_shard_size=sys.maxsize)
+    if not any(learner.owners.values()):
+        return  # the first has written all
+    if ranks.rank:
+        save_file(learner.weights, folder / _own_file("model"), metadata={"format": "pt"})
+        return
+    (folder / _WEIGHTS).rename(folder / _own_file("model"))
+    index = {"metadata": {}, "weight_map": {name: _own_file("model", rank) for name, rank in learner.owners.items()}}
+    (folder / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _own_file(kind: str, rank: int | None = None) -> str:
+    ranks = Ranks.current()
+    number = ranks.rank if rank is None else rank
+    return f"{kind}-{number + 1:05d}-of-{ranks.size:05d}.safetensors" if ranks.size > 1 else f"{kind}.safetensors"
 
 
 def restore(trainer: Trainer, folder: Path) -> None:
@@ -109,7 +137,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
         )
     for name, learner in trainer.learners.items():
         _load_weights(learner.module.model, folder / name / "model")
-        _load_optimizer(learner, folder / name / "optimizer.safetensors")
+        _load_optimizer(learner, folder / name)
         learner.steps_done = state["learners"][name]["steps_done"]
         learner.skipped_in_a_row = state["learners"][name]["skipped_in_a_row"]
     trainer.load_counters(state["counters"])
@@ -122,28 +150,31 @@ def restore(trainer: Trainer, folder: Path) -> None:
 def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
     model: Any = learner.module.model
     adapters = has_adapters(model)
-    weights = model.state_dict(keep_vars=True).items()
+    weights = weights_of(model)
+    if adapters:
+        weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     optimizer = {
         f"{name}.{kind}": value
         for name, parameter in _trained(learner).items()
         for kind, value in learner.optimizer.state.get(parameter, {}).items()
     }
+    # One file must hold what is saved under other names, or by peft.
+    owners = dict.fromkeys(weights, 0) if adapters or names_differ(model) else shared_out(weights)
     return LearnerSnapshot(
         model=model,
-        weights=_copies({name: tensor for name, tensor in weights if tensor.requires_grad or not adapters}),
-        optimizer=_copies(optimizer),
+        weights=_copies(weights, owners),
+        optimizer=_copies(optimizer, shared_out(optimizer)),
+        owners=owners,
         steps_done=learner.steps_done,
         skipped_in_a_row=learner.skipped_in_a_row,
     )
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return full copies on the CPU, tied tensors as one; nothing on all ranks but rank 0."""
-    distinct = {str(id(tensor)): tensor.detach() for tensor in tensors.values()}
-    full = {
-        key: one.to("cpu", copy=True).contiguous() for key, one in full_tensors(distinct.items()) if one is not None
-    }
-    return {name: full[key] for name, tensor in tensors.items() if (key := str(id(tensor))) in full}
+def _copies(tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return full copies on the CPU of the tensors that this rank owns."""
+    plain = ((name, tensor.detach()) for name, tensor in tensors.items())
+    full = full_tensors(plain, owners)
+    return {name: one.to("cpu", copy=True).contiguous() for name, one in full if one is not None}
 
 
 def _trained(learner: Learner) -> dict[str, torch.nn.Parameter]:
@@ -157,6 +188,10 @@ def _load_weights(model: Any, folder: Path) -> None:
     if has_adapters(model):
         load_adapters(model, folder)
         return
+    own, stored = weights_of(model), stored_tensors(folder)
+    if {name: tuple(tensor.shape) for name, tensor in own.items()} == {name: one.shape for name, one in stored.items()}:
+        read_into(own, stored)
+        return
     own = model.state_dict()
     loaded = load_pretrained(type(model), str(folder), what="checkpoint")[0].state_dict()
     shapes = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (loaded, own))
@@ -165,18 +200,19 @@ def _load_weights(model: Any, folder: Path) -> None:
         tensor.copy_(shard_like(tensor, loaded[name]))
 
 
-def _load_optimizer(learner: Learner, file: Path) -> None:
-    parameters, saved = _trained(learner), load_file(file)
+def _load_optimizer(learner: Learner, folder: Path) -> None:
+    parameters, saved = _trained(learner), stored_tensors(folder)
     if names := [key.rpartition(".")[0] for key in saved]:  # none before the first update
-        _check_same(file, dict.fromkeys(names, "trained"), dict.fromkeys(parameters, "trained"))
+        _check_same(folder / "optimizer", dict.fromkeys(names, "trained"), dict.fromkeys(parameters, "trained"))
     learner.optimizer.state.clear()
-    for key, value in saved.items():
+    states: dict[str, Tensor] = {}
+    for key, stored in saved.items():
         name, _, kind = key.rpartition(".")
         parameter = parameters[name]
-        sharded = value.shape == parameter.shape  # the number of steps is not
-        learner.optimizer.state[parameter][kind] = (
-            shard_like(parameter, value) if sharded else value.to(parameter.device)
-        )
+        sharded = stored.shape == tuple(parameter.shape)  # the number of steps is not
+        states[key] = torch.empty_like(parameter.detach()) if sharded else torch.empty((), device=parameter.device)
+        learner.optimizer.state[parameter][kind] = states[key]
+    read_into(states, saved)
 
 
 def _check_same(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:

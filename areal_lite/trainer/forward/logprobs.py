@@ -34,10 +34,12 @@ class TokenScorer(PackedModel):
         self.num_head_weights = model.get_input_embeddings().weight.numel()
         self.temperature = temperature
         self.truncation = truncation
-        with torch.no_grad():
-            self._head = (self._plain_head(),)
 
-    def forward(
+    def find_reading(self) -> None:
+        super().find_reading()
+        self._head = (self._plain_head(),)
+
+    def score(
         self,
         packed: PackedSequences,
         *,
@@ -48,13 +50,15 @@ class TokenScorer(PackedModel):
         """Return the scores of the trained tokens; log-probs carry gradient, entropies only with ``entropy_grad``.
         Without ``truncated`` they are those of the whole vocabulary; ``temperature`` replaces the model's own."""
         (head,) = self._head
+        packed, whole = self.own_part(packed)
         scoring = Scoring(temperature or self.temperature, self.truncation if truncated else None, entropy_grad)
         if head is None:
-            return _score_logits(self.read(self.model, packed), packed.targets, scoring)
+            found = _score_logits(self.read(self.model, packed), packed.targets, scoring)
+            return TokenScores(*map(whole, found))
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
             self.states(packed), head.weight, head.bias, packed.targets, scoring
         )
-        return TokenScores(*scores)
+        return TokenScores(*map(whole, scores))
 
     def _plain_head(self) -> nn.Linear | None:
         """Return the output embedding if the logits are its plain product with the decoder's states, else None."""

@@ -7,10 +7,11 @@ nowhere else.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from areal_lite.api.trajectory import TokenSequence
+from areal_lite.errors import ConfigError
 from areal_lite.models.attention_windows import (
     FULL,
     added_to_scores,
@@ -34,10 +36,13 @@ from areal_lite.models.fused_decoder import FusedDecoder
 from areal_lite.models.kernels.exact_attention import read_exactly, whole_rows
 from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
 from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.sequence_parallel import SequenceParallel
+from areal_lite.models.parallel.shard_loading import is_empty
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
 
 logger = logging.getLogger(__name__)
 
+Whole = Callable[[Tensor], Tensor]
 WIDE = 1 << 20
 """Pairs of tokens that do not see each other above which a CPU computes the attention of a tree segment by segment
 instead of under a mask."""
@@ -70,9 +75,14 @@ class PackedSequences:
         return len(self.lengths) * max(self.lengths) ** 2
 
 
-def pack(sequences: Sequence[TokenSequence], blocks: Sequence[Block], *, device: torch.device) -> PackedSequences:
-    """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself."""
+def pack(
+    sequences: Sequence[TokenSequence], blocks: Sequence[Block], *, device: torch.device, multiple: int = 1
+) -> PackedSequences:
+    """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself. Tokens that
+    nobody reads, a bin of their own, round the width up to a ``multiple``."""
     lengths = [block.length for block in blocks]
+    if unread := -sum(lengths) % multiple:
+        lengths.append(unread)
     starts = np.cumsum([0, *lengths])
     ids = np.zeros(starts[-1], np.int64)
     positions = np.zeros_like(ids)
@@ -93,6 +103,9 @@ def pack(sequences: Sequence[TokenSequence], blocks: Sequence[Block], *, device:
             trained = np.flatnonzero(sequence.loss_mask)
             predicted_at.append(places[trained - 1])
             targets.append(sequence.input_ids[trained])
+    if unread:
+        positions[-unread:] = np.arange(unread)
+        parts.append((np.empty(0, np.int64), len(ids) - unread, len(ids)))
     return PackedSequences(
         input_ids=torch.from_numpy(ids).to(device),
         position_ids=torch.from_numpy(positions).to(device),
@@ -124,17 +137,42 @@ class PackedModel(nn.Module):
         """True if one bin holds all sequences, without padding and mask."""
         self.reads_exactly = False
         """True if each sequence is computed on its own, with the bits of the embedded server."""
+        self._sequence_parallel: SequenceParallel | None = None
         self._reads_segments = False
         self._fused: tuple[FusedDecoder, ...] = ()
-        with torch.no_grad():
-            self.shares_prefixes = self._packing_is_exact()
-            """True if a bin may hold several sequences: all layers use full attention or a window, and
-            ``position_ids``; checked on four tokens."""
-        if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(decoder):
-            self._fused = (FusedDecoder(decoder),)
+        self.shares_prefixes = False
+        """True if a bin may hold several sequences: all layers use full attention or a window, and ``position_ids``;
+        checked on four tokens."""
+        self._exact = False
+        if not is_empty(model):
+            self.examine()
+
+    def forward(self, packed: PackedSequences | None, **options: Any) -> Any:
+        """Return the :meth:`score` of packed sequences; None examines the model."""
+        if packed is not None:
+            return self.score(packed, **options)
+        self.find_reading()
+
+    def score(self, packed: PackedSequences) -> Any:
+        """Return a number or several for each trained token."""
+        raise NotImplementedError(f"{type(self).__name__} gives states alone: use a scorer")
+
+    @torch.no_grad()
+    def examine(self) -> None:
+        """Find out how the model may be read, on a few tokens; on all ranks, if they share it. Only within a forward
+        pass are sharded weights whole."""
+        self(None)
+
+    def find_reading(self) -> None:
+        """Do so, within a forward pass."""
+        self.shares_prefixes = self._packing_is_exact()
+        if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(self._decoder[0]):
+            self._fused = (FusedDecoder(self._decoder[0]),)
         self._reads_segments = self._side_by_side_is_exact()
-        if model.device.type == "cuda":
+        if self.model.device.type == "cuda":
             self.read_ragged()
+        if self._exact:
+            self.read_exactly()
 
     def read_ragged(self) -> bool:
         """Switch to one bin of all sequences if the model reads segments; return whether it does."""
@@ -143,8 +181,54 @@ class PackedModel(nn.Module):
             self.balance_length = sys.maxsize  # siblings in one bin add no attention to each other
         return self.ragged
 
+    @property
+    def parts(self) -> int:
+        """Ranks that read one micro-batch together; its width is a multiple of it."""
+        return 1 if self._sequence_parallel is None else self._sequence_parallel.size
+
+    def read_in_parts(self, ranks: Ranks) -> None:
+        """Have the ``sp`` ranks read each micro-batch together from here on.
+
+        Raises:
+            ConfigError: If the model does not read segments, or its heads cannot be divided.
+        """
+        self._sequence_parallel = SequenceParallel(ranks, self._config)
+        if not self.read_ragged():
+            raise ConfigError(
+                f"trainer.sp_size is {ranks.sp}, and {type(self.model).__name__} does not read sequences side by side, "
+                "which their division among ranks needs: set trainer.sp_size: 1, or use another kind of model"
+            )
+
+    def own_part(self, packed: PackedSequences) -> tuple[PackedSequences, Whole]:
+        """Return the part of a micro-batch that this rank reads, and what joins the values of its trained tokens with
+        those of the other ranks; one of a rank alone is whole."""
+        if (parallel := self._sequence_parallel) is None:
+            return packed, lambda values: values
+        width, count = len(packed.input_ids) // parallel.size, len(packed.targets)
+        begin = width * parallel.rank
+        places = (packed.predicted_at // width == parallel.rank).nonzero()[:, 0]
+        is_read = bool(len(places))
+        if not is_read:  # it still joins the forward and backward pass, with a token that counts nothing
+            places = torch.zeros(1, dtype=torch.int64, device=packed.targets.device)
+
+        def whole(values: Tensor) -> Tensor:
+            own = values.new_zeros(count).index_add(0, places, values * is_read)
+            return parallel.sum(own)
+
+        return dataclasses.replace(
+            packed,
+            input_ids=packed.input_ids[begin : begin + width],
+            position_ids=packed.position_ids[..., begin : begin + width],
+            predicted_at=packed.predicted_at[places] - begin if is_read else places,
+            targets=packed.targets[places],
+        ), whole
+
     def read_exactly(self) -> bool:
-        """Compute each sequence on its own, with the bits of the embedded server; return whether the model can."""
+        """Compute each sequence on its own, with the bits of the embedded server; return whether the model can. An
+        empty one does so once it is filled."""
+        self._exact = True
+        if is_empty(self.model):
+            return False
         if exact := self.shares_prefixes and not self.ragged and read_exactly(self.model):
             self.shares_prefixes, self.reads_exactly, self._reads_segments = False, True, False
         return exact
@@ -163,6 +247,8 @@ class PackedModel(nn.Module):
         if self.ragged or (self._reads_segments and wide):
             inputs: dict[str, Any] = {"segments": packed.segments, "position_ids": packed.position_ids[None]}
             ids, at = packed.input_ids[None], packed.predicted_at
+            if self._sequence_parallel is not None:
+                inputs["exchange"] = self._sequence_parallel.exchange
         else:
             ids, at, inputs = self._padded(packed)
         out: Tensor = module(input_ids=ids, use_cache=False, **inputs)[0]

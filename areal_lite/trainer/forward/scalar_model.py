@@ -26,7 +26,7 @@ from areal_lite.trainer.rl.step_tokens import StepCut
 def load_critic(model_path: str, *, device: torch.device, gradient_checkpointing: bool = False) -> Any:
     """Return a critic in float32 on ``device``, without dropout, from a folder of a causal LM, critic or reward model;
     a head that the folder lacks is zero."""
-    model, _ = load_scalar_model(AutoModelForTokenClassification, model_path, what="critic")
+    model, _ = load_scalar_model(AutoModelForTokenClassification, model_path, what="critic", by_shard=True)
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
 
 
@@ -43,20 +43,23 @@ class ValueScorer(PackedModel):
             )
         self._head = (heads[0],)  # a tuple, or the head would be registered twice
 
-    def forward(self, packed: PackedSequences) -> Tensor:
+    def score(self, packed: PackedSequences) -> Tensor:
         """Return ``[N]`` float32, the value at the position before each trained token."""
+        packed, whole = self.own_part(packed)
         states = self.states(packed)
         with torch.autocast(states.device.type, enabled=False):  # bfloat16 has only three digits
             values: Tensor = self._head[0](states.float())
-        return values[:, 0].clone()  # FSDP cannot guard a view
+        return whole(values[:, 0].clone())  # FSDP cannot guard a view
 
 
 def load_reward_model(
     model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, new_head: bool = False
 ) -> Any:
     """Return a reward model in float32 on ``device``, without dropout. ``new_head`` accepts a causal LM to be trained;
-    its head starts at 0."""
-    model, trained = load_scalar_model(AutoModelForSequenceClassification, model_path, what="reward model")
+    its head starts at 0, and several ranks share it."""
+    model, trained = load_scalar_model(
+        AutoModelForSequenceClassification, model_path, what="reward model", by_shard=new_head
+    )
     if not trained and not new_head:
         raise ConfigError(
             f"the reward model {model_path!r} has no reward head, so all its rewards would be equal: give the folder "

@@ -20,6 +20,7 @@ from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.models.lora import adapters_off
 from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.shard_loading import is_empty
 from areal_lite.models.parallel.sharding import shard
 from areal_lite.models.policy_model import load_policy, resolve_device, resolve_dtype
 from areal_lite.models.truncation import Truncation
@@ -69,17 +70,16 @@ class PolicyTrainer:
         self.algorithm = Algorithm(config, max_new_tokens=sampling.max_new_tokens)
         seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
         self.device = resolve_device(config.device)
-        recompute = config.gradient_checkpointing
-        self.model: Any = load_policy(
-            model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
-        )
-        self._policy = TokenScorer(self.model, temperature=sampling.temperature, truncation=sampling.truncation)
-        if config.deterministic and resolve_dtype(config.dtype, self.device) == torch.float32:
-            self._policy.read_exactly()
+        self._policy = self._load(model_path, sampling)
+        self.model: Any = self._policy.model
         self._reference: TokenScorer | None = None
         if config.kl is not None:
             # Under adapters the reference is the model without them.
-            self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
+            self._reference = self._policy
+            if not config.lora:
+                again = is_empty(self.model)  # a copy would take memory
+                reference = self._load(model_path, sampling) if again else copy.deepcopy(self._policy)
+                self._reference = shard(reference.requires_grad_(False))
         self.learner = Learner(self._policy, config, config, total_steps=config.steps, on_skip=on_skip)
         self.learners = {"policy": self.learner}
         self._policy_update = PolicyUpdate(self.learner, config, self.algorithm)
@@ -87,12 +87,23 @@ class PolicyTrainer:
         self._critic_update: CriticUpdate | None = None
         if config.critic is not None:
             path = config.critic.model_path or model_path
+            recompute = config.gradient_checkpointing
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.steps, on_skip=on_skip)
             self.learners["critic"] = self.critic
             self._critic_update = CriticUpdate(self.critic, config, self.algorithm)
         self.total_tokens = 0  # tokens of all batches so far, prompts included
         self._on_facts = on_facts
+
+    def _load(self, model_path: str, sampling: EngineSampling) -> TokenScorer:
+        config, device = self.config, self.device
+        recompute = config.gradient_checkpointing
+        model = load_policy(model_path, device=device, gradient_checkpointing=recompute, lora=config.lora)
+        scorer = TokenScorer(model, temperature=sampling.temperature, truncation=sampling.truncation)
+        exact = config.deterministic and resolve_dtype(config.dtype, device) == torch.float32
+        if exact and Ranks.current().sp == 1:  # parts of a sequence have other rounding
+            scorer.read_exactly()
+        return scorer
 
     @property
     def steps_done(self) -> int:

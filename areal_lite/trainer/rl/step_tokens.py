@@ -171,8 +171,10 @@ class StepCut:
         self._offsets = np.cumsum([0, *(sequence.num_trained_tokens for sequence in sequences)])
 
     def __call__(self, chosen: Sequence[int], max_tokens: int) -> Iterator[Microbatch]:
-        """Yield micro-batches of this rank's share of the ``chosen`` sequences, as many as on every other rank."""
+        """Yield micro-batches of this rank's share of the ``chosen`` sequences, as many as on every other rank;
+        ``max_tokens`` is for one rank."""
         chosen = [index for index in chosen if self._sequences[index].num_trained_tokens]
+        max_tokens *= self._model.parts
         bundles = plan_blocks(
             self._sequences,
             self._share(chosen),
@@ -193,29 +195,32 @@ class StepCut:
             batch = [block for number in numbers for block in bundles[number]]
             positions = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
             yield Microbatch(
-                packed=pack(self._sequences, batch, device=self._device),
+                packed=self._pack(batch),
                 tokens=torch.from_numpy(np.concatenate(positions)).to(self._device),
             )
         for _ in range(num_fillers):
             yield self._filler(chosen)
 
     def _share(self, chosen: list[int]) -> list[int]:
-        if self._ranks.size == 1:
+        if self._ranks.dp == 1:
             return chosen
         units: dict[Hashable, list[int]] = {}
         for index in chosen:
             units.setdefault(self._units[index], []).append(index)
         members = list(units.values())
         lengths = [tree_length(self._sequences, unit) for unit in members]
-        lengths += [0] * (self._ranks.size - len(members))  # some ranks have nothing
-        parts = get_seqlen_balanced_partitions(lengths, self._ranks.size)
-        return [i for index in parts[self._ranks.rank] if index < len(members) for i in members[index]]
+        lengths += [0] * (self._ranks.dp - len(members))  # some ranks have nothing
+        parts = get_seqlen_balanced_partitions(lengths, self._ranks.dp)
+        return [i for index in parts[self._ranks.dp_rank] if index < len(members) for i in members[index]]
 
     def _filler(self, chosen: Sequence[int]) -> Microbatch:
         shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
         block = Block((shortest,), (0,), num_inputs(self._sequences[shortest]))
         index = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
-        return Microbatch(pack(self._sequences, [block], device=self._device), index, counts=False)
+        return Microbatch(self._pack([block]), index, counts=False)
+
+    def _pack(self, blocks: Sequence[Block]) -> PackedSequences:
+        return pack(self._sequences, blocks, device=self._device, multiple=self._model.parts)
 
 
 def _check_ids(sequences: Sequence[TokenSequence], model: PackedModel) -> None:

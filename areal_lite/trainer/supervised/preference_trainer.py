@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig
 from areal_lite.models.lora import adapters_off
+from areal_lite.models.parallel.shard_loading import is_empty
 from areal_lite.models.parallel.sharding import shard
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
@@ -48,8 +49,10 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
 
     def _load(self, model_path: str) -> PackedModel:
         scorer = super()._load(model_path)
-        copies = self.config.lora is None
-        self._reference = shard(copy.deepcopy(scorer).requires_grad_(False)) if copies else None
+        self._reference: PackedModel | None = None
+        if self.config.lora is None:
+            reference = super()._load(model_path) if is_empty(scorer.model) else copy.deepcopy(scorer)
+            self._reference = shard(reference.requires_grad_(False))
         return scorer
 
     def _scores(self, packed: PackedSequences) -> Tensor:

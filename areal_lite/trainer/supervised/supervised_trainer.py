@@ -62,7 +62,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
         self.scorer = self._load(model_path)
         self.model: Any = self.scorer.model
-        self.device: torch.device = self.model.device
+        self.device = resolve_device(config.device)
         self.total_tokens = 0  # tokens of all updates so far, prompts included
         self.learner = Learner(
             self.scorer,

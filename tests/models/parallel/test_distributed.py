@@ -140,7 +140,7 @@ def test_a_sharded_checkpoint_resumes_bit_for_bit_on_as_many_or_fewer_ranks(
     out = by_ranks / "2"
     trained = load_file(out / f"{case}.safetensors")
     fewer = make_trainer(case, tiny)
-    restore(fewer, out / f"{case}_snapshot")
+    restore(fewer, out / f"{case}_checkpoints/step_00000002")
 
     for resumed in (
         weights(fewer),

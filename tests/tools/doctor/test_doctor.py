@@ -331,6 +331,16 @@ def test_memory_counts_optimizer_server_reference_and_critic(config: Path) -> No
     assert needs("rollout.addresses=[127.0.0.1:1]", "trainer.kl={coef: 0.1}") == 10 * (16 + 4)
 
 
+def test_what_each_rank_needs_and_how_many_read_a_sequence_together(config: Path) -> None:
+    assert doctor_model._on_ranks(load_config(config, ["trainer.sp_size=2"]), 10**9).text == (
+        "under torchrun each rank's weights and optimizer need 8.0 GB on 2, 4.0 GB on 4, 2.0 GB on 8 ranks; sp_size "
+        "can be 1, 2, 4"
+    )
+    code, lines = examine(config, "trainer.sp_size=3")
+    assert code == 64
+    the_line(lines, "fix", "has 4 attention heads, which the ranks divide equally: use one of 1, 2, 4")
+
+
 # -- servers, episode, step --------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from areal_lite.data.batch.data_proto_file import save_data_proto
 from areal_lite.models.parallel.ranks import broadcast_batch, broadcast_json, gather_json, join_ranks
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster
 from areal_lite.servers.weights.weight_folder import write_model
-from areal_lite.trainer.checkpoint.snapshot import restore, snapshot, write_snapshot
+from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter
+from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 from areal_lite.trainer.rl.token_facts import TokenFacts
@@ -178,10 +180,9 @@ def run_rank(out: Path, model_path: Path) -> None:
                 for bucket in buckets:
                     save_file(dict(bucket.tensors), out / f"{name}_broadcast.safetensors")
             if name in RESUMED and ranks.size == 2:
-                taken, folder = snapshot(trainer), out / f"{name}_snapshot"
-                if ranks.rank == 0:
-                    write_snapshot(taken, folder, 2)
-                broadcast_json("it is written")
+                with CheckpointWriter(out / f"{name}_checkpoints", keep=1) as writer:
+                    writer.save(2, snapshot(trainer), {})
+                folder = out / f"{name}_checkpoints/step_00000002"
                 resumed = make_trainer(name, model_path)
                 restore(resumed, folder)
                 save_file(weights(resumed), out / f"{name}_resumed_{ranks.rank}.safetensors")
@@ -209,23 +210,28 @@ def generated_rows() -> DataProto:
     return training_batch(drawn_batch(3, groups=3, group_size=2))
 
 
-def main(out: Path, model_path: Path) -> None:
-    """Run the cases on each number of ranks, forked from this process so that torch is imported once."""
+def start_ranks(size: int, target: Callable[..., None], *arguments: Any) -> None:
+    """Call ``target`` as each of ``size`` ranks, forked from this process so that torch is imported once."""
     fork = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    for rank in range(size):
+        os.environ["RANK"] = str(rank)
+        processes.append(fork.Process(target=target, args=arguments))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit(1)
+
+
+def main(out: Path, model_path: Path) -> None:
+    """Run the cases on each number of ranks."""
     for size in SIZES:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         (out / str(size)).mkdir()
-        processes = []
-        for rank in range(size):
-            os.environ["RANK"] = str(rank)
-            processes.append(fork.Process(target=run_rank, args=(out / str(size), model_path)))
-            processes[-1].start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            sys.exit(1)
+        start_ranks(size, run_rank, out / str(size), model_path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""What every mesh of ranks must compute like one process; run as a program, it writes what came out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_lite.config.trainer_config import KLConfig, TrainerConfig
+from areal_lite.errors import StorageError
+from areal_lite.models.parallel.ranks import gather_json, join_ranks
+from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter
+from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
+from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
+from tests.models.parallel.rank_programs.training_cases import make_trainer, run_case, start_ranks, whole
+from tests.trainer.training_data import VOCABULARY, drawn_batch, training_batch
+
+
+class Mesh(NamedTuple):
+    size: int
+    sp: int
+    cases: tuple[str, ...]
+
+
+LLAMA, QWEN3, GEMMA3 = "llama", "qwen3", "gemma3_text"
+FAMILIES: dict[str, dict[str, Any]] = {
+    LLAMA: {"num_key_value_heads": 2},
+    QWEN3: {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 8},  # fewer heads of keys than ranks
+    GEMMA3: {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True},
+}
+STEPS = 20
+RESUMED = "critic"
+
+MESHES = {
+    "sp2": Mesh(2, 2, (LLAMA, QWEN3, "one_sample", "critic", "adapters", "forked", "sft", "dpo")),
+    "dp2 sp2": Mesh(4, 2, (LLAMA, QWEN3, GEMMA3, "many_microbatches", "forked_critic", "dpo", "reward_model")),
+    "sp4": Mesh(4, 4, (LLAMA, QWEN3, GEMMA3, "one_sample", "one_microbatch", "bfloat16")),
+}
+"""Meshes, and the cases that they run: a family of models, or one of ``training_cases``."""
+
+
+def build(family: str, folder: Path) -> Path:
+    """Write a random model of a family and return its folder."""
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(family, **small | options | FAMILIES[family])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def run_family(model_path: Path) -> dict[str, Tensor]:
+    """Return each gradient of the first update, clipped, and each weight and metric after :data:`STEPS` updates of
+    AdamW."""
+    config = TrainerConfig(
+        total_steps=STEPS, learning_rate=1e-2, adam_eps=1e-3, max_grad_norm=0.5, dtype="float32", device="cpu",
+        kl=KLConfig(coef=0.1), entropy_coef=0.01, loss_aggregation="seq-mean-token-mean",
+    )  # fmt: skip
+    trainer, found = PolicyTrainer(config, model_path=str(model_path), seed=1), {}
+    for step in range(STEPS):
+        metrics = trainer.train_step(training_batch(drawn_batch(step, groups=2)), version=3)
+        if step == 0:
+            parameters = trainer.model.named_parameters()
+            found |= {f"gradient/{name}": whole(parameter.grad) for name, parameter in parameters}
+    found |= {f"weight/{name}": whole(parameter) for name, parameter in trainer.model.named_parameters()}
+    return found | {f"metric/{name}": torch.tensor(metrics[name]) for name in ("loss", "grad_norm", "kl", "entropy")}
+
+
+def results(case: str, models: Path) -> dict[str, Tensor]:
+    """Return what a case computes; ``models`` holds those of the families and, as ``tiny``, that of other cases."""
+    return run_family(models / case) if case in FAMILIES else run_case(case, models / "tiny")[1]
+
+
+def resume_and_save(rank: int, models: Path, out: Path) -> None:
+    """Resume from the checkpoint of one process and save it again; then let the write of one rank fail."""
+    trainer = make_trainer(RESUMED, models / "tiny")
+    restore(trainer, models / "alone" / "step_00000002")
+    with CheckpointWriter(out / "checkpoints", keep=2) as writer:
+        writer.save(2, snapshot(trainer), {"note": b"of the first rank"} if rank == 0 else {})
+    writer = CheckpointWriter(out / "checkpoints", keep=2)
+    gather_json("all have removed leftovers")
+    if rank == 1:
+        (out / "checkpoints/.areal-lite-part-00001").write_text("in the way")
+    writer.save(3, snapshot(trainer), {})
+    try:
+        writer.wait()
+    except StorageError as error:
+        (out / f"failed_{rank}.txt").write_text(str(error))
+
+
+def run_rank(mesh: Mesh, out: Path, models: Path) -> None:
+    """Run the cases of a mesh as one rank; the first writes what came out."""
+    with join_ranks(torch.device("cpu"), sp_size=mesh.sp) as ranks:
+        for case in mesh.cases:
+            found = results(case, models)
+            if ranks.rank == 0:
+                save_file(found, out / f"{case}.safetensors")
+        resume_and_save(ranks.rank, models, out)
+
+
+if __name__ == "__main__":
+    chosen = MESHES[sys.argv[1]]
+    start_ranks(chosen.size, run_rank, chosen, *map(Path, sys.argv[2:]))
