@@ -71,6 +71,7 @@ class SupervisedTrainerConfig(LearnerConfig):
     """Fraction of the updates used for warm-up; replaces warmup_steps."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.warmup_ratio is not None and self.warmup_steps:
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}: both set the same thing, "

@@ -26,6 +26,8 @@ FAMILIES = {
     "Mistral": DecoderFamily(),
     "Qwen2": DecoderFamily(),
     "Qwen3": DecoderFamily(),
+    "Qwen2VLText": DecoderFamily(),
+    "Qwen2_5_VLText": DecoderFamily(),
     "Gemma": DecoderFamily(norms_add_one=True),
 }
 """The keys begin the classes' names in transformers."""

@@ -25,7 +25,7 @@ from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import check_model_path, check_text_model
+from areal_lite.files.model_path import check_model_path, check_vision_model
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_scorable, resolve_device
 from areal_lite.runs.folder.resuming import find_start
@@ -99,7 +99,7 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
-    check_text_model(config.model_path)
+    check_vision_model(config.model_path)
     check_scorable(config.model_path)
     config = with_dtypes(config)
     logger.info("checking the rows")

@@ -71,7 +71,7 @@ class PolicyTrainer:
         self.device = resolve_device(config.device)
         recompute = config.gradient_checkpointing
         self.model: Any = load_policy(
-            model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
+            model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora, vision=config.vision
         )
         self._policy = TokenScorer(self.model, temperature=sampling.temperature, truncation=sampling.truncation)
         if config.deterministic and resolve_dtype(config.dtype, self.device) == torch.float32:

@@ -193,7 +193,7 @@ class StepCut:
             batch = [block for number in numbers for block in bundles[number]]
             positions = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
             yield Microbatch(
-                packed=pack(self._sequences, batch, device=self._device),
+                packed=pack(self._sequences, batch, device=self._device, model=self._model),
                 tokens=torch.from_numpy(np.concatenate(positions)).to(self._device),
             )
         for _ in range(num_fillers):
@@ -215,7 +215,7 @@ class StepCut:
         shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
         block = Block((shortest,), (0,), num_inputs(self._sequences[shortest]))
         index = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
-        return Microbatch(pack(self._sequences, [block], device=self._device), index, counts=False)
+        return Microbatch(pack(self._sequences, [block], device=self._device, model=self._model), index, counts=False)
 
 
 def _check_ids(sequences: Sequence[TokenSequence], model: PackedModel) -> None:

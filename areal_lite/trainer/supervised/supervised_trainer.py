@@ -142,6 +142,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             device=resolve_device(self.config.device),
             gradient_checkpointing=self.config.gradient_checkpointing,
             lora=self.config.lora,
+            vision=self.config.vision,
         )
         return TokenScorer(model, temperature=1.0)
 

@@ -42,7 +42,9 @@ def test_a_block_holds_as_many_tokens_as_allowed_and_not_one_more() -> None:
 @given(seed=st.integers(0, 50), cap=st.integers(4, 120), ragged=st.booleans(), whole=st.booleans())
 def test_no_forward_pass_of_a_step_exceeds_the_cap(seed: int, cap: int, ragged: bool, whole: bool) -> None:
     batch = drawn_batch(seed)
-    model: Any = SimpleNamespace(balance_length=500, ragged=ragged, shares_prefixes=True, vocab_size=VOCABULARY)
+    model: Any = SimpleNamespace(
+        balance_length=500, ragged=ragged, shares_prefixes=True, vocab_size=VOCABULARY, tower=None, pixels=None
+    )
     pairs = [index // 2 for index in range(len(batch))]
     cut = StepCut(batch, model, ranks=Ranks(), device=torch.device("cpu"), units=pairs, whole=whole)
     bounds = np.cumsum([0, *(one.num_trained_tokens for one in batch)])
