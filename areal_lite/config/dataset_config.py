@@ -48,6 +48,8 @@ class RowsConfig:
     render tools."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra chat template variables, or chat_template to replace the template."""
+    image_urls: bool = False
+    """Fetch images that rows name by an http(s) URL; false refuses them. Files are read from the data's folder only."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

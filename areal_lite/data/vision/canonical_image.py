@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from areal_lite.data.vision.image_processor import Grid, ImageProcessor
 from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MAX_ENCODED_BYTES = 20_000_000
 MAX_PIXELS = 16_000_000
@@ -38,10 +41,23 @@ def canonical_image(source: bytes, processor: ImageProcessor) -> CanonicalImage:
     Raises:
         ImageError: If it is no PNG, JPEG, WebP or GIF, is damaged, or has too many bytes or pixels.
     """
+    upright = upright_image(source)
+    try:
+        height, width = _stable_size(upright.height, upright.width, processor)
+    except ValueError as error:
+        raise ImageError(f"{error}: send an image that is less narrow") from None
+    file = io.BytesIO()
+    upright.resize((width, height), processor.resample).save(file, "PNG", compress_level=1)
+    png = file.getvalue()
+    return CanonicalImage(png, hashlib.sha256(png).hexdigest(), processor.grid(height, width))
+
+
+def upright_image(source: bytes) -> Image:
+    """Return an image file's first frame in RGB, rotated as its camera was; errors as :func:`canonical_image`."""
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError as error:
-        raise ConfigError("images need Pillow: pip install 'areal-lite[vision]'") from error
+        raise ConfigError("images need pillow: pip install pillow") from error
     if len(source) > MAX_ENCODED_BYTES:
         raise ImageError(f"the image has {len(source):,} bytes: send at most {MAX_ENCODED_BYTES:,}")
     try:
@@ -49,11 +65,7 @@ def canonical_image(source: bytes, processor: ImageProcessor) -> CanonicalImage:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise ImageError(f"the image has {width} x {height} pixels: send at most {MAX_PIXELS:,}")
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-        height, width = _stable_size(upright.height, upright.width, processor)
-        resized = upright.resize((width, height), Image.Resampling(processor.resample))
-        file = io.BytesIO()
-        resized.save(file, "PNG", compress_level=1)
+            return ImageOps.exif_transpose(image).convert("RGB")
     except ImageError:
         raise
     except Exception as error:  # decoders of damaged files raise anything
@@ -61,8 +73,6 @@ def canonical_image(source: bytes, processor: ImageProcessor) -> CanonicalImage:
             f"the image cannot be read ({type(error).__name__}: {str(error)[:200]}): send a whole PNG, JPEG, "
             "WebP or GIF"
         ) from error
-    png = file.getvalue()
-    return CanonicalImage(png, hashlib.sha256(png).hexdigest(), processor.grid(height, width))
 
 
 def _stable_size(height: int, width: int, processor: ImageProcessor) -> tuple[int, int]:
@@ -72,4 +82,4 @@ def _stable_size(height: int, width: int, processor: ImageProcessor) -> tuple[in
         before, size = size, processor.size(*size)
         if size == before:
             return size
-    raise ValueError(f"an image of {width} x {height} pixels has no stable size: send one that is less narrow")
+    raise ValueError(f"{width} x {height} pixels have no stable size")

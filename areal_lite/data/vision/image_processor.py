@@ -36,9 +36,9 @@ class ImageProcessor(ABC):
         self._processor = processor
 
     @property
-    def resample(self) -> int:
+    def resample(self) -> Any:
         """Pillow's filter for resizing."""
-        return int(self._processor.resample)
+        return self._processor.resample
 
     @abstractmethod
     def size(self, height: int, width: int) -> tuple[int, int]:

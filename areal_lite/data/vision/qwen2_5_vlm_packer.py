@@ -60,7 +60,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
         return others | {
             config.prompt_key: self.encoder.rendered(messages, row.get(config.tools_key)),
-            "multi_modal_data": load_media(media_values(messages, row, config)),
+            "multi_modal_data": load_media(media_values(messages, row, config), config),
         }
 
     def get_policy_input(
