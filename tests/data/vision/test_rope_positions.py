@@ -41,7 +41,7 @@ def own_model(name: str) -> Any:
         "num_key_value_heads": 1,
         "vocab_size": 100,
     }
-    vision = {"depth": 1, "num_heads": 1, "spatial_merge_size": 2, "patch_size": 4}
+    vision: dict[str, Any] = {"depth": 1, "num_heads": 1, "spatial_merge_size": 2, "patch_size": 4}
     config: Any
     if name == "Qwen2VL":
         config = transformers.Qwen2VLConfig(
