@@ -50,6 +50,15 @@ def check_images(images: Sequence[ImageSpan], length: int, loss_mask: NDArray[np
         end = span.end
 
 
+def keyed_ids(ids: Sequence[int], images: Sequence[ImageSpan]) -> list[int]:
+    """Return ids in which each image's are negative numbers of its own: equal keys have equal content."""
+    keyed = list(ids)
+    for span in images:
+        first = -int(span.sha256[:15], 16) - 1 - span.length
+        keyed[span.offset : span.end] = range(first, first + span.length)
+    return keyed
+
+
 def images_between(images: Iterable[ImageSpan], start: int, end: int) -> Images:
     """Return the spans inside the tokens ``start`` to ``end``, with offsets from ``start``.
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.api.image_span import images_between
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict
 from areal_lite.api.trajectory import COLUMNS, EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRewards, TurnRole
@@ -42,7 +43,7 @@ def trajectory_of(
             if check_returned(returned):
                 for each in returned.values():
                     rewards = {"reward": each.reward, "episode_reward": each.episode_reward}
-                    sequences.append(TokenSequence(**each.columns(), **rewards))
+                    sequences.append(TokenSequence(**each.columns(), images=each.model_response.images, **rewards))
                     chains.append([node.model_response for node in each.chain()])
             else:
                 arrays = check_tensor_dict(returned)
@@ -119,7 +120,8 @@ class _TurnTree:
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
-            key = (parent, call_key(call)) if call is not None else (parent, sampled, _bytes(ids))
+            images = images_between(sequence.images, start, end)
+            key = (parent, call_key(call)) if call is not None else (parent, sampled, _bytes(ids), images)
             place = self._places.get(key)
             trained = sampled and _any(loss_mask)
             if place is None or (trained and not _any(self.turns[place].loss_mask)):
@@ -131,6 +133,7 @@ class _TurnTree:
                     loss_mask=loss_mask,
                     logprobs=None if sequence.logprobs is None else sequence.logprobs[here],
                     versions=None if sequence.versions is None else sequence.versions[here],
+                    images=images,
                 )
                 if place is None:
                     place = self._places[key] = len(self.turns)
@@ -159,10 +162,12 @@ class _TurnTree:
     def _add_call(self, call: ModelResponse, start: int, parent: int | None) -> int:
         given = np.array(call.prompt.ids[start : call.input_len], np.int32)
         if len(given):
-            key = (parent, False, _bytes(given))
+            images = images_between(call.images, start, call.input_len)
+            key = (parent, False, _bytes(given), images)
             if key not in self._places:
                 self._places[key] = len(self.turns)
                 self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
+                self.turns[-1].images = images
             parent = self._places[key]
         answer = np.array(call.output_tokens, np.int32)
         turn = _untrained(answer, call.input_len, parent, role=TurnRole.ASSISTANT)
@@ -227,6 +232,8 @@ def _longest_prefix(known: Sequence[tuple[ModelResponse, int]], call: ModelRespo
         start, end = other.input_len, other.input_len + other.output_len
         if max(longest, 1) <= end <= call.input_len and ids[start:end] == other.output_tokens:
             before = other.prompt.ids
+            if other.images != tuple(span for span in call.images if span.offset < end):
+                continue  # equal ids, another picture
             if before is ids or before[:start] == ids[:start]:
                 longest, place = end, turn
     return longest, place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_lite.api.image_span import ImageSpan, images_between
+from areal_lite.api.image_span import ImageSpan, images_between, keyed_ids
 from areal_lite.api.trajectory import TokenSequence
 
 
@@ -44,3 +44,14 @@ def test_a_cut_takes_whole_images_with_offsets_from_its_start() -> None:
         images_between(images, 0, 5)
     with pytest.raises(ValueError, match="cut the image"):
         images_between(images, 2, 8)
+
+
+def test_keyed_ids_differ_where_pictures_do_and_only_there() -> None:
+    ids = [5, 9, 9, 9, 5, 9]
+    one, other = (ImageSpan(1, 3, digit * 64, (1, 2, 6)) for digit in "ab")
+    keys = keyed_ids(ids, [one])
+    assert keys == keyed_ids(ids, [one])
+    assert (keys[0], keys[4:]) == (5, [5, 9])  # what is no image stays, also a sampled placeholder
+    assert len({*keys[1:4], *keyed_ids(ids, [other])[1:4]}) == 6
+    assert max(keys[1:4]) < 0
+    assert min(keyed_ids(ids, [one._replace(sha256="f" * 64)])) >= -(2**63)

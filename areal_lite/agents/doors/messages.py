@@ -10,7 +10,15 @@ import orjson
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed, wrong
+from areal_lite.agents.session.request_fields import (
+    RequestError,
+    joined_text,
+    json_object,
+    short,
+    typed,
+    with_images,
+    wrong,
+)
 
 _AS_CHAT = {
     "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",
@@ -98,7 +106,7 @@ class Messages(Api):
         output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
         if output_format is not None:
             chat["response_format"] = output_format
-        return parse_chat_request(chat, self.session.history.find)
+        return parse_chat_request(chat, self.session.history.find, images=self.session.images)
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         (answer,) = answers
@@ -173,8 +181,21 @@ def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, 
         match str(block.get("type")):
             case "text":
                 texts.append(block)
+            case "image" if not is_assistant:
+                texts.append(_image(block))
             case "tool_result" if not is_assistant:
-                content = joined_text(block.get("content"), where)
+                given = block.get("content")
+                content: Any = (
+                    joined_text(given, where)
+                    if not isinstance(given, list)
+                    else with_images(
+                        [
+                            _image(part) if isinstance(part, dict) and part.get("type") == "image" else part
+                            for part in given
+                        ],
+                        where,
+                    )
+                )
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             case "thinking" if is_assistant:
                 other["reasoning_content"] = str(block.get("thinking") or "")
@@ -192,7 +213,17 @@ def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, 
                 )
     if is_assistant:
         return [{"role": role, "content": "".join(str(block.get("text") or "") for block in texts), **other}]
-    return [*results, {"role": role, "content": joined_text(texts, where)}] if texts else results
+    return [*results, {"role": role, "content": with_images(texts, where)}] if texts else results
+
+
+def _image(block: dict[str, Any]) -> dict[str, Any]:
+    """Return an image block as a part of a chat completion."""
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    url = source.get("url")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": url}
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
