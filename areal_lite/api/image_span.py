@@ -70,14 +70,3 @@ def images_between(images: Iterable[ImageSpan], start: int, end: int) -> Images:
         if span.offset < 0 or span.end > end - start:
             raise ValueError(f"the tokens {start} to {end} cut the image {span.sha256[:12]}: cut outside of images")
     return inside
-
-
-def keyed_ids(ids: NDArray[np.integer], images: Iterable[ImageSpan]) -> NDArray[np.integer]:
-    """Return ids ``[T]`` of which equal ones mean equal content: those of an image are made of its hash and their place
-    in it, int64 far above any vocabulary. Without images they are ``ids`` itself."""
-    keyed = ids
-    for span in images:
-        if keyed is ids:
-            keyed = ids.astype("int64")
-        keyed[span.offset : span.end] = [(1 << 62) + int(span.sha256[:14], 16) + index for index in range(span.length)]
-    return keyed

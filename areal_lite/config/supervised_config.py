@@ -38,6 +38,8 @@ class SFTDatasetConfig(ConversationsConfig):
     """Column of the conversation."""
     response_key: str = "response"
     """Column of the response, for rows without messages."""
+    image_key: str = "images"
+    """Column of the images that replace <image> in a message, for models that read images."""
     apply_chat_template: bool = True
     """False concatenates the texts without a chat template."""
 

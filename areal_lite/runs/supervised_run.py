@@ -24,6 +24,8 @@ from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
+from areal_lite.data.vision.image_encoder import image_encoder
+from areal_lite.data.vision.image_pixels import ImagePixels
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_vision_model
 from areal_lite.models.parallel.ranks import join_ranks
@@ -129,6 +131,8 @@ def run_supervised(
             total_steps=total_steps,
             on_skip=files.record_skipped_update,
         )
+        if train.images is not None:
+            trainer.scorer.pixels = ImagePixels(train.images.store, train.images.processor)
         return make_run(
             config=config,
             files=files,
@@ -148,9 +152,10 @@ def datasets(config: SupervisedConfig) -> tuple[BaseDataset, BaseDataset | None]
     if config.eval_dataset is not None and config.eval_dataset.collate_fn is not None:
         raise ConfigError("eval_dataset.collate_fn would do nothing: held-out items are not batched; remove it")
     tokenizer = load_tokenizer(config.model_path)
+    images = image_encoder(config.model_path, tokenizer, config.run_dir)
 
     def load(rows: Any) -> BaseDataset:
         make: Any = _CLASSES[type(config)][0]
-        return make(rows.path, tokenizer, config=rows, seed=config.seed)  # type: ignore[no-any-return]
+        return make(rows.path, tokenizer, config=rows, seed=config.seed, images=images)  # type: ignore[no-any-return]
 
     return load(config.train_dataset), load(config.eval_dataset) if config.eval_dataset else None

@@ -84,6 +84,8 @@ class ChatText(NamedTuple):
     shortfalls: frozenset[Shortfall] = frozenset()
     joints: tuple[int, ...] = ()
     """Characters at which a new token begins in any case; only without a chat template."""
+    images: tuple[Any, ...] = ()
+    """Canonical images of its placeholders, in order; the ids hold one placeholder for each."""
 
 
 class _Turn(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_hub_name, is_hub_name
 
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # Importing transformers from two threads at once breaks its circular imports.
 _lock = threading.Lock()
 
@@ -36,10 +38,20 @@ def _load(path: str) -> Any:
 
 
 def tokenizer_files(path: str) -> dict[str, bytes]:
-    """Return the tokenizer files of ``path`` by name, as they are stored beside a model's weights."""
+    """Return the files of tokenizer and image processor of ``path`` by name, as they are stored beside a model's
+    weights."""
     with TemporaryDirectory() as folder:
-        load_tokenizer(path).save_pretrained(folder)
+        save_tokenizer(load_tokenizer(path), Path(folder))
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the tokenizer, and the settings of the image processor of the folder that it was loaded from."""
+    tokenizer.save_pretrained(folder)
+    for name in _PROCESSOR_FILES:
+        source = Path(tokenizer.name_or_path) / name
+        if source.is_file():
+            shutil.copyfile(source, folder / name)
 
 
 def load_processor(path: str) -> Any:

@@ -36,6 +36,11 @@ class ImageProcessor(ABC):
         self._processor = processor
 
     @property
+    def settings(self) -> str:
+        """All that decides its pixels and grids, as JSON."""
+        return str(self._processor.to_json_string())
+
+    @property
     def resample(self) -> Any:
         """Pillow's filter for resizing."""
         return self._processor.resample

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from areal_lite.data.chat.tokenizer import save_tokenizer
 from areal_lite.files.atomic_folder import remove_folder, write_folder
 from areal_lite.files.crash_points import crash_point
 from areal_lite.models.lora import has_adapters, plain_weights, write_adapters
@@ -81,7 +82,7 @@ def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torc
         if adapted:
             write_adapters(model, temporary / "adapters")
         if first:
-            tokenizer.save_pretrained(temporary)
+            save_tokenizer(tokenizer, temporary)
 
     folder = Path(directory)
     if first:
