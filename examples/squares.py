@@ -25,7 +25,9 @@ def _row(rng: random.Random, task: str, blank: bool) -> dict[str, Any]:
     picture = Image.new("RGB", (CELLS * CELL, CELLS * CELL), (rng.randint(0, 40),) * 3)
     for place in rng.sample(range(CELLS**2), 0 if blank else count):
         left, top = CELL * (place % CELLS), CELL * (place // CELLS)
-        picture.paste(tuple(part + rng.randint(-15, 15) for part in COLOURS[name]), (left, top, left + CELL, top + CELL))
+        picture.paste(
+            tuple(part + rng.randint(-15, 15) for part in COLOURS[name]), (left, top, left + CELL, top + CELL)
+        )
     file = io.BytesIO()
     picture.save(file, "PNG")
     question, answer = ("Which colour?", name) if task == "colour" else ("How many?", str(count))
