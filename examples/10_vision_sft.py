@@ -1,7 +1,8 @@
 """`areal-lite sft` on pictures from Python, then how often the saved model is right by transformers' own generation:
 on pictures that it has not seen, and on blank ones, where it can only guess.
 
-python examples/tiny_vlm.py && OMP_WAIT_POLICY=PASSIVE python examples/10_vision_sft.py [MODEL_FOLDER] [TASK] [key=value ...]
+python examples/tiny_vlm.py
+OMP_WAIT_POLICY=PASSIVE python examples/10_vision_sft.py [MODEL_FOLDER] [TASK] [key=value ...]
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def accuracy(model_dir: Path, *, task: str, blank: bool, size: int = 128) -> flo
     """Return the share of right answers of the model in a folder to pictures that training does not have."""
     from examples.squares import rows
 
-    model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)  # nosec B615 # a folder
+    model: Any = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)  # nosec B615 # a folder
     tokenizer = AutoTokenizer.from_pretrained(model_dir)  # nosec B615 # a folder
     encoder = image_encoder(str(model_dir), tokenizer, model_dir)
     assert encoder is not None

@@ -14,7 +14,7 @@ CELL = 8  # pixels along an edge of a square
 
 
 def rows(size: int = 256, seed: int = 1, task: str = "colour", blank: bool = False) -> list[dict[str, Any]]:
-    """Return rows with ``messages`` and ``images``, PNG files; ``task`` is colour or count, ``blank`` hides the squares."""
+    """Return rows with ``messages`` and ``images``; ``task`` is colour or count, ``blank`` hides the squares."""
     rng = random.Random(seed)
     return [_row(rng, task, blank) for _ in range(size)]
 

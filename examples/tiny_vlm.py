@@ -1,4 +1,4 @@
-"""Makes a tiny random Qwen2.5-VL that reads pictures of 16 x 16 pixels, as a model's folder: python examples/tiny_vlm.py
+"""Makes a tiny random Qwen2.5-VL that reads small pictures, as a model's folder: python examples/tiny_vlm.py
 
 Its tokenizer knows bytes; a picture of :mod:`examples.squares` has 4 tokens.
 """

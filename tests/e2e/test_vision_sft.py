@@ -19,6 +19,9 @@ from areal_lite.runs.stopping import Stopped
 from areal_lite.runs.supervised_run import run_supervised
 
 
+AUTO: Any = AutoModelForImageTextToText
+
+
 def example(name: str) -> Any:
     spec = importlib.util.spec_from_file_location("example", f"examples/{name}.py")
     assert spec is not None
@@ -59,9 +62,9 @@ def test_a_run_stores_each_picture_once_and_its_model_loads_with_every_name(mode
     summary = run_supervised(config)
     assert summary.model_dir is not None
     assert len(list((config.run_dir / "images").glob("*.png"))) == 16 + 4
-    loaded, report = AutoModelForImageTextToText.from_pretrained(summary.model_dir, output_loading_info=True)
+    loaded, report = AUTO.from_pretrained(summary.model_dir, output_loading_info=True)
     assert not any(report.values())
-    first = AutoModelForImageTextToText.from_pretrained(model).state_dict()
+    first = AUTO.from_pretrained(model).state_dict()
     assert not torch.equal(loaded.state_dict()["model.visual.patch_embed.proj.weight"],
                            first["model.visual.patch_embed.proj.weight"])  # fmt: skip
     settings = [json.loads((folder / "preprocessor_config.json").read_text()) for folder in (model, summary.model_dir)]

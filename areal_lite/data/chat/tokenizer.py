@@ -58,7 +58,7 @@ def load_processor(path: str) -> Any:
     """Return the multi-modal processor in the folder ``path``, or None if the model reads only text."""
     if not any((Path(path) / f"{kind}_config.json").is_file() for kind in ("preprocessor", "processor")):
         return None
-    fix = "pip install pillow torchvision, or remove its preprocessor_config.json to use only text"
+    fix = "pip install pillow (and torchvision, if its processor needs it), or remove its preprocessor_config.json"
     with _lock, _as_config_error(f"the processor of {path!r} cannot be loaded", fix):
         from transformers import AutoProcessor
 

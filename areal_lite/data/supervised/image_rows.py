@@ -55,7 +55,7 @@ def take_images(
     built = build_messages({"messages": list(messages), **columns}, keys)
     if other := _parts(built, "video", "image_url"):
         raise ConfigError(
-            f"the row has a part of type {other[0]['type']!r}, which SFT does not read: give images, also the frames of a "
+            f"the row has a part of type {other[0]['type']!r}, which SFT does not read: give images, also frames of a "
             'video, as {"type": "image", "image": ...}'
         )
     if _parts([message for message in built if message["role"] == "assistant"], "image"):

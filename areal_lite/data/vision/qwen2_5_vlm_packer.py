@@ -33,7 +33,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         if processor is None:
             raise ConfigError(
                 f"{type(self).__name__} needs the model's processor, and none was loaded: pip "
-                "install pillow torchvision, and name a model folder with preprocessor_config.json"
+                "install pillow (torchvision for videos), and name a model folder with preprocessor_config.json"
             )
         super().setup(tokenizer=tokenizer, processor=processor, config=config)
 

@@ -15,6 +15,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.supervised.image_rows import ImageTokens, image_columns, images_of
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
+from areal_lite.data.supervised.tokenized_dataset import Item
 from areal_lite.data.vision.image_encoder import ImageEncoder, image_encoder
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.supervised.supervised_trainer import masked_sequence
@@ -40,6 +41,11 @@ def dataset(model: Path, encoder: ImageEncoder | None, *rows: dict[str, Any], ma
     return SFTDataset(list(rows), load_tokenizer(str(model)), max_length, images=encoder)
 
 
+def only(items: SFTDataset) -> Item:
+    assert len(items) == 1
+    return items[0]
+
+
 def row(*content: Any, **columns: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(content)}, ANSWER], **columns}
 
@@ -52,7 +58,7 @@ TEXT = {"type": "text", "text": "hue?"}
 
 
 def test_images_are_spans_that_do_not_train(model: Path, encoder: ImageEncoder) -> None:
-    (item,) = dataset(model, encoder, row(part(RED), TEXT, part(BLUE)))
+    item = only(dataset(model, encoder, row(part(RED), TEXT, part(BLUE))))
     ids, mask = item["input_ids"], item["loss_mask"]
     first, second = images_of(item)
     assert (first.length, first.grid, second.length, second.grid) == (6, (1, 4, 6), 2, (1, 2, 4))
@@ -73,23 +79,23 @@ def test_a_column_gives_the_images_of_a_text(model: Path, encoder: ImageEncoder)
 
 
 def test_text_alone_has_no_columns_of_images(model: Path, encoder: ImageEncoder) -> None:
-    (item,) = dataset(model, encoder, row(TEXT))
+    item = only(dataset(model, encoder, row(TEXT)))
     assert "image_spans" not in item
     assert images_of(item) == ()
 
 
 def test_several_turns_have_the_images_before_them(model: Path, encoder: ImageEncoder) -> None:
     turns = [*row(part(RED))["messages"], *row(TEXT, part(BLUE))["messages"]]
-    (item,) = dataset(model, encoder, {"messages": turns})
+    item = only(dataset(model, encoder, {"messages": turns}))
     assert [span.length for span in images_of(item)] == [6, 2]
     assert int(item["loss_mask"].sum()) == 2 * len("red.")
 
 
 def test_no_cut_goes_through_an_image(model: Path, encoder: ImageEncoder) -> None:
     turns = [*row(TEXT)["messages"], *row(part(RED))["messages"]]
-    (whole,) = dataset(model, encoder, {"messages": turns})
+    whole = only(dataset(model, encoder, {"messages": turns}))
     (span,) = images_of(whole)
-    (cut,) = dataset(model, encoder, {"messages": turns}, max_length=span.end - 1)
+    cut = only(dataset(model, encoder, {"messages": turns}, max_length=span.end - 1))
     assert len(cut["input_ids"]) == span.offset
     assert images_of(cut) == ()
     assert cut["truncated"] == 1
