@@ -6,11 +6,14 @@ An image is a recorded span and is never found by searching ids: a placeholder t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+_DIGITS = frozenset("0123456789abcdef")
 
 
 class ImageSpan(NamedTuple):
@@ -34,6 +37,28 @@ class ImageSpan(NamedTuple):
 
 
 Images = tuple[ImageSpan, ...]
+
+
+def images_of(plain: Any) -> Images:
+    """Return spans of their JSON form, a list of objects; raises ValueError for anything else."""
+    spans = []
+    for value in plain if isinstance(plain, list) else [None]:
+        if not isinstance(value, dict) or value.keys() != {"offset", "length", "sha256", "grid"}:
+            raise ValueError(f"{str(value)[:80]} is no image: give a list of offset, length, sha256, grid")
+        span = ImageSpan(**value)
+        grid: Any = tuple(span.grid) if isinstance(span.grid, list | tuple) else ()
+        numbers = [span.offset, span.length, *grid]
+        if len(numbers) != 5 or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{str(value)[:80]} is no image: offset, length and three sizes are whole numbers")
+        if not isinstance(span.sha256, str) or len(span.sha256) != 64 or not set(span.sha256) <= _DIGITS:
+            raise ValueError(f"{str(span.sha256)[:80]!r} is no sha256: give 64 hexadecimal digits")
+        spans.append(span._replace(grid=grid))
+    return tuple(spans)
+
+
+def plain_images(images: Sequence[ImageSpan]) -> list[dict[str, Any]]:
+    """Return the JSON form of spans."""
+    return [span._asdict() for span in images]
 
 
 def check_images(images: Sequence[ImageSpan], length: int, loss_mask: NDArray[np.bool_] | None = None) -> None:

@@ -17,9 +17,6 @@ from areal_lite.data.vision.image_processor import FAMILIES, Grid, ImageProcesso
 from areal_lite.data.vision.image_store import ImageStore
 from areal_lite.errors import ConfigError
 
-IMAGES_FOLDER = "images"
-"""Of a run's folder."""
-
 
 class ImageRef(NamedTuple):
     """A stored image."""
@@ -90,4 +87,4 @@ def image_encoder(model_path: str, tokenizer: Any, run_dir: Path) -> ImageEncode
         return None
     if config.get("model_type") not in FAMILIES:
         return None
-    return ImageEncoder(load_image_processor(model_path), tokenizer, ImageStore(run_dir / IMAGES_FOLDER))
+    return ImageEncoder(load_image_processor(model_path), tokenizer, ImageStore.of_run(run_dir))

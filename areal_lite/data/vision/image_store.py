@@ -5,9 +5,12 @@ A file is written whole or not at all, and before any line that names it, so wha
 
 from __future__ import annotations
 
+import base64
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
+from areal_lite.api.image_span import ImageSpan
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import storing, write_whole
 
@@ -18,6 +21,11 @@ class ImageStore:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
+    @classmethod
+    def of_run(cls, run_dir: Path) -> ImageStore:
+        """Return the images of the run in a folder."""
+        return cls(run_dir / "images")
+
     def put(self, png: bytes) -> str:
         """Store an image and return its digest; raises StorageError if it cannot be written."""
         sha256 = hashlib.sha256(png).hexdigest()
@@ -26,6 +34,10 @@ class ImageStore:
             with storing(path):
                 write_whole(path, png)
         return sha256
+
+    def encoded(self, images: Iterable[ImageSpan]) -> dict[str, str]:
+        """Return the PNG of each image, once, in base64, by its digest; errors as :meth:`read`."""
+        return {sha256: base64.b64encode(self.read(sha256)).decode() for sha256 in {span.sha256 for span in images}}
 
     def path(self, sha256: str) -> Path:
         """Return where the image is; the digest is checked, so a path never leaves the folder."""

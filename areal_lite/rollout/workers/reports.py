@@ -14,6 +14,7 @@ import numpy as np
 
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
+from areal_lite.api.image_span import plain_images
 from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import RECORDED
 from areal_lite.api.turn_tree import call_key, turn_sources
@@ -27,7 +28,8 @@ def pack_call(request: ModelRequest, ids: list[int], place: Place | None) -> tup
     is None, as outside a group. ``metadata["agent"]`` must have a JSON form."""
     gconfig = GCONFIG.dump_json(request.gconfig).decode()
     agent, streams = request.metadata.get("agent"), request.on_tokens is not None
-    return (request.rid, gconfig, request.top_logprobs, agent, streams, place), [array("i", ids).tobytes()]
+    images = plain_images(request.images)
+    return (request.rid, gconfig, request.top_logprobs, agent, images, streams, place), [array("i", ids).tobytes()]
 
 
 def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Any, Columns]:

@@ -217,7 +217,12 @@ class WorkerProcess(InferenceEngine):
             if group is not None:
                 group.calls.discard(future)
         response = ModelResponse(
-            input_tokens=prompt, rid=req.rid, tokenizer=req.tokenizer, metadata=req.metadata, **answer
+            input_tokens=prompt,
+            rid=req.rid,
+            tokenizer=req.tokenizer,
+            metadata=req.metadata,
+            images=req.images,
+            **answer,
         )
         if context.episode is not None:
             context.episode.calls.append(own_copy(response, prefix))

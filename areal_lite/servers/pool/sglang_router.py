@@ -168,6 +168,8 @@ class Router:
             await asyncio.wait(tasks, timeout=1.0)
 
     def check_fields(self, body: dict[str, Any]) -> None:
+        if "image_data" in body:
+            raise ConfigError("the prompt has images, which are not sent through sglang-router: use no rollout.router")
         if dropped := sorted(body["sampling_params"].keys() - _PASSED_ON):
             raise ConfigError(
                 f"sglang-router does not pass on the sampling parameter {dropped[0]!r}: leave it out, or use no router"
