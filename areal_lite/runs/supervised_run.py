@@ -25,7 +25,6 @@ from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
 from areal_lite.data.vision.image_encoder import image_encoder
-from areal_lite.data.vision.image_pixels import ImagePixels
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, check_vision_model
 from areal_lite.models.parallel.ranks import join_ranks
@@ -131,8 +130,6 @@ def run_supervised(
             total_steps=total_steps,
             on_skip=files.record_skipped_update,
         )
-        if train.images is not None:
-            trainer.scorer.pixels = ImagePixels(train.images.store, train.images.processor)
         return make_run(
             config=config,
             files=files,

@@ -105,7 +105,7 @@ def image_columns(images: Images) -> dict[str, Tensor]:
     }
 
 
-def images_of(item: Mapping[str, Tensor]) -> Images:
+def item_images(item: Mapping[str, Tensor]) -> Images:
     """Return the spans of :func:`image_columns`."""
     if "image_spans" not in item:
         return ()

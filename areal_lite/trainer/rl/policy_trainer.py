@@ -123,7 +123,7 @@ class PolicyTrainer:
         if multi_modal:
             raise TrainingError(
                 f"step {self.steps_done}: {multi_modal} of {len(step.sequences)} sequences have multi_modal_inputs, "
-                "but this trainer's forward pass reads tokens alone, so log-probs would be wrong: train on text only"
+                "which are for own loops: this trainer reads images by their spans, TokenSequence.images"
             )
         step.minibatches = split_groups(
             step.sequences, self.config.minibatches_per_step, rng=np.random.default_rng([self.seed, self.steps_done])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
-from areal_lite.data.supervised.image_rows import images_of
+from areal_lite.data.supervised.image_rows import item_images
 from areal_lite.models.policy_model import load_policy, resolve_device
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.microbatches import common_prefix, num_inputs, read_ids
@@ -222,7 +222,7 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
         sequences = [
-            dataclasses.replace(masked_sequence(item["input_ids"], item["loss_mask"], group=0), images=images_of(item))
+            dataclasses.replace(masked_sequence(item["input_ids"], item["loss_mask"], group=0), images=item_images(item))
             for item in items
         ]
         mean_length = sum(map(num_inputs, sequences)) / len(sequences)

@@ -12,7 +12,7 @@ from PIL import Image
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.config.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.data.supervised.image_rows import ImageTokens, image_columns, images_of
+from areal_lite.data.supervised.image_rows import ImageTokens, image_columns, item_images
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import Item
@@ -60,7 +60,7 @@ TEXT = {"type": "text", "text": "hue?"}
 def test_images_are_spans_that_do_not_train(model: Path, encoder: ImageEncoder) -> None:
     item = only(dataset(model, encoder, row(part(RED), TEXT, part(BLUE))))
     ids, mask = item["input_ids"], item["loss_mask"]
-    first, second = images_of(item)
+    first, second = item_images(item)
     assert (first.length, first.grid, second.length, second.grid) == (6, (1, 4, 6), 2, (1, 2, 4))
     assert [i for i, id in enumerate(ids.tolist()) if id == IMAGE_ID] == [
         *range(first.offset, first.end), *range(second.offset, second.end)
@@ -71,33 +71,33 @@ def test_images_are_spans_that_do_not_train(model: Path, encoder: ImageEncoder) 
     assert {path.stem for path in encoder.store.folder.iterdir()} == {first.sha256, second.sha256}
 
 
-def test_a_column_gives_the_images_of_a_text(model: Path, encoder: ImageEncoder) -> None:
+def test_a_column_gives_the_item_images_a_text(model: Path, encoder: ImageEncoder) -> None:
     texts = {"messages": [{"role": "user", "content": "<image>hue?<image>"}, ANSWER], "images": [RED, BLUE]}
     items = dataset(model, encoder, row(part(RED), TEXT, part(BLUE)), texts)
     assert torch.equal(items[0]["input_ids"], items[1]["input_ids"])
-    assert images_of(items[0]) == images_of(items[1])
+    assert item_images(items[0]) == item_images(items[1])
 
 
 def test_text_alone_has_no_columns_of_images(model: Path, encoder: ImageEncoder) -> None:
     item = only(dataset(model, encoder, row(TEXT)))
     assert "image_spans" not in item
-    assert images_of(item) == ()
+    assert item_images(item) == ()
 
 
 def test_several_turns_have_the_images_before_them(model: Path, encoder: ImageEncoder) -> None:
     turns = [*row(part(RED))["messages"], *row(TEXT, part(BLUE))["messages"]]
     item = only(dataset(model, encoder, {"messages": turns}))
-    assert [span.length for span in images_of(item)] == [6, 2]
+    assert [span.length for span in item_images(item)] == [6, 2]
     assert int(item["loss_mask"].sum()) == 2 * len("red.")
 
 
 def test_no_cut_goes_through_an_image(model: Path, encoder: ImageEncoder) -> None:
     turns = [*row(TEXT)["messages"], *row(part(RED))["messages"]]
     whole = only(dataset(model, encoder, {"messages": turns}))
-    (span,) = images_of(whole)
+    (span,) = item_images(whole)
     cut = only(dataset(model, encoder, {"messages": turns}, max_length=span.end - 1))
     assert len(cut["input_ids"]) == span.offset
-    assert images_of(cut) == ()
+    assert item_images(cut) == ()
     assert cut["truncated"] == 1
     tokens = ImageTokens([1] * 9, [True] * 9, (ImageSpan(2, 3, "a", (1, 1, 1)), ImageSpan(6, 2, "b", (1, 1, 1))))
     assert [len(tokens.cut(n).input_ids) for n in range(1, 10)] == [1, 2, 2, 2, 5, 6, 6, 8, 9]
@@ -113,7 +113,7 @@ def test_a_row_whose_answer_is_beyond_the_limit_is_skipped(model: Path, encoder:
 def test_columns_keep_spans() -> None:
     spans = (ImageSpan(3, 6, "0f" * 32, (1, 4, 6)), ImageSpan(12, 2, "a1" * 32, (1, 2, 4)))
     columns = image_columns(spans)
-    assert images_of(columns) == spans
+    assert item_images(columns) == spans
     assert columns["image_hashes"].shape == (2, 32)
 
 
