@@ -22,7 +22,7 @@ from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.models.parallel.sharding import full_tensors, shard_like
-from areal_lite.models.vision_tower import auto_class_of, frozen_vision, vision_parameters
+from areal_lite.models.vision_tower import auto_class_of, vision_parameters
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."  # of every name in peft's files
@@ -69,12 +69,6 @@ def adapters_off(model: Any) -> Iterator[None]:
 def has_adapters(model: Any) -> bool:
     """Return whether the model has adapters."""
     return bool(getattr(model, "peft_config", None))
-
-
-def changed_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of :func:`plain_weights` that servers do not have from the start: all but a frozen vision tower."""
-    frozen = frozen_vision(model)
-    return ((name, tensor) for name, tensor in plain_weights(model, dtype) if name not in frozen)
 
 
 def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -38,7 +38,7 @@ def auto_class_of(model_path: str) -> Any:
 
 def vision_parameters(model: Any) -> dict[str, Tensor]:
     """Return the parameters of tower and connector by name; nothing of a model of text."""
-    if not hasattr(model.config, "vision_config"):
+    if not hasattr(getattr(model, "config", None), "vision_config"):
         return {}
     language = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in language}

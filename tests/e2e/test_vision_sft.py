@@ -18,7 +18,6 @@ from areal_lite.errors import ConfigError
 from areal_lite.runs.stopping import Stopped
 from areal_lite.runs.supervised_run import run_supervised
 
-
 AUTO: Any = AutoModelForImageTextToText
 
 

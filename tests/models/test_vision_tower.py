@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from areal_lite.config.trainer_config import LearnerConfig, LoRAConfig
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_vision_model
-from areal_lite.models.lora import changed_weights, planned_shape
+from areal_lite.models.lora import planned_shape
 from areal_lite.models.policy_model import load_policy
 from areal_lite.models.vision_tower import auto_class_of
-from areal_lite.servers.weights.weight_folder import publish_weights
+from areal_lite.servers.weights.weight_folder import publish_weights, sent_weights
 from tests.fixtures.tiny_idefics3 import save_tiny_idefics3
 from tests.fixtures.tiny_vlm import save_tiny_vlm
 
 CPU = torch.device("cpu")
 BUILDERS: dict[str, Callable[..., Path]] = {"qwen2_5_vl": save_tiny_vlm, "idefics3": save_tiny_idefics3}
 VISION = {"qwen2_5_vl": ("model.visual.",), "idefics3": ("model.vision_model.", "model.connector.")}
+STORED = VISION | {"qwen2_5_vl": ("visual.",)}  # in checkpoints
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
@@ -80,17 +82,19 @@ def test_a_published_folder_is_whole_and_a_frozen_tower_is_not_sent(
     assert not any(report.values())
     assert all(torch.equal(loaded.get_parameter(name), weight) for name, weight in model.named_parameters())
 
-    sent = dict(changed_weights(model, torch.float32))
-    assert any(name.startswith(VISION[family]) for name in sent) == (vision == "train")
-    tied = set() if "lm_head.weight" in sent else {"lm_head.weight"}
-    assert sent.keys() == trained(model) - tied
+    sent = dict(sent_weights(model, torch.float32))
+    assert any(name.startswith(STORED[family]) for name in sent) == (vision == "train")
+    stored = load_file(published / "model.safetensors")
+    assert sent.keys() == {name for name in stored if vision == "train" or not name.startswith(STORED[family])}
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in sent.items())
 
 
 def test_merged_adapters_are_sent_without_the_tower(folder: Path, family: str) -> None:
     model = load_policy(str(folder), device=CPU, lora=LoRAConfig(rank=2))
-    sent = dict(changed_weights(model, torch.float32))
+    sent = dict(sent_weights(model, torch.float32))
     assert sent
-    assert not any(name.startswith(VISION[family]) for name in sent)
+    assert not any(name.startswith(STORED[family]) for name in sent)
+    assert sent.keys() < load_file(folder / "model.safetensors").keys()
 
 
 @pytest.mark.parametrize("refused", ["gemma3", "llava"])

@@ -222,7 +222,9 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
         sequences = [
-            dataclasses.replace(masked_sequence(item["input_ids"], item["loss_mask"], group=0), images=item_images(item))
+            dataclasses.replace(
+                masked_sequence(item["input_ids"], item["loss_mask"], group=0), images=item_images(item)
+            )
             for item in items
         ]
         mean_length = sum(map(num_inputs, sequences)) / len(sequences)
