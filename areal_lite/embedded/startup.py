@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from areal_lite.embedded.model_thread import ModelThread
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
 
-_LIMITS = HttpLimits(max_body_bytes=128 * 2**20)
+_LIMITS = HttpLimits(max_body_bytes=64 * 2**20)
 _TOO_MANY = b'{"error": {"message": "too many connections: close some"}}'
 
 Extend: TypeAlias = "Callable[[GenerationRoutes, web.Application], None]"
