@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from areal_lite.data.vision.image_processor import ImageProcessor
 from areal_lite.embedded.bad_request import invalid_value, wrong_type
+from areal_lite.embedded.decoder.image_prompt import image_prompt
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams, parse_sampling_params
@@ -29,6 +31,8 @@ class GenerationLimits:
 
     context_length: int
     vocab_size: int
+    image_processor: ImageProcessor | None = None
+    """None if the model reads no images."""
 
 
 def parse_generate(
@@ -74,6 +78,7 @@ def parse_generate(
         incremental=_flag(body, "incremental_streaming_output"),
         num_continued=continued,
         grammar=constraint,
+        images=image_prompt(body, prompt, limits.image_processor),
     )
 
 

@@ -126,6 +126,23 @@ def check_text_model(model_path: str) -> None:
         )
 
 
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "idefics3")
+"""Models that read images here, by ``model_type``."""
+
+
+def check_image_model(model_path: str) -> None:
+    """Check that a model that reads images is one of :data:`VISION_MODELS`; a name on the Hub passes unchecked."""
+    try:
+        config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # as in check_text_model
+    if isinstance(config, dict) and config.get("vision_config") and config.get("model_type") not in VISION_MODELS:
+        raise ConfigError(
+            f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: the embedded server "
+            f"serves {', '.join(VISION_MODELS)} and models of text. Use one of these, or serve it with SGLang or vLLM."
+        )
+
+
 class StoredTensor(NamedTuple):
     file: Path
     shape: tuple[int, ...]

@@ -25,6 +25,8 @@ FAMILIES = {
     "Llama": DecoderFamily(),
     "Mistral": DecoderFamily(),
     "Qwen2": DecoderFamily(),
+    "Qwen2VLText": DecoderFamily(),
+    "Qwen2_5_VLText": DecoderFamily(),
     "Qwen3": DecoderFamily(),
     "Qwen2VLText": DecoderFamily(),
     "Qwen2_5_VLText": DecoderFamily(),

@@ -31,6 +31,8 @@ class ImageProcessor(ABC):
     """Text that belongs around the placeholders of an image and that no chat template writes."""
     marks: tuple[str, ...]
     """Tokens that only images have; a text that has one is refused."""
+    merge_size: int | None = None
+    """Patches along the edge of a token, for models that place it by time, row and column; None for plain positions."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -77,12 +79,16 @@ class QwenImageProcessor(ImageProcessor):
     placeholder = "<|image_pad|>"
     marks = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
+    def __init__(self, processor: Any) -> None:
+        super().__init__(processor)
+        self.merge_size: int = processor.merge_size
+
     def size(self, height: int, width: int) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         one = self._processor
         limits = {"min_pixels": one.size["shortest_edge"], "max_pixels": one.size["longest_edge"]}
-        size: tuple[int, int] = smart_resize(height, width, one.patch_size * one.merge_size, **limits)
+        size: tuple[int, int] = smart_resize(height, width, one.patch_size * self.merge_size, **limits)
         return size
 
     def grid(self, height: int, width: int) -> Grid:
@@ -90,7 +96,7 @@ class QwenImageProcessor(ImageProcessor):
 
     def num_tokens(self, grid: Grid) -> int:
         time, height, width = grid
-        return int(time * height * width // self._processor.merge_size**2)
+        return time * height * width // self.merge_size**2
 
 
 class Idefics3ImageProcessor(ImageProcessor):

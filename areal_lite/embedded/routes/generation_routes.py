@@ -53,7 +53,9 @@ class GenerationRoutes:
         self._decode = decode
         self._grammars = grammars
         runner = model.scheduler.runner
-        self.limits = GenerationLimits(context_length=runner.context_length, vocab_size=runner.vocab_size)
+        self.limits = GenerationLimits(
+            context_length=runner.context_length, vocab_size=runner.vocab_size, image_processor=runner.image_processor
+        )
         self._draw = random.Random(seed)
         self._live: dict[str, GenerationRequest] = {}
         # One thread: a tokenizer is not thread-safe, and a long text must not block the event loop.
