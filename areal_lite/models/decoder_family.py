@@ -28,8 +28,6 @@ FAMILIES = {
     "Qwen2VLText": DecoderFamily(),
     "Qwen2_5_VLText": DecoderFamily(),
     "Qwen3": DecoderFamily(),
-    "Qwen2VLText": DecoderFamily(),
-    "Qwen2_5_VLText": DecoderFamily(),
     "Gemma": DecoderFamily(norms_add_one=True),
 }
 """The keys begin the classes' names in transformers."""

@@ -26,7 +26,7 @@ from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
 from areal_lite.data.vision.image_encoder import image_encoder
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import check_model_path, check_vision_model
+from areal_lite.files.model_path import check_image_model, check_model_path
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_scorable, resolve_device
 from areal_lite.runs.folder.resuming import find_start
@@ -100,7 +100,7 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
-    check_vision_model(config.model_path)
+    check_image_model(config.model_path)
     check_scorable(config.model_path)
     config = with_dtypes(config)
     logger.info("checking the rows")

@@ -252,5 +252,5 @@ def test_a_model_that_is_not_on_the_list_is_refused_by_name(qwen: Path, tmp_path
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = (qwen / "config.json").read_text().replace('"qwen2_5_vl"', '"gemma3"')
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ConfigError, match="is a gemma3 model, which reads images: the embedded server serves qwen2_vl"):
+    with pytest.raises(ConfigError, match="is a gemma3 model, whose images are not computed here"):
         resolve_model_path(str(tmp_path))

@@ -14,13 +14,12 @@ from safetensors.torch import load_file
 
 from areal_lite.config.trainer_config import LearnerConfig, LoRAConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import check_vision_model
+from areal_lite.files.model_path import check_image_model
 from areal_lite.models.lora import planned_shape
 from areal_lite.models.policy_model import load_policy
 from areal_lite.models.vision_tower import auto_class_of
 from areal_lite.servers.weights.weight_folder import publish_weights, sent_weights
-from tests.fixtures.tiny_idefics3 import save_tiny_idefics3
-from tests.fixtures.tiny_vlm import save_tiny_vlm
+from tests.fixtures.tiny_vlm import save_tiny_idefics3, save_tiny_vlm
 
 CPU = torch.device("cpu")
 BUILDERS: dict[str, Callable[..., Path]] = {"qwen2_5_vl": save_tiny_vlm, "idefics3": save_tiny_idefics3}
@@ -100,12 +99,12 @@ def test_merged_adapters_are_sent_without_the_tower(folder: Path, family: str) -
 @pytest.mark.parametrize("refused", ["gemma3", "llava"])
 def test_other_models_with_images_are_refused_by_name(tmp_path: Path, refused: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": refused, "vision_config": {"hidden_size": 8}}))
-    for check in (check_vision_model, auto_class_of):
+    for check in (check_image_model, auto_class_of):
         with pytest.raises(ConfigError, match=rf"is a {refused} model.*use one of qwen2_vl, qwen2_5_vl, idefics3"):
             check(str(tmp_path))
 
 
 def test_models_of_text_are_loaded_as_before(tiny: Path) -> None:
-    check_vision_model(str(tiny))
+    check_image_model(str(tiny))
     assert auto_class_of(str(tiny)) is transformers.AutoModelForCausalLM
     assert auto_class_of(str(tiny / "absent")) is transformers.AutoModelForCausalLM

@@ -19,7 +19,7 @@ from areal_lite.api.image_span import Images, check_images, images_of, keyed_ids
 from areal_lite.data.vision.canonical_image import MAX_PIXELS, ImageError
 from areal_lite.data.vision.image_processor import ImageProcessor
 from areal_lite.data.vision.image_source import base64_bytes
-from areal_lite.data.vision.rope_positions import IMAGE, mrope_positions
+from areal_lite.data.vision.rope_positions import positions_of_spans
 from areal_lite.embedded.bad_request import invalid_value
 
 
@@ -70,7 +70,9 @@ def image_prompt(body: dict[str, Any], prompt: list[int], processor: ImageProces
         images=images,
         pixels={sha256: processor.pixels(png) for sha256, png in pngs.items()},
         keys=keyed_ids(prompt, images),
-        axes=None if processor.merge_size is None else _axes(images, len(prompt), processor.merge_size),
+        axes=None
+        if processor.merge_size is None
+        else positions_of_spans(len(prompt), images, merge_size=processor.merge_size),
     )
 
 
@@ -95,11 +97,3 @@ def _grid(png: bytes, processor: ImageProcessor) -> tuple[int, int, int]:
     except Exception as error:  # decoders of damaged files raise anything
         raise ValueError(f"an image is not canonical ({error})") from None
     return processor.grid(height, width)
-
-
-def _axes(images: Images, length: int, merge_size: int) -> Tensor:
-    kinds = torch.zeros(length, dtype=torch.int64)
-    for span in images:
-        kinds[span.offset : span.end] = IMAGE
-    grids = torch.tensor([span.grid for span in images])
-    return mrope_positions(kinds, image_grids=grids, video_grids=None, merge_size=merge_size)

@@ -20,8 +20,7 @@ from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.microbatches import plan_blocks, tree_length
 from areal_lite.trainer.forward.packed_model import pack
 from areal_lite.trainer.rl.step_tokens import StepCut
-from tests.fixtures.tiny_idefics3 import save_tiny_idefics3
-from tests.fixtures.tiny_vlm import IMAGE_ID, save_tiny_vlm
+from tests.fixtures.tiny_vlm import IMAGE_ID, save_tiny_idefics3, save_tiny_vlm
 from tests.fixtures.vision_sequences import Part, Pictures
 
 CPU = torch.device("cpu")
