@@ -5,11 +5,14 @@ Names are those of Qwen2-VL, Qwen2.5-VL and Idefics3; other models read text onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+Pixels = Mapping[str, Tensor]
+"""A model's inputs of one image, such as ``pixel_values`` and ``image_grid_thw``."""
 TOWERS = ("model.visual.", "model.vision_model.", "model.connector.")
 """Beginnings of the names of weights that make embeddings of images."""
 
@@ -34,11 +37,9 @@ def own_name(model: Any, name: str) -> str:
     return name
 
 
-def image_features(model: Any, pixels: Mapping[str, Tensor]) -> Tensor:
-    """Return the embeddings ``[tokens, hidden]`` of one image; ``pixels`` are those of its image processor."""
-    inputs = {name: value.to(model.device) for name, value in pixels.items()}
+def image_features(model: Any, images: Sequence[Pixels]) -> list[Tensor]:
+    """Return the embeddings ``[tokens, hidden]`` of each image; pixels are those of its image processor."""
+    inputs = {name: torch.cat([one[name] for one in images]).to(model.device) for name in images[0]}
     if "image_grid_thw" not in inputs:  # Idefics3 takes the images of each row of a batch
-        inputs["pixel_values"] = inputs["pixel_values"][None]
-    (features,) = model.get_image_features(**inputs, return_dict=True).pooler_output
-    embeddings: Tensor = features.to(model.dtype)
-    return embeddings
+        inputs["pixel_values"] = inputs["pixel_values"][:, None]
+    return list(model.get_image_features(**inputs, return_dict=True).pooler_output)

@@ -7,7 +7,7 @@ are what an image processor made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ from areal_lite.api.image_span import ImageSpan
 from areal_lite.data.vision.rope_positions import positions_of_spans
 from areal_lite.errors import TrainingError
 from areal_lite.files.model_path import check_vision_family
-
-Pixels = Mapping[str, Tensor]
-"""The model's inputs of one image, such as ``pixel_values`` and ``image_grid_thw``."""
+from areal_lite.models.image_model import Pixels, image_features
 
 
 def auto_class_of(model_path: str) -> Any:
@@ -79,7 +77,9 @@ class VisionTower:
         """
         parts = [[image] for image in images] if one_by_one else [images]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains):
-            features = [feature for part in parts for feature in self._features([pixels for _, pixels in part])]
+            features = [
+                feature for part in parts for feature in image_features(self._model, [pixels for _, pixels in part])
+            ]
         for (span, _), feature in zip(images, features, strict=True):
             if len(feature) != span.length:
                 raise TrainingError(
@@ -97,10 +97,3 @@ class VisionTower:
             return span, {"pixel_values": torch.ones(1, 3, *[edge * config.patch_size] * 2)}
         values = 3 * config.temporal_patch_size * config.patch_size**2
         return span, {"pixel_values": torch.ones(edge**2, values), "image_grid_thw": torch.tensor([span.grid])}
-
-    def _features(self, images: Sequence[Pixels]) -> Sequence[Tensor]:
-        inputs = {name: torch.cat([one[name] for one in images]).to(self._model.device) for name in images[0]}
-        if inputs["pixel_values"].ndim == 4:
-            inputs["pixel_values"] = inputs["pixel_values"][:, None]  # one image for each of a batch
-        features: Sequence[Tensor] = self._model.get_image_features(**inputs, return_dict=True).pooler_output
-        return features

@@ -16,7 +16,8 @@ from areal_lite.api.image_span import ImageSpan
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.vision.image_pixels import ImagePixels
 from areal_lite.errors import TrainingError
-from areal_lite.models.vision_tower import Pixels, VisionTower
+from areal_lite.models.image_model import Pixels
+from areal_lite.models.vision_tower import VisionTower
 
 
 @dataclass(frozen=True, slots=True)
