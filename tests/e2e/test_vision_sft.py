@@ -51,9 +51,9 @@ SHORT = ("train_dataset.kwargs.size=16", "eval_dataset.kwargs.size=4", "trainer.
 def test_a_tiny_model_learns_colours_and_cannot_guess_blank_pictures(model: Path, tmp_path: Path) -> None:
     summary = run_supervised(config_of(model, tmp_path, "learn"))
     assert summary.model_dir is not None
-    accuracy = example("10_vision_sft").accuracy
-    assert accuracy(summary.model_dir, task="colour", blank=False) >= 0.95
-    assert accuracy(summary.model_dir, task="colour", blank=True) < 0.4  # a quarter by chance
+    accuracy, rows = example("10_vision_sft").accuracy, example("squares").rows
+    assert accuracy(summary.model_dir, rows(128, seed=2)) >= 0.95
+    assert accuracy(summary.model_dir, rows(128, seed=2, blank=True)) < 0.4  # a quarter by chance
 
 
 def test_a_run_stores_each_picture_once_and_its_model_loads_with_every_name(model: Path, tmp_path: Path) -> None:
