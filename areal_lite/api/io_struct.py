@@ -67,6 +67,12 @@ class ModelRequest:
     """The ids of ``input_ids``, which then do not change: records of the call share it instead of copying the ids."""
     images: Images = ()
     """Images among ``input_ids``, which hold all of their tokens; the run's folder has the files."""
+    image_data: list[str] | None = None
+    """AReaL's: the images in base64, which the engine stores; ``images`` are then found by their tokens, in order."""
+    vision_msg_vllm: Any = None
+    """AReaL's, ignored: every server gets the tokens."""
+    processor: Any = None
+    """AReaL's, ignored."""
 
     def copy(self) -> ModelRequest:
         """Return a copy with its own ``input_ids`` and ``metadata``."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_lite.api.failure import FailureKind, attributed_to
-from areal_lite.api.image_span import images_between
+from areal_lite.api.image_span import Images, images_between
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict
 from areal_lite.api.trajectory import COLUMNS, EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRewards, TurnRole
@@ -55,6 +55,10 @@ def trajectory_of(
                     )
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
+                if any(call.images for call in calls):
+                    trajectory.extras.pop("multi_modal_input", None)  # pixels, which the spans name
+                    for sequence in sequences:
+                        sequence.images = _images_of(sequence, calls)
         trajectory.join_rewards(TurnRewards())
     link_turns(trajectory, chains, calls)
     return trajectory
@@ -258,6 +262,16 @@ def _row_sequences(arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenSequence
                 raise ValueError(f"rewards is {reward} and token_rewards sum to {total}: leave rewards out")
             sequence.reward = sequence.episode_reward = total
         yield sequence
+
+
+def _images_of(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Images:
+    """Return the images of a sequence that a workflow made of its calls: those of the longest that it begins with."""
+    ids: list[int] = sequence.input_ids.tolist()
+    for call in sorted(calls, key=lambda call: -call.input_len):
+        end = call.input_len + call.output_len
+        if ids[call.input_len : end] == call.output_tokens and ids[: call.input_len] == call.input_tokens:
+            return call.images
+    return ()
 
 
 def _chain_spans(chain: Chain) -> Iterator[Span]:

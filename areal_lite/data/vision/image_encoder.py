@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_lite.api.image_span import Images, ImageSpan
+from areal_lite.api.io_struct import ModelRequest
+from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.vision.canonical_image import canonical_image
 from areal_lite.data.vision.image_processor import FAMILIES, Grid, ImageProcessor, load_image_processor
+from areal_lite.data.vision.image_source import base64_bytes
 from areal_lite.data.vision.image_store import ImageStore
 from areal_lite.errors import ConfigError
 
@@ -74,6 +79,40 @@ class ImageEncoder:
             longer += [*[self.placeholder_id] * length, *after]
             start = place + 1
         return longer + list(ids[start:]), tuple(spans)
+
+    def located(self, ids: Sequence[int], images: Sequence[ImageRef]) -> Images:
+        """Return the spans of images in ids that a processor has expanded already, as AReaL's workflows do.
+
+        Raises:
+            ConfigError: If the placeholders are not those of these images in order, and no more.
+        """
+        spans: list[ImageSpan] = []
+        places = [index for index, token in enumerate(ids) if token == self.placeholder_id]
+        for image in images:
+            length, used = self.processor.num_tokens(image.grid), sum(span.length for span in spans)
+            here = places[used : used + length]
+            if here != list(range(here[0], here[0] + length) if here else [-1]):
+                break
+            spans.append(ImageSpan(here[0], length, image.sha256, image.grid))
+        if len(spans) != len(images) or len(places) != sum(span.length for span in spans):
+            raise ConfigError(
+                f"input_ids have {len(places)} placeholders of images, but image_data has {len(images)} images of "
+                f"{[self.processor.num_tokens(image.grid) for image in images]} tokens: use the model's own processor"
+            )
+        return tuple(spans)
+
+
+def with_spans(req: ModelRequest, config: InferenceEngineConfig) -> ModelRequest:
+    """Return a request that has ``image_data`` with its images stored and as spans; raises ConfigError."""
+    path = config.tokenizer_path or str(getattr(req.tokenizer, "name_or_path", ""))
+    encoder = image_encoder(path, load_tokenizer(path), config.run_dir) if path else None
+    if encoder is None:
+        raise ConfigError(
+            f"image_data is set, and {path!r} is no model that reads images here: set rollout.tokenizer_path to a "
+            f"folder of {', '.join(FAMILIES)}"
+        )
+    refs = [encoder.stored(base64_bytes(data.rpartition(",")[2])) for data in req.image_data or ()]
+    return replace(req, images=encoder.located(req.input_ids, refs), image_data=None, processor=None)
 
 
 @functools.lru_cache(maxsize=8)

@@ -44,7 +44,7 @@ def image_bytes(value: Any, rows: RowsConfig) -> bytes:
         if text.startswith(_URLS):
             return _downloaded(text, rows)
         return _file_bytes(text.removeprefix("file://"), rows)
-    return _drawn(value)
+    return png_of(value)
 
 
 def data_url_bytes(url: str) -> bytes:
@@ -103,8 +103,8 @@ def _downloaded(url: str, rows: RowsConfig) -> bytes:
         return content
 
 
-def _drawn(value: Any) -> bytes:
-    """Return a PIL image or an array as PNG."""
+def png_of(value: Any) -> bytes:
+    """Return a PIL image or an array as a PNG file in RGB; ImageError for another value."""
     from PIL import Image, ImageOps
 
     if hasattr(value, "dtype"):
