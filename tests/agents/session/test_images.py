@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from areal_lite.agents.doors.agent_service import AgentService
@@ -247,6 +249,36 @@ def test_a_part_that_is_no_image_is_a_400_that_names_it(opened: Open, part: Any,
     assert problem in message
     assert not store.folder.exists()
     assert not engine.requests
+    assert session.error is None
+
+
+PIECES = st.recursive(
+    st.none() | st.integers() | st.sampled_from(["", "x", url(), url()[:60], "data:image/png;base64,", "file:///etc/passwd"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["type", "image_url", "url", "text", "source", "data", "media_type"]), inner)
+    | st.fixed_dictionaries({"type": st.sampled_from(["image_url", "image", "input_image", "tool_result", "text"])})
+    | st.builds(lambda value: {"type": "image_url", "image_url": value}, inner)
+    | st.builds(lambda value: {"type": "image", "source": {"type": "base64", "data": value}}, inner)
+    | st.builds(lambda value: {"type": "input_image", "image_url": value}, inner),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents=st.lists(PIECES, min_size=1, max_size=3), role=st.sampled_from(["user", "tool", "assistant", "system"]))
+def test_no_body_is_a_fault_of_the_server(opened: Open, contents: list[Any], role: str) -> None:
+    session, _, _ = opened()
+    messages = [{"role": role, "content": content} for content in contents]
+
+    async def run() -> None:
+        service = AgentService()
+        headers = {"x-api-key": service.open(session)}
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            body = {"messages": messages, "max_tokens": 3} if path != "/v1/responses" else {"input": messages}
+            reply = await service.handle("POST", path, headers, json.dumps(body).encode())
+            assert reply.status in (200, 400), reply
+
+    asyncio.run(run())
     assert session.error is None
 
 
