@@ -55,14 +55,18 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def load_processor(path: str) -> Any:
-    """Return the multi-modal processor in the folder ``path``, or None if the model reads only text."""
+    """Return the multi-modal processor in the folder ``path``; None if the model reads only text, or a library that the
+    processor needs (torchvision, for videos) is missing: runs read images without it."""
     if not any((Path(path) / f"{kind}_config.json").is_file() for kind in ("preprocessor", "processor")):
         return None
-    fix = "pip install pillow (and torchvision, if its processor needs it), or remove its preprocessor_config.json"
+    fix = "give the model's own preprocessor_config.json, or remove it to use only text"
     with _lock, _as_config_error(f"the processor of {path!r} cannot be loaded", fix):
         from transformers import AutoProcessor
 
-        return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]  # nosec B615 # a folder
+        try:
+            return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]  # nosec B615 # a folder
+        except ImportError:
+            return None
 
 
 def model_type(path: str) -> str:
