@@ -315,9 +315,7 @@ def test_a_collating_packer_and_a_curriculum_are_refused(cosmos_yaml: Path) -> N
         run_training(load_config(cosmos_yaml, [collate, sampler]))
 
 
-def test_a_model_that_reads_images_is_refused_by_name(
-    cosmos_yaml: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_reads_images_is_refused_by_name(cosmos_yaml: Path, tiny_model: Path, tmp_path: Path) -> None:
     vision = tmp_path / "vision"
     shutil.copytree(tiny_model, vision)
     described = json.loads((vision / "config.json").read_text()) | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -149,4 +150,15 @@ def test_preference_pairs_refuse_images(model: Path, encoder: ImageEncoder) -> N
 
 def test_an_index_is_of_one_image_processor(model: Path, encoder: ImageEncoder) -> None:
     assert "max_pixels" in encoder.processor.settings or "longest_edge" in encoder.processor.settings
-    SFTDatasetConfig(path="", max_length=2, image_key="pictures")
+
+
+def test_workers_get_the_encoder(model: Path, encoder: ImageEncoder) -> None:
+    rows = dataset(model, encoder, row(part(RED)))
+    assert torch.equal(pickle.loads(pickle.dumps(rows))[0]["image_spans"], rows[0]["image_spans"])
+
+
+def test_another_column_may_have_the_images(model: Path, encoder: ImageEncoder) -> None:
+    config = SFTDatasetConfig(path="", max_length=100, image_key="pictures")
+    texts = {"messages": [{"role": "user", "content": "<image>hue?"}, ANSWER], "pictures": [RED]}
+    rows = SFTDataset([texts], load_tokenizer(str(model)), config=config, images=encoder)
+    assert len(item_images(only(rows))) == 1

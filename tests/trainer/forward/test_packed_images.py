@@ -21,10 +21,14 @@ from areal_lite.trainer.forward.microbatches import plan_blocks, tree_length
 from areal_lite.trainer.forward.packed_model import pack
 from areal_lite.trainer.rl.step_tokens import StepCut
 from tests.fixtures.tiny_vlm import IMAGE_ID, save_tiny_idefics3, save_tiny_vlm
-from tests.fixtures.vision_sequences import Part, Pictures
+from tests.fixtures.vision_sequences import Part, Pictures, save_tiny_qwen2_vl
 
 CPU = torch.device("cpu")
-BUILDERS: dict[str, Callable[..., Path]] = {"qwen2_5_vl": save_tiny_vlm, "idefics3": save_tiny_idefics3}
+BUILDERS: dict[str, Callable[..., Path]] = {
+    "qwen2_vl": save_tiny_qwen2_vl,
+    "qwen2_5_vl": save_tiny_vlm,
+    "idefics3": save_tiny_idefics3,
+}
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
