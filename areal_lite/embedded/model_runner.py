@@ -142,15 +142,9 @@ class ModelRunner:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _forward_rows(
-        self,
-        decoder: LeanDecoder,
-        slots: list[int],
-        tokens: list[list[int]],
-        past: list[int],
-        images: Sequence[ImagePrompt | None],
-    ) -> Tensor:
-        """Run a pass with each token in a row of its own."""
+    def _forward_rows(self, decoder: LeanDecoder, slots: list[int], *batch: Any) -> Tensor:
+        """Run a pass with each token in a row of its own; ``batch`` is tokens, past and images."""
+        tokens, past, images = batch
         lengths = torch.tensor([len(ids) for ids in tokens])
         columns = [first + i for first, ids in zip(past, tokens, strict=True) for i in range(len(ids))]
         plan = self.cache.plan

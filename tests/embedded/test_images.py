@@ -38,7 +38,11 @@ def load(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {"qwen2_5_vl": save_tiny_vlm(root / "qwen"), "idefics3": save_tiny_idefics3(root / "idefics")}
+    return {
+        "qwen2_5_vl": save_tiny_vlm(root / "qwen"),
+        "qwen2_vl": save_tiny_vlm(root / "qwen2", family="qwen2_vl"),
+        "idefics3": save_tiny_idefics3(root / "idefics"),
+    }
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ async def ask(client: Client, prompt: Prompt, **sampling: Any) -> Any:
     return reply
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "idefics3"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_log_probs_are_those_of_transformers_over_turns_and_in_batches_with_text(
     folders: dict[str, Path], family: str, deterministic: bool

@@ -53,7 +53,7 @@ class RequestImages:
     def _part(self, part: dict[str, Any], where: str) -> ImagePart:
         if self._encoder is None:
             raise RequestError(
-                f"{where} is an image, but only text is supported: this model is none of {', '.join(FAMILIES)}",
+                f"{where} is an image, but only text is supported: images need a run of {', '.join(FAMILIES)}",
                 param=where,
             )
         image = part.get("image_url")

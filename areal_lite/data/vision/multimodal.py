@@ -187,21 +187,6 @@ def processor_inputs(processor: Any, text: str, media: Mapping[str, Any]) -> dic
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 
-def concatenate_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
-    """Concatenate the ``multi_modal_inputs`` of a batch's rows along dim 0, as the model takes them.
-
-    For training loops of your own; `areal-lite train` does not use it. Rows without images are None or empty. Two rows
-    of 24 and 8 patches give ``pixel_values`` of 32.
-    """
-    import torch
-
-    columns: dict[str, list[Tensor]] = {}
-    for row in inputs:
-        for name, value in (row or {}).items():
-            columns.setdefault(name, []).append(value)
-    return {name: torch.cat(values) for name, values in columns.items()}
-
-
 def _parts(content: Any, split: set[str]) -> Any:
     if not isinstance(content, str) or not split:
         return content

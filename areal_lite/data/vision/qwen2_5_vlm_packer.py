@@ -83,8 +83,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
 
         A model with plain positions gets none. Others take them as ``[4, B, T]``, and
-        ``multi_modal_inputs`` through :func:`areal_lite.data.vision.multimodal.concatenate_inputs`. ValueError if the
-        recorded placeholders do not fit their images.
+        ``multi_modal_inputs`` concatenated along dim 0. ValueError if recorded placeholders do not fit their images.
         """
         import torch
 

@@ -26,7 +26,6 @@ from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.vision.multimodal import (
     MultimodalEncoder,
     build_messages,
-    concatenate_inputs,
     load_images,
     load_videos,
     media_values,
@@ -309,15 +308,6 @@ def test_the_processor_adds_no_special_tokens_to_those_of_the_text() -> None:
 def test_inputs_that_the_processor_rejects_are_an_error(processor: Any) -> None:
     with pytest.raises(ConfigError, match="rejects a text with 1 images and 0 videos: .*"):
         processor_inputs(processor, "no placeholder", {"image": [picture()]})
-
-
-def test_the_inputs_of_a_batch_are_joined_in_order(processor: Any) -> None:
-    rows = [processor_inputs(processor, "<|image_pad|>", {"image": [picture(color=(n, n, n))]}) for n in (0, 90)]
-    own = [{name: row[name] for name in ("pixel_values", "image_grid_thw")} for row in rows]
-    joined = concatenate_inputs([own[0], None, {}, own[1]])
-    assert torch.equal(joined["pixel_values"], torch.cat([row["pixel_values"] for row in own]))
-    assert joined["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 4]]
-    assert concatenate_inputs([None]) == {}
 
 
 def test_a_prompt_holds_the_frames_of_its_video(processor: Any) -> None:

@@ -14,7 +14,6 @@ from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import check_training_batch
 from areal_lite.data.source.sample import Sample
-from areal_lite.data.vision.multimodal import concatenate_inputs
 from areal_lite.data.vision.qwen2_5_vlm_packer import Qwen2_5_VLM_DataPacker
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_vlm import IMAGE_ID, VIDEO_ID, build_tiny_processor, build_tiny_vlm
@@ -153,6 +152,11 @@ def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
     """``[B, T]``: the log-prob of each token but the first, whose place holds 0."""
     scores = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
     return torch.nn.functional.pad(scores, (1, 0))
+
+
+def concatenate_inputs(inputs: Any) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for row in inputs for name in row or ())
+    return {name: torch.cat([row[name] for row in inputs if row and name in row]) for name in names}
 
 
 FRAMES = [picture((16, 8), seed) for seed in range(4)]
