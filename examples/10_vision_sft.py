@@ -29,7 +29,7 @@ def main(model_path: str = "runs/models/tiny-vlm", task: str = "colour", *overri
     assert summary.model_dir is not None
     assert config.eval_dataset is not None
     print(f"{accuracy(summary.model_dir, load_rows(config.eval_dataset)):.3f} of new pictures answered")
-    config.eval_dataset.kwargs["blank"] = True
+    config.eval_dataset.kwargs["hidden"] = "squares"
     print(f"{accuracy(summary.model_dir, load_rows(config.eval_dataset)):.3f} of blank ones")
 
 

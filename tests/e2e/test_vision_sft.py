@@ -53,7 +53,7 @@ def test_a_tiny_model_learns_colours_and_cannot_guess_blank_pictures(model: Path
     assert summary.model_dir is not None
     accuracy, rows = example("10_vision_sft").accuracy, example("squares").rows
     assert accuracy(summary.model_dir, rows(128, seed=2)) >= 0.95
-    assert accuracy(summary.model_dir, rows(128, seed=2, blank=True)) < 0.4  # a quarter by chance
+    assert accuracy(summary.model_dir, rows(128, seed=2, hidden="squares")) < 0.4  # a quarter by chance
 
 
 def test_a_run_stores_each_picture_once_and_its_model_loads_with_every_name(model: Path, tmp_path: Path) -> None:
