@@ -64,7 +64,7 @@ class DatasetConfig(RowsConfig):
     """Give every row index, tools_kwargs and interaction_kwargs of its extra_info, and warn if tools_kwargs is empty;
     false gives them to the rows that have any."""
     image_key: str = "images"
-    """Column of the images that replace <image> in a message, for training loops of your own: in a run agents send images."""
+    """Column of the images that replace <image> in a message, for own training loops: in a run agents send images."""
     video_key: str = "videos"
     """Column of the videos that replace <video> in a message, for training loops of your own."""
     tool_key: str | None = None
