@@ -180,7 +180,9 @@ class ModelRunner:
 
     def _features_of(self, sha256: str, prompt: ImagePrompt) -> Tensor:
         if sha256 not in self._features:
-            self._features[sha256] = image_features(self.model, prompt.pixels[sha256])
+            assert self.image_processor is not None
+            pixels = self.image_processor.pixels(prompt.pngs[sha256])
+            self._features[sha256] = image_features(self.model, pixels)
             while len(self._features) > 1 and sum(map(len, self._features.values())) > _KEPT_TOKENS:
                 self._features.popitem(last=False)
         self._features.move_to_end(sha256)
