@@ -180,7 +180,9 @@ class ModelRunner:
 
     def _features_of(self, sha256: str, prompt: ImagePrompt) -> Tensor:
         if sha256 not in self._features:
-            (features,) = image_features(self.model, [prompt.pixels[sha256]])
+            assert self.image_processor is not None
+            pixels = self.image_processor.pixels(prompt.pngs[sha256])
+            (features,) = image_features(self.model, [pixels])
             self._features[sha256] = features.to(self.model.dtype)
             while len(self._features) > 1 and sum(map(len, self._features.values())) > _KEPT_TOKENS:
                 self._features.popitem(last=False)

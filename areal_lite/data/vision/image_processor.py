@@ -74,7 +74,7 @@ class QwenImageProcessor(ImageProcessor):
     def __init__(self, folder: str, config: dict[str, Any]) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        one = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        one = Qwen2VLImageProcessorPil.from_pretrained(folder)  # nosec B615 # a folder
         super().__init__(one, patch_size=one.patch_size, patches=one.merge_size)
         self.merge_size: int = one.merge_size
 
@@ -98,7 +98,8 @@ class Idefics3ImageProcessor(ImageProcessor):
         from transformers import Idefics3Config
         from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-        one, model = Idefics3ImageProcessorPil.from_pretrained(folder), Idefics3Config.from_dict(config)
+        one = Idefics3ImageProcessorPil.from_pretrained(folder)  # nosec B615 # a folder
+        model = Idefics3Config.from_dict(config)
         if one.do_image_splitting:
             raise ConfigError(
                 f"the image processor of {folder!r} cuts images into tiles: set do_image_splitting to false in its "

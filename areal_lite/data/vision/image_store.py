@@ -6,6 +6,7 @@ A file is written whole or not at all, and before any line that names it, so wha
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,7 +38,7 @@ class ImageStore:
 
     def encoded(self, images: Iterable[ImageSpan]) -> dict[str, str]:
         """Return the PNG of each image, once, in base64, by its digest; errors as :meth:`read`."""
-        return {sha256: base64.b64encode(self.read(sha256)).decode() for sha256 in {span.sha256 for span in images}}
+        return {sha256: _encoded(self, sha256) for sha256 in {span.sha256 for span in images}}
 
     def path(self, sha256: str) -> Path:
         """Return where the image is; the digest is checked, so a path never leaves the folder."""
@@ -55,3 +56,8 @@ class ImageStore:
         if (found := hashlib.sha256(png).hexdigest()) != sha256:
             raise ConfigError(f"the image {path} has changed, its sha256 is {found}: copy it back from where it was")
         return png
+
+
+@functools.lru_cache(maxsize=64)  # calls with one image share its text
+def _encoded(store: ImageStore, sha256: str) -> str:
+    return base64.b64encode(store.read(sha256)).decode()

@@ -28,8 +28,8 @@ class ImagePrompt:
     """Images of a prompt of ``T`` tokens."""
 
     images: Images
-    pixels: Mapping[str, Mapping[str, Tensor]]
-    """The model's inputs of each image, by its sha256."""
+    pngs: Mapping[str, bytes]
+    """The canonical file of each image, by its sha256; its pixels are many times as large, and made when computed."""
     keys: list[int]
     """``[T]``, equal where the content is; see :func:`keyed_ids`."""
     axes: Tensor | None
@@ -68,7 +68,7 @@ def image_prompt(body: dict[str, Any], prompt: list[int], processor: ImageProces
         raise invalid_value(f"images: {error}.") from None
     return ImagePrompt(
         images=images,
-        pixels={sha256: processor.pixels(png) for sha256, png in pngs.items()},
+        pngs=pngs,
         keys=keyed_ids(prompt, images),
         axes=None
         if processor.merge_size is None

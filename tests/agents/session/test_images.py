@@ -211,13 +211,17 @@ def test_anthropic_and_responses_have_images_too(opened: Open, tools_in_system_p
         ]
         bodies = [(path, json.dumps(body).encode()) for path, body in sent]
         replies = [await service.handle("POST", path, headers, body) for path, body in bodies]
+        previous = {"input": "more", "previous_response_id": json.loads(replies[2].body)["id"]}  # type: ignore[arg-type]
+        later = await service.handle("POST", "/v1/responses", headers, json.dumps(previous).encode())
+        assert later.status == 200, later
         stored = f"/v1/responses/{json.loads(replies[2].body)['id']}/input_items"  # type: ignore[arg-type]
         replies.append(await service.handle("GET", stored, headers, b""))
         assert [reply.status for reply in replies] == [200] * 4, replies
         return [json.loads(reply.body) for reply in replies]  # type: ignore[arg-type]
 
     _, counted, _, items = asyncio.run(run())
-    assert [pictures(request, store) for request in engine.requests] == [[(6, RED)] * 3, [(6, RED), (6, BLUE)]]
+    two = [(6, RED), (6, BLUE)]
+    assert [pictures(request, store) for request in engine.requests] == [[(6, RED)] * 3, two, two]
     assert counted["input_tokens"] == len(engine.requests[0].input_ids)
     assert sum("input_image" in json.dumps(item) for item in items["data"]) == 2
 
