@@ -16,7 +16,6 @@ from areal_lite.agents.session.request_fields import (
     json_object,
     short,
     typed,
-    with_images,
     wrong,
 )
 
@@ -180,22 +179,13 @@ def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, 
             raise RequestError(f"{where} has the block {short(block)}: send an object with a type", param=where)
         match str(block.get("type")):
             case "text":
-                texts.append(block)
+                texts.append(_part(block))
             case "image" if not is_assistant:
-                texts.append(_image(block))
+                texts.append(_part(block))
             case "tool_result" if not is_assistant:
-                given = block.get("content")
-                content: Any = (
-                    joined_text(given, where)
-                    if not isinstance(given, list)
-                    else with_images(
-                        [
-                            _image(part) if isinstance(part, dict) and part.get("type") == "image" else part
-                            for part in given
-                        ],
-                        where,
-                    )
-                )
+                content = block.get("content")
+                if isinstance(content, list):
+                    content = [_part(part) for part in content]
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             case "thinking" if is_assistant:
                 other["reasoning_content"] = str(block.get("thinking") or "")
@@ -213,11 +203,16 @@ def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, 
                 )
     if is_assistant:
         return [{"role": role, "content": "".join(str(block.get("text") or "") for block in texts), **other}]
-    return [*results, {"role": role, "content": with_images(texts, where)}] if texts else results
+    return [*results, {"role": role, "content": texts}] if texts else results
 
 
-def _image(block: dict[str, Any]) -> dict[str, Any]:
-    """Return an image block as a part of a chat completion."""
+def _part(block: Any) -> Any:
+    """Return a block of text or an image as a part of a chat completion, another one as it is."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "text":
+        return {"type": "text", "text": block.get("text")}  # without marks of caching, which clients move
+    if kind != "image":
+        return block
     source = block.get("source")
     source = source if isinstance(source, dict) else {}
     url = source.get("url")

@@ -13,7 +13,7 @@ from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed, with_images, wrong
+from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed, wrong
 
 _AS_CHAT = {
     "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
@@ -270,7 +270,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
             texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
             reasoning = "".join(text for text in texts if isinstance(text, str)) or None
         elif kind == "message":
-            message = {"role": item.get("role"), "content": _content(item.get("content"), where)}
+            message = {"role": item.get("role"), "content": _content(item.get("content"))}
             if message["role"] == "assistant" and reasoning is not None:
                 message["reasoning_content"], reasoning = reasoning, None
             messages.append(message)
@@ -283,7 +283,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
                     messages[-1]["reasoning_content"], reasoning = reasoning, None
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _content(item.get("output"), where)
+            content = _content(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
             raise RequestError(
@@ -293,16 +293,17 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _content(raw: Any, where: str) -> str | list[Any]:
-    """Return content in the form of a chat completion."""
-    parts = raw if isinstance(raw, list) else [] if raw is None else [{"type": "text", "text": raw}]
-    chat = [
-        {"type": "image_url", "image_url": part.get("image_url") or part.get("file_id")}
-        if isinstance(part, dict) and part.get("type") == "input_image"
-        else part
-        for part in parts
-    ]
-    return with_images(chat, where, _TEXTS)
+def _content(raw: Any) -> Any:
+    """Return content in the form of a chat completion; parts that it does not know stay, to be refused."""
+    parts = [raw] if isinstance(raw, dict) else raw
+    return [_chat_part(part) for part in parts] if isinstance(parts, list) else raw
+
+
+def _chat_part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": part.get("image_url") or part.get("file_id")}
+    return {**part, "type": "text"} if kind in _TEXTS else part
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

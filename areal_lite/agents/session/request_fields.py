@@ -58,17 +58,6 @@ def joined_text(raw: Any, where: str, kinds: Container[str] = ("text",)) -> str:
     return "\n".join(texts)
 
 
-def with_images(parts: list[Any], where: str, kinds: Container[str] = ("text",)) -> str | list[Any]:
-    """Return content whose images are ``image_url`` parts: the parts, or joined text if it has no images."""
-    images = [isinstance(part, dict) and part.get("type") == "image_url" for part in parts]
-    if not any(images):
-        return joined_text(parts, where, kinds)
-    return [
-        part if is_image else {"type": "text", "text": joined_text([part], where, kinds)}
-        for part, is_image in zip(parts, images, strict=True)
-    ]
-
-
 def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
     """Return an optional value of type ``kind``; raises RequestError for another type."""
     if value is not None and not isinstance(value, kind):
