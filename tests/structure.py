@@ -16,7 +16,7 @@ from typing import NamedTuple
 PACKAGE = "areal_lite"
 FILE_LINES, CLASS_METHODS, PARAMETERS, FOLDER_FILES = 400, 20, 6, 15
 SENTENCE_WORDS = 4
-TRAIN_LINES, CORE_LINES, ALL_LINES = 25_000, 35_000, 49_999
+TRAIN_LINES, CORE_LINES, ALL_LINES = 26_000, 36_000, 49_999
 TRAIN = f"{PACKAGE}.runs.entry_points"
 OUTSIDE_CORE = ("tools", "cli", "embedded", "environments")
 TEMPLATES = "tools/init/templates"

@@ -27,6 +27,7 @@ from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.vision.image_encoder import image_encoder
 from areal_lite.errors import ConfigError, ContextOverflowError
 from areal_lite.processes.call_pool import CallPool
 
@@ -140,11 +141,13 @@ class AgentWorkflow(RolloutWorkflow):
             )
         async with self._loading:
             if self.renderer is None:
+                tokenizer = await asyncio.to_thread(load_tokenizer, path)
                 self.renderer = chat_renderer(
-                    await asyncio.to_thread(load_tokenizer, path),
+                    tokenizer,
                     tool_parser=self._config.agents.tool_parser,
                     reasoning_parser=self._config.agents.reasoning_parser,
                     tools_in_system_prompt=self._config.agents.tools_in_system_prompt,
+                    images=await asyncio.to_thread(image_encoder, path, tokenizer, self._config.run_dir),
                 )
         return self.renderer
 

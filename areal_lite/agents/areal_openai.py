@@ -24,6 +24,7 @@ from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.reward_value import as_reward
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.data.vision.image_encoder import image_encoder
 
 
 class ArealOpenAI(AsyncOpenAI):
@@ -66,11 +67,13 @@ class ArealOpenAI(AsyncOpenAI):
         config = getattr(engine, "config", None) or InferenceEngineConfig()
         if tools_in_system_prompt is None:
             tools_in_system_prompt = config.agents.tools_in_system_prompt
+        path = config.tokenizer_path
         renderer = chat_renderer(
             tokenizer,
             tool_parser=tool_call_parser if tool_call_parser in TOOL_FORMATS else config.agents.tool_parser,
             reasoning_parser="think" if reasoning_parser == "think" else "none",
             tools_in_system_prompt=tools_in_system_prompt,
+            images=None if path is None else image_encoder(path, tokenizer, config.run_dir),
         )
         self.session = ChatSession(engine, renderer, gconfig, agent_samples=True, prompt_ids=prompt_ids)
         self._discounted = self._exported = False

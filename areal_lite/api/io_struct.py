@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.api.image_span import Images
+
 if TYPE_CHECKING:
     from areal_lite.config.generation import GenerationHyperparameters
 
@@ -63,6 +65,14 @@ class ModelRequest:
     """Number of most likely tokens to report at each position."""
     prefix: TokenPrefix | None = None
     """The ids of ``input_ids``, which then do not change: records of the call share it instead of copying the ids."""
+    images: Images = ()
+    """Images among ``input_ids``, which hold all of their tokens; the run's folder has the files."""
+    image_data: list[str] | None = None
+    """AReaL's: the images in base64, which the engine stores; ``images`` are then found by their tokens, in order."""
+    vision_msg_vllm: Any = None
+    """AReaL's, ignored: every server gets the tokens."""
+    processor: Any = None
+    """AReaL's, ignored."""
 
     def copy(self) -> ModelRequest:
         """Return a copy with its own ``input_ids`` and ``metadata``."""
@@ -97,6 +107,8 @@ class ModelResponse:
     """URL of the server that gave the last tokens, a router's in front of it; empty if unknown."""
     tokenizer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    images: Images = ()
+    """Images among ``input_tokens``."""
 
     @property
     def prompt(self) -> TokenPrefix:

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from areal_lite.api.failure import Failure
+from areal_lite.api.image_span import Images, check_images
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,6 +77,8 @@ class Turn:
     """Name of the agent that made the model call, ``main`` or a sub-agent; None if unknown."""
     server: str | None = None
     """URL of the server that answered the model call; None if unknown."""
+    images: Images = ()
+    """Images among its tokens, offsets from its first token."""
 
     @property
     def end(self) -> int:
@@ -92,7 +95,7 @@ class TokenSequence:
     """One path of tokens that trains, unpadded; every column is aligned to the token itself.
 
     Raises:
-        ValueError: If lengths differ, or the loss mask has the first token, which nothing predicts.
+        ValueError: If lengths differ, the loss mask has the first token, which nothing predicts, or spans are wrong.
     """
 
     input_ids: NDArray[Any]
@@ -119,6 +122,8 @@ class TokenSequence:
     """Its episode in the group; None counts it as an episode of its own."""
     multi_modal_inputs: dict[str, Any] | None = None
     """Inputs of the model besides tokens, such as pixel values; None for text only."""
+    images: Images = ()
+    """Images among its tokens, in order."""
 
     def __post_init__(self) -> None:
         length = len(self.input_ids)
@@ -133,6 +138,8 @@ class TokenSequence:
                 f"{self._where}loss_mask is True at the first token, which no token predicts: "
                 "set it to False there, or start the sequence with a BOS token"
             )
+        if self.images:
+            check_images(self.images, length, self.loss_mask)
 
     @property
     def _where(self) -> str:

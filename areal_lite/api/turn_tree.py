@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.api.image_span import Images, images_between
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict
 from areal_lite.api.trajectory import COLUMNS, EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRewards, TurnRole
@@ -42,7 +43,7 @@ def trajectory_of(
             if check_returned(returned):
                 for each in returned.values():
                     rewards = {"reward": each.reward, "episode_reward": each.episode_reward}
-                    sequences.append(TokenSequence(**each.columns(), **rewards))
+                    sequences.append(TokenSequence(**each.columns(), images=each.model_response.images, **rewards))
                     chains.append([node.model_response for node in each.chain()])
             else:
                 arrays = check_tensor_dict(returned)
@@ -54,6 +55,10 @@ def trajectory_of(
                     )
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
+                if any(call.images for call in calls):
+                    trajectory.extras.pop("multi_modal_input", None)  # pixels, which the spans name
+                    for sequence in sequences:
+                        sequence.images = _images_of(sequence, calls)
         trajectory.join_rewards(TurnRewards())
     link_turns(trajectory, chains, calls)
     return trajectory
@@ -119,7 +124,8 @@ class _TurnTree:
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
-            key = (parent, call_key(call)) if call is not None else (parent, sampled, _bytes(ids))
+            images = images_between(sequence.images, start, end)
+            key = (parent, call_key(call)) if call is not None else (parent, sampled, _bytes(ids), images)
             place = self._places.get(key)
             trained = sampled and _any(loss_mask)
             if place is None or (trained and not _any(self.turns[place].loss_mask)):
@@ -131,6 +137,7 @@ class _TurnTree:
                     loss_mask=loss_mask,
                     logprobs=None if sequence.logprobs is None else sequence.logprobs[here],
                     versions=None if sequence.versions is None else sequence.versions[here],
+                    images=images,
                 )
                 if place is None:
                     place = self._places[key] = len(self.turns)
@@ -159,10 +166,12 @@ class _TurnTree:
     def _add_call(self, call: ModelResponse, start: int, parent: int | None) -> int:
         given = np.array(call.prompt.ids[start : call.input_len], np.int32)
         if len(given):
-            key = (parent, False, _bytes(given))
+            images = images_between(call.images, start, call.input_len)
+            key = (parent, False, _bytes(given), images)
             if key not in self._places:
                 self._places[key] = len(self.turns)
                 self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
+                self.turns[-1].images = images
             parent = self._places[key]
         answer = np.array(call.output_tokens, np.int32)
         turn = _untrained(answer, call.input_len, parent, role=TurnRole.ASSISTANT)
@@ -227,6 +236,8 @@ def _longest_prefix(known: Sequence[tuple[ModelResponse, int]], call: ModelRespo
         start, end = other.input_len, other.input_len + other.output_len
         if max(longest, 1) <= end <= call.input_len and ids[start:end] == other.output_tokens:
             before = other.prompt.ids
+            if other.images != tuple(span for span in call.images if span.offset < end):
+                continue  # equal ids, another picture
             if before is ids or before[:start] == ids[:start]:
                 longest, place = end, turn
     return longest, place
@@ -251,6 +262,16 @@ def _row_sequences(arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenSequence
                 raise ValueError(f"rewards is {reward} and token_rewards sum to {total}: leave rewards out")
             sequence.reward = sequence.episode_reward = total
         yield sequence
+
+
+def _images_of(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Images:
+    """Return the images of a sequence that a workflow made of its calls: those of the longest that it begins with."""
+    ids: list[int] = sequence.input_ids.tolist()
+    for call in sorted(calls, key=lambda call: -call.input_len):
+        end = call.input_len + call.output_len
+        if ids[call.input_len : end] == call.output_tokens and ids[: call.input_len] == call.input_tokens:
+            return call.images
+    return ()
 
 
 def _chain_spans(chain: Chain) -> Iterator[Span]:

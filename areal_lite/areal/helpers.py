@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import functools
 import logging
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 from areal_lite.config.dotted_path import load_object
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer
+from areal_lite.data.vision.image_source import png_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,6 +60,11 @@ def load_hf_processor_and_tokenizer(
     """Return the processor (None for a model that reads only text) and the tokenizer; ConfigError without them."""
     tokenizer = load_hf_tokenizer(model_name_or_path, fast_tokenizer, padding_side)
     return load_processor(model_name_or_path), tokenizer
+
+
+def image2base64(images: Any) -> list[str]:
+    """Return PIL images as base64 of PNG files."""
+    return [base64.b64encode(png_of(image)).decode() for image in (images if isinstance(images, list) else [images])]
 
 
 class Category:

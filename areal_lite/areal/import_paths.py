@@ -40,6 +40,7 @@ PATHS: Mapping[str, str | Mapping[str, str]] = {
     "utils.data": {"concat_padded_tensors": "areal_lite.api.tensor_dict"},
     "utils.dynamic_import": _helpers("import_from_string"),
     "utils.hf_utils": _helpers("apply_chat_template load_hf_tokenizer load_hf_processor_and_tokenizer"),
+    "utils.image": _helpers("image2base64"),
     "utils.logging": _helpers("getLogger"),
     "utils.perf_tracer": _helpers(
         "Category trace_perf trace_session session_context trace_scope atrace_scope atrace_session_phase"

@@ -48,6 +48,8 @@ class RowsConfig:
     render tools."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra chat template variables, or chat_template to replace the template."""
+    image_urls: bool = False
+    """Fetch images that rows name by an http(s) URL; false refuses them. Files are read from the data's folder only."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -62,7 +64,7 @@ class DatasetConfig(RowsConfig):
     """Give every row index, tools_kwargs and interaction_kwargs of its extra_info, and warn if tools_kwargs is empty;
     false gives them to the rows that have any."""
     image_key: str = "images"
-    """Column of the images that replace <image> in a message, for training loops of your own: runs train on text."""
+    """Column of the images that replace <image> in a message, for own training loops: in a run agents send images."""
     video_key: str = "videos"
     """Column of the videos that replace <video> in a message, for training loops of your own."""
     tool_key: str | None = None

@@ -38,6 +38,8 @@ class SFTDatasetConfig(ConversationsConfig):
     """Column of the conversation."""
     response_key: str = "response"
     """Column of the response, for rows without messages."""
+    image_key: str = "images"
+    """Column of the images that replace <image> in a message, for models that read images."""
     apply_chat_template: bool = True
     """False concatenates the texts without a chat template."""
 
@@ -71,6 +73,7 @@ class SupervisedTrainerConfig(LearnerConfig):
     """Fraction of the updates used for warm-up; replaces warmup_steps."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.warmup_ratio is not None and self.warmup_steps:
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}: both set the same thing, "

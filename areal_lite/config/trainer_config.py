@@ -69,7 +69,15 @@ class LearnerConfig(OptimizerConfig):
     """Use deterministic operations for bit-equal reruns. Slower: the embedded server computes one request at a time.
     With dtype and server.dtype float32 on a CPU, server and trainer also compute the same bits: no mismatch."""
     lora: LoRAConfig | None = None
-    """Train low-rank adapters only. Null trains all weights."""
+    """Train low-rank adapters only, of a model that reads images on its language part. Null trains all weights."""
+    vision: Literal["frozen", "train"] = "frozen"
+    """Vision tower and connector of a model that reads images: as they are, or trained too."""
+
+    def __post_init__(self) -> None:
+        if self.vision == "train" and self.lora is not None:
+            raise ValueError(
+                "vision is train, but lora is set, whose adapters are on the language part alone: remove one"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -216,6 +224,7 @@ class TrainerConfig(LearnerConfig):
     """Critic for gae or a custom estimator that needs values. Null trains without one."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         scaled = self.loss_aggregation == "seq-mean-token-sum-norm"
         unused = [
             name

@@ -17,21 +17,28 @@ from torch import Tensor
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.files.atomic_folder import DAMAGED, MANIFEST, check_files
 from areal_lite.files.model_path import stored_tensors
+from areal_lite.models.image_model import TOWERS
 
 
 class Checkpoint:
-    """The safetensors files of a directory, of which only the headers are read yet; raises ConfigError."""
+    """The safetensors files of a directory, of which only the headers are read yet; raises ConfigError.
 
-    def __init__(self, path: Path) -> None:
+    ``own_name`` returns the served model's name of a stored weight.
+    """
+
+    def __init__(self, path: Path, own_name: Callable[[str], str]) -> None:
         self.path = path
-        self._stored = stored_tensors(path)
+        self._own_name = own_name
+        stored = stored_tensors(path)
+        self._names = {own_name(name): name for name in stored}
+        self._stored = {own: stored[name] for own, name in self._names.items()}
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for file in dict.fromkeys(stored.file for stored in self._stored.values()):
             with safe_open(str(file), framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 -- a safetensors file, not a mapping
-                    yield name, shard.get_tensor(name)
+                    yield self._own_name(name), shard.get_tensor(name)
 
     def has_equal(self, *names: str) -> bool:
         """Return whether two tensors hold the same data."""
@@ -40,7 +47,7 @@ class Checkpoint:
 
     def _read(self, name: str) -> Tensor:
         with safe_open(str(self._stored[name].file), framework="pt") as shard:
-            tensor: Tensor = shard.get_tensor(name)
+            tensor: Tensor = shard.get_tensor(self._names[name])
             return tensor
 
 
@@ -57,11 +64,15 @@ def check_manifest(path: Path) -> None:
 def check_shapes(
     source: str, given: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
 ) -> None:
-    """Check that new weights fit the served model; ``tied`` maps the second name of a tied weight to the first."""
+    """Check that new weights fit the served model; ``tied`` maps the second name of a tied weight to the first.
+
+    The weights of an image model's tower may be missing: they stay, as they do not train by default.
+    """
     groups: dict[str, list[str]] = {}
     for name in shapes:
         groups.setdefault(tied.get(name, name), []).append(name)
-    missing = [group[0] for group in groups.values() if not any(name in given for name in group)]
+    missing = [first for first, *more in groups.values() if not given.keys() & {first, *more}]
+    missing = [name for name in missing if not name.startswith(TOWERS)]
     unknown = [name for name in given if name not in shapes]
     wrong = [name for name, shape in given.items() if name in shapes and shapes[name] != shape]
     for names, what in ((missing, "lacks"), (unknown, "has unknown"), (wrong, "has a wrong shape for")):

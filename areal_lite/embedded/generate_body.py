@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.embedded.bad_request import invalid_value, wrong_type
+from areal_lite.embedded.decoder.image_prompt import image_prompt
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams, parse_sampling_params
@@ -60,6 +61,7 @@ def parse_generate(
         incremental=_flag(body, "incremental_streaming_output"),
         num_continued=continued,
         grammar=constraint,
+        images=image_prompt(body, prompt, runner.image_processor),
     )
 
 

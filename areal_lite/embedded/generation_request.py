@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from areal_lite.embedded.decoder.image_prompt import ImagePrompt
 from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams
 
@@ -42,7 +43,10 @@ class GenerationRequest:
 
     grammar: Grammar | None = None  # constraint of the output, after ``num_continued`` ids
 
-    output_ids: list[int] = field(default_factory=list)  # sampled ids, including the stop token
+    images: ImagePrompt | None = None
+    """Images of the prompt."""
+    output_ids: list[int] = field(default_factory=list)
+    """Sampled ids, including the stop token."""
     output_logprobs: list[float] = field(default_factory=list)
     """One per output id: log_softmax(logits / temperature), before any filter."""
     output_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
@@ -55,14 +59,20 @@ class GenerationRequest:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on the event loop when the request ends or, if it streams, has new tokens."""
     prompt_array: npt.NDArray[np.int64] = field(init=False)
+    """The prompt's ids; those of images as :func:`~areal_lite.api.image_span.keyed_ids`."""
 
     def __post_init__(self) -> None:
-        self.prompt_array = np.asarray(self.prompt, dtype=np.int64)
+        self.prompt_array = np.asarray(self.prompt if self.images is None else self.images.keys, dtype=np.int64)
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and output ids, all of which a prefill must compute."""
         return self.prompt + self.output_ids
+
+    @property
+    def keys(self) -> list[int]:
+        """The tokens; those of images are numbers of their own, so equal keys have equal KV."""
+        return self.tokens if self.images is None else self.images.keys + self.output_ids
 
     @property
     def written_ids(self) -> list[int]:

@@ -6,43 +6,67 @@ model that fails this check is rejected at the start. The scheduler decides whic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from areal_lite.data.vision.image_processor import ImageProcessor
 from areal_lite.embedded.adapter import Adapter
+from areal_lite.embedded.decoder.image_prompt import ImagePrompt
 from areal_lite.embedded.decoder.lean_decoder import LeanDecoder
 from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, lean_decoder_operations
 from areal_lite.embedded.decoder.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import VISION_MODELS
 from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
+from areal_lite.models.image_model import image_features, own_name, text_decoder
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, whole_rows
 from areal_lite.models.out_of_memory import is_out_of_memory
 
+_KEPT_TOKENS = 2**15
+"""Tokens of images whose embeddings are kept."""
+
 
 class ModelRunner:
-    """A causal language model with a slot cache. ``exact`` computes a token with the same bits as the trainer does, if
-    it is alone in its batch; ``compiled`` compiles operations where that makes decoding faster."""
+    """A causal language model with a slot cache.
+
+    Args:
+        exact: Compute a token with the same bits as the trainer does, if it is alone in its batch.
+        compiled: Compile operations where that makes decoding faster.
+        image_processor: The model's, if it reads images.
+    """
 
     def __init__(
-        self, model: Any, *, slots: int, context_length: int, exact: bool = False, compiled: bool = True
+        self,
+        model: Any,
+        *,
+        slots: int,
+        context_length: int,
+        exact: bool = False,
+        compiled: bool = True,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self.model = model
         self.device: torch.device = model.device
         self.context_length = context_length
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.slots = slots
-        self._min_width = MIN_ROWS if exact and read_exactly(model) else 0
+        self.image_processor = image_processor
+        self._features: OrderedDict[str, Tensor] = OrderedDict()
+        """Embeddings of the latest images, by sha256."""
+        reader = text_decoder(model)
+        self._min_width = MIN_ROWS if exact and reader is None and read_exactly(model) else 0
         capacity = context_length + self._min_width  # padding must not overwrite the last token
         self.cache = SlotCache(model.config, slots=slots, capacity=capacity, device=self.device)
         self._lean: LeanDecoder | None = None
-        if family_of(model) is not None:
+        if family_of(reader or model) is not None:
             operations = lean_decoder_operations(model) if compiled else LayerOperations(model)
             self._lean = LeanDecoder(model, self.cache, operations)
         self._last: Tensor | None = None
@@ -70,13 +94,27 @@ class ModelRunner:
         return (last.repeat(1, max(1, self._min_width), 1), *inputs[1:])
 
     @torch.inference_mode()
-    def forward(self, slots: list[int], tokens: list[list[int]], past: list[int]) -> Tensor:
-        """Run ``tokens``, at least one per slot, after the first ``past`` columns of each of the ``slots``, which are
-        all different; store their KV, and return ``[n, vocab]`` logits of each slot's last token. If it ``pads``, a
-        short list of tokens costs as much as the longest."""
+    def forward(
+        self,
+        slots: list[int],
+        tokens: list[list[int]],
+        past: list[int],
+        images: Sequence[ImagePrompt | None] = (),
+    ) -> Tensor:
+        """Run ``tokens`` after the first ``past`` columns of each of the ``slots``, and store their KV.
+
+        Args:
+            slots: ``[n]``, all different.
+            tokens: ``[n][<= q]`` ids, at least one per slot; if it ``pads``, a short list costs as much as the longest.
+            past: ``[n]`` number of columns per slot that precede these tokens.
+            images: ``[n]`` those of each slot's prompt; empty without any.
+
+        Returns:
+            ``[n, vocab]`` logits of each slot's last token.
+        """
         decoder = self._decoder
         if decoder is not None and not decoder.pads:
-            return self._forward_rows(decoder, slots, tokens, past)
+            return self._forward_rows(decoder, slots, tokens, past, images)
         lengths = [len(ids) for ids in tokens]
         width = whole_rows(max(lengths)) if self._min_width else max(lengths)
         plan = self.cache.plan
@@ -85,12 +123,18 @@ class ModelRunner:
         input_ids = torch.tensor(padded, device=self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         positions = plan.columns.clamp(max=self.context_length - 1)
+        inputs: Tensor | None = None
+        if any(images):
+            starts = [row * width for row in range(len(slots))]
+            inputs, positions = self._with_images(input_ids, positions, starts, tokens, past, images)
         if decoder is not None:
             rows = torch.arange(len(slots), device=self.device) * width + last
-            return decoder.forward(input_ids, positions, self.cache.masks(self.model.dtype), rows)
+            return decoder.forward(
+                input_ids if inputs is None else inputs, positions, self.cache.masks(self.model.dtype), rows
+            )
         self._last = last if width > 1 else None
         output = self.model(
-            input_ids=input_ids,
+            **({"input_ids": input_ids} if inputs is None else {"inputs_embeds": inputs}),
             attention_mask=None if plan.fresh else mask_argument(self.cache.masks(self.model.dtype)),
             position_ids=positions,
             past_key_values=self.cache,
@@ -99,14 +143,52 @@ class ModelRunner:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _forward_rows(self, decoder: LeanDecoder, slots: list[int], tokens: list[list[int]], past: list[int]) -> Tensor:
-        """Run a pass with each token in a row of its own."""
+    def _forward_rows(self, decoder: LeanDecoder, slots: list[int], *batch: Any) -> Tensor:
+        """Run a pass with each token in a row of its own; ``batch`` is tokens, past and images."""
+        tokens, past, images = batch
         lengths = torch.tensor([len(ids) for ids in tokens])
         columns = [first + i for first, ids in zip(past, tokens, strict=True) for i in range(len(ids))]
         plan = self.cache.plan
         plan.set(torch.tensor(slots).repeat_interleave(lengths).tolist(), columns, 1)
         rows = torch.tensor([token for ids in tokens for token in ids])[:, None]
-        return decoder.forward(rows, plan.columns, {}, lengths.cumsum(0) - 1)
+        inputs, positions, last = rows, plan.columns, lengths.cumsum(0) - 1
+        if any(images):
+            starts = (last + 1 - lengths).tolist()
+            inputs, positions = self._with_images(rows, positions, starts, tokens, past, images)
+        return decoder.forward(inputs, positions, {}, last)
+
+    def _with_images(self, ids: Tensor, positions: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
+        """Return embeddings ``[n, q, width]`` with those of images, and positions, on three axes if the model has them.
+
+        ``batch`` has, for each slot, its first token among all, its tokens, past and images.
+        """
+        embeddings: Tensor = self.model.get_input_embeddings()(ids)
+        flat, axes = embeddings.flatten(0, 1), positions.flatten().repeat(3, 1)
+        for first, tokens, past, prompt in zip(*batch, strict=True):
+            if prompt is None:
+                continue
+            end = past + len(tokens)
+            if (placed := prompt.positions(past, len(tokens))) is not None:
+                axes[:, first : first + len(tokens)] = placed.to(axes.device)
+            for span in prompt.images:
+                start, stop = max(span.offset, past), min(span.end, end)
+                if start < stop:
+                    features = self._features_of(span.sha256, prompt)[start - span.offset : stop - span.offset]
+                    flat[first + start - past : first + stop - past] = features
+        assert self.image_processor is not None
+        has_axes = self.image_processor.merge_size is not None
+        return embeddings, axes.view(3, *positions.shape) if has_axes else positions
+
+    def _features_of(self, sha256: str, prompt: ImagePrompt) -> Tensor:
+        if sha256 not in self._features:
+            assert self.image_processor is not None
+            pixels = self.image_processor.pixels(prompt.pngs[sha256])
+            (features,) = image_features(self.model, [pixels])
+            self._features[sha256] = features.to(self.model.dtype)
+            while len(self._features) > 1 and sum(map(len, self._features.values())) > _KEPT_TOKENS:
+                self._features.popitem(last=False)
+        self._features.move_to_end(sha256)
+        return self._features[sha256]
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:
@@ -146,6 +228,10 @@ class ModelRunner:
         slotted = self.forward([0, 1], [ids[2:3], ids[-1:]], [2, length - 1])[1].float()
         return float((plain.softmax(-1) - slotted.softmax(-1)).abs().sum()) / 2
 
+    def own_name(self, name: str) -> str:
+        """Return the model's name of a stored weight."""
+        return own_name(self.model, name)
+
     def weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Return the shape of each weight by name, and a map from second to first names of tied weights."""
         first_names: dict[int, str] = {}
@@ -161,6 +247,7 @@ class ModelRunner:
     @torch.inference_mode()
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], names: Collection[str]) -> None:
         """Copy ``tensors``, which have these ``names``, into the weights in place; check them first."""
+        self._features.clear()
         if self._lean is not None:
             self._lean.weights_changed()
         state = self.model.state_dict()
@@ -185,5 +272,6 @@ def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
             f"{model_path} is a {config.model_type} model with {unsupported}: the embedded server computes full "
             "attention and sliding windows. Serve it with SGLang or vLLM instead."
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype, use_safetensors=True)  # nosec B615 # a folder
+    kind = AutoModelForImageTextToText if config.model_type in VISION_MODELS else AutoModelForCausalLM
+    model: Any = kind.from_pretrained(str(model_path), dtype=dtype, use_safetensors=True)  # nosec B615 # a folder
     return model.to(device).eval().requires_grad_(False)

@@ -165,6 +165,7 @@ class Scheduler:
             [*range(len(requests)), *leaders],
             tokens + [prefill.tokens[prefill.past :] for prefill in prefills],
             past + [prefill.past for prefill in prefills],
+            [request.images for request in [*requests, *(prefill.requests[0] for prefill in prefills)]],
         )
         sizes = [len(prefill.requests) for prefill in prefills]
         if any(size > 1 for size in sizes):
@@ -188,11 +189,11 @@ class Scheduler:
             request = self.waiting[0]
             if reserved + request.reserved_tokens > self.limits.max_total_tokens and (self.running or chosen):
                 break
-            tokens = request.tokens
-            if (twin := by_tokens.get(tuple(tokens))) is not None:
+            keys = request.keys
+            if (twin := by_tokens.get(tuple(keys))) is not None:
                 twin.requests.append(request)
             else:
-                prefill = self._plan_prefill(request, tokens)
+                prefill = self._plan_prefill(request, keys)
                 fits = self._fits(prefill, chosen)
                 if fits == "full":
                     break
@@ -200,23 +201,23 @@ class Scheduler:
                     skipped.append(self.waiting.popleft())
                     continue
                 chosen.append(prefill)
-                by_tokens[tuple(tokens)] = prefill
+                by_tokens[tuple(keys)] = prefill
             self.waiting.popleft()
             reserved += request.reserved_tokens
             room -= 1
         self.waiting.extendleft(reversed(skipped))
         return chosen
 
-    def _plan_prefill(self, request: GenerationRequest, tokens: list[int]) -> _Prefill:
-        """Find the slot with the longest prefix of these tokens."""
-        ids = np.asarray(tokens, dtype=np.int64)
+    def _plan_prefill(self, request: GenerationRequest, keys: list[int]) -> _Prefill:
+        """Find the slot with the longest prefix of these tokens, by their keys."""
+        ids = np.asarray(keys, dtype=np.int64)
         donor, past = None, 0
         running = [(i, one.prompt_array) for i, one in enumerate(self.running) if one not in self._stale_kv]
         for slot, held in [*running, *self._retained.items()]:
-            shared = min(_shared_prefix(ids, held), len(tokens) - 1)  # the last token's logits are needed
+            shared = min(_shared_prefix(ids, held), len(keys) - 1)  # the last token's logits are needed
             if shared > max(past, _MIN_SHARED_PREFIX - 1):
                 donor, past = slot, shared
-        return _Prefill([request], tokens, donor, past)
+        return _Prefill([request], request.tokens, donor, past)
 
     def _fits(self, prefill: _Prefill, chosen: list[_Prefill]) -> str:
         """Decide whether a prefill joins this step: ``yes``, ``later`` (others in the queue may still) or ``full``."""
@@ -230,7 +231,7 @@ class Scheduler:
             return "full"
         if computed - sum(lengths) > max(64, sum(lengths) // 4):
             return "later"
-        ids = np.asarray(prefill.tokens, dtype=np.int64)
+        ids = np.asarray(prefill.requests[0].keys, dtype=np.int64)
         for other in chosen:  # a long shared prefix is computed once, in this step, and copied in the next
             shared = _shared_prefix(ids, other.requests[0].prompt_array)
             if shared - prefill.past >= max(2 * _MIN_SHARED_PREFIX, lengths[-1] // 2):
@@ -280,7 +281,7 @@ class Scheduler:
         slot, last = self.running.index(request), len(self.running) - 1
         columns = len(request.prompt) + max(len(request.output_ids) - 1, 0)
         if self._keep_prefixes and request not in self._stale_kv and columns >= _MIN_SHARED_PREFIX:
-            self._retain(slot, np.asarray(request.tokens[:columns], dtype=np.int64))
+            self._retain(slot, np.asarray(request.keys[:columns], dtype=np.int64))
         self._stale_kv.discard(request)
         if slot != last:
             moved = self.running[slot] = self.running[last]

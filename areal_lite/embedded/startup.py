@@ -17,7 +17,7 @@ from aiohttp import web
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.routes.http_server import Routes, application
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import check_model_path, check_text_model
+from areal_lite.files.model_path import check_image_model, check_model_path
 from areal_lite.processes.http_limits import HttpLimits, SurplusConnection
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.servers.programs.embedded_program import cpu_threads
@@ -47,7 +47,7 @@ def resolve_model_path(model_path: str) -> Path:
     """Return the directory of a model; download it if ``model_path`` is a name on the Hugging Face Hub. Raises
     ConfigError if the directory cannot be served, or the download fails."""
     check_model_path(model_path)
-    check_text_model(model_path)
+    check_image_model(model_path)
     local = Path(model_path).expanduser()
     if local.is_dir():
         return local
@@ -87,6 +87,7 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     import torch
     from transformers import AutoTokenizer
 
+    from areal_lite.data.vision.image_processor import load_image_processor
     from areal_lite.embedded.grammar import GrammarCompiler
     from areal_lite.embedded.model_runner import ModelRunner, load_model
     from areal_lite.embedded.model_thread import ModelThread
@@ -94,6 +95,7 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
     from areal_lite.embedded.routes.weight_routes import WeightRoutes
     from areal_lite.embedded.scheduler import BatchLimits, Scheduler
+    from areal_lite.models.image_model import text_decoder
     from areal_lite.models.out_of_memory import is_out_of_memory
     from areal_lite.models.policy_model import resolve_device, resolve_dtype
 
@@ -113,8 +115,11 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     batch_size = 1 if served.deterministic else config.max_running_requests
     # Slots beyond the batch keep the KV of finished turns for an agent's next turn.
     slots = batch_size + max(4, batch_size // 2)
+    processor = load_image_processor(str(directory)) if text_decoder(model) is not None else None
     try:
-        runner = ModelRunner(model, slots=slots, context_length=context_length, exact=served.deterministic)
+        runner = ModelRunner(
+            model, slots=slots, context_length=context_length, exact=served.deterministic, image_processor=processor
+        )
         runner.check_against_plain_forward()
     except Exception as error:
         if not is_out_of_memory(error):
@@ -163,7 +168,8 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return the ids that end an output: those of the generation config, the config and the tokenizer."""
     ids: set[int] = set()
-    for given in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    text_config = model.config.get_text_config()
+    for given in (model.generation_config.eos_token_id, text_config.eos_token_id, tokenizer.eos_token_id):
         ids |= set(given) if isinstance(given, list) else {given} if given is not None else set()
     return frozenset(ids)
 

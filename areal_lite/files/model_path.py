@@ -12,13 +12,15 @@ import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from areal_lite.errors import ConfigError
 
 TIMEOUT_S = 1.5
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "idefics3")
+"""Models that read images here, by ``model_type``."""
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -88,17 +90,27 @@ def check_hub_name(name: str, *, key: str = "model_path") -> None:
     ) from error
 
 
-def check_text_model(model_path: str) -> None:
-    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked."""
+def check_image_model(model_path: str) -> None:
+    """Check that a model directory does not hold a model that reads images in a way that is not computed here; a name
+    on the Hub is checked when it is loaded."""
     try:
         config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
     except (OSError, ValueError):
         return  # not a directory, or check_model_path and the loader say more
-    if isinstance(config, dict) and config.get("vision_config"):
+    if isinstance(config, dict):
+        check_vision_family(config, model_path)
+
+
+def check_vision_family(config: Mapping[str, Any], model_path: str) -> bool:
+    """Return whether a model's config is of one that reads images; raises ConfigError if it is not computed here."""
+    family = config.get("model_type")
+    if config.get("vision_config") and family not in VISION_MODELS:
         raise ConfigError(
-            f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: trainer and "
-            "embedded server take models of text only. Use the text model of the same family."
+            f"model_path {model_path!r} is a {family} model, whose images are not computed here (in some families the "
+            f"tokens of an image see one another in both directions): use one of {', '.join(VISION_MODELS)}, or the "
+            "text model of the same family"
         )
+    return family in VISION_MODELS
 
 
 class StoredTensor(NamedTuple):

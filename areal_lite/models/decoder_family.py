@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen2VLText", "Qwen2_5_VLText", "Qwen3", "Gemma")
 """They begin the classes' names in transformers. Gemma's norms scale by one plus their weight."""
 
 

@@ -45,12 +45,23 @@ class FusedDecoder:
         )
 
     def states(
-        self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int], segments: Segments | None, at: Tensor
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        lengths: Sequence[int],
+        segments: Segments | None,
+        at: Tensor,
     ) -> Tensor:
-        """Return the states ``[N, hidden]``, float32, at the tokens of the indices ``at [N]``. ``input_ids [T]`` are
-        those of bins of ``lengths``, bin after bin; without ``segments``, a token sees all before it in its bin."""
-        hidden = self._decoder.embed_tokens(input_ids)
-        cos, sin = self._decoder.rotary_emb(hidden, position_ids[None])
+        """Return the states ``[N, hidden]`` at the chosen tokens, float32.
+
+        Args:
+            hidden: ``[T, hidden]`` embeddings of the tokens, bin after bin.
+            position_ids: ``[1, T]``, or ``[3, 1, T]`` on three axes.
+            lengths: Tokens of each bin.
+            segments: Which tokens see one another; None if a token sees all before it in its bin.
+            at: ``[N]`` indices of tokens.
+        """
+        cos, sin = self._decoder.rotary_emb(hidden, position_ids)
         tokens = Tokens(cos[0], sin[0], lengths, segments, self._heads)
         added, operations = torch.zeros_like(hidden, dtype=self._dtype), fused_decoder_operations(self._dtype)
         for layer in self._layers:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.models.parallel.sharding import full_tensors, shard_like
+from areal_lite.models.vision_tower import auto_class_of, vision_parameters
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."  # of every name in peft's files
@@ -41,6 +42,7 @@ def add_adapters(model: Any, config: LoRAConfig) -> None:
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]
             target_modules=_layer_names(model, config.target_modules),
+            exclude_modules=_vision_layers(model) or None,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
             task_type="CAUSAL_LM",
         ),
@@ -120,15 +122,21 @@ def adapter_shape(model: Any) -> AdapterShape:
 def planned_shape(model_path: str, config: LoRAConfig) -> AdapterShape:
     """Return the shape of the adapters that the model in a folder would get; raises like :func:`add_adapters`."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))  # type: ignore[no-untyped-call]  # nosec B615 # a folder
+        model = auto_class_of(model_path).from_config(AutoConfig.from_pretrained(model_path))  # nosec B615 # a folder
         add_adapters(model, config)
     return adapter_shape(model)
 
 
+def _vision_layers(model: Any) -> list[str]:
+    return sorted({name.rpartition(".")[0] for name in vision_parameters(model)})
+
+
 def _layer_names(model: Any, wanted: str | list[str]) -> list[str]:
-    head = model.get_output_embeddings()
+    head, vision = model.get_output_embeddings(), _vision_layers(model)
     linear = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name not in vision
     ]
     last = sorted({name.rpartition(".")[2] for name in linear})
     if wanted == "all-linear":

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from areal_lite.config.trainer_config import LoRAConfig
@@ -23,6 +23,7 @@ from areal_lite.models.lora import add_adapters
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sequence_parallel import refuse_heads
 from areal_lite.models.parallel.shard_loading import empty_model, is_empty
+from areal_lite.models.vision_tower import auto_class_of, vision_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +37,28 @@ _NOT_SCORABLE = {
 
 
 def load_policy(
-    model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, lora: LoRAConfig | None = None
+    model_path: str,
+    *,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    lora: LoRAConfig | None = None,
+    vision: Literal["frozen", "train"] = "frozen",
 ) -> Any:
-    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train.
+    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train, and
+    without ``vision: train`` neither the vision tower nor its connector.
 
     Raises:
         ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights,
             or adapters cannot be added.
     """
-    model, missing = load_pretrained(AutoModelForCausalLM, model_path, what="causal LM", by_shard=True)
+    model, missing = load_pretrained(auto_class_of(model_path), model_path, what="causal LM", by_shard=True)
     if missing:
         raise ConfigError(
             f"model_path {model_path!r} has no weights for {missing}: give the folder of a complete causal LM, "
             "not of a critic or reward model made from one"
         )
+    for parameter in vision_parameters(model).values():
+        parameter.requires_grad_(vision == "train")
     if lora is not None:
         add_adapters(model, lora)
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)

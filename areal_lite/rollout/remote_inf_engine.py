@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.trajectory import Group, TaskId, TurnRewards
 from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.dotted_path import load_object
+from areal_lite.data.vision.image_encoder import with_spans
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.blocking_and_async import also_async, blocking_and_async
 from areal_lite.rollout.engine_lifecycle import EngineLifecycle
@@ -60,6 +62,8 @@ class RemoteInfEngine(EngineLifecycle):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer to ``req``; see ``InferenceEngine.agenerate``."""
+        if req.image_data:
+            req = await asyncio.to_thread(with_spans, req, self.config)
         return await self.running_loop.acall(self._client.generate(req))
 
     def submit(

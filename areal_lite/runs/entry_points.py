@@ -9,7 +9,7 @@ from areal_lite.config.rules import check_rollouts, check_training
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.rows.load_rows import is_environment
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import check_model_path, check_text_model
+from areal_lite.files.model_path import check_image_model, check_model_path
 from areal_lite.processes.quick_import import quick_import
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.run_data import WorkflowChoice
@@ -75,7 +75,7 @@ def check_learnable(config: RunConfig) -> None:
     critic, rollout = config.trainer.critic, config.rollout
     check_scorable(config.model_path)
     check_heads(config.model_path, config.trainer.sp_size)
-    check_text_model(config.model_path)
+    check_image_model(config.model_path)
     critic_path = None if critic is None else critic.model_path
     for key, path in (("reward_model", config.reward_model), ("trainer.critic.model_path", critic_path)):
         if path is not None:

@@ -27,6 +27,7 @@ from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuf
 from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import VISION_MODELS
 from areal_lite.rollout.episodes.workflow_resolution import check_workflow, pickled_workflow
 
 logger = logging.getLogger(__name__)
@@ -200,7 +201,9 @@ def _check_keys(config: RunConfig, cls: Any) -> None:
 
 
 def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: WorkflowChoice) -> DataPacker:
-    packer = make_data_packer(model_type(config.model_path), config.data_packer)
+    family = model_type(config.model_path)
+    # In a run images are spans of the recorded tokens; the packer of image models makes tensors, for own loops.
+    packer = make_data_packer("" if family in VISION_MODELS else family, config.data_packer)
     tokenizer = load_tokenizer(tokenizer_path(config))
     if not issubclass(workflow.cls, RolloutWorkflow):
         check_chat_template(tokenizer)

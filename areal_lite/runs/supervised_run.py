@@ -19,8 +19,9 @@ from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
+from areal_lite.data.vision.image_encoder import image_encoder
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import check_model_path, check_text_model
+from areal_lite.files.model_path import check_image_model, check_model_path
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_heads, check_scorable, resolve_device
 from areal_lite.runs.folder.resuming import find_start
@@ -94,7 +95,7 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
-    check_text_model(config.model_path)
+    check_image_model(config.model_path)
     check_scorable(config.model_path)
     check_heads(config.model_path, config.trainer.sp_size)
     config = with_dtypes(config)
@@ -145,9 +146,10 @@ def datasets(config: SupervisedConfig) -> tuple[BaseDataset, BaseDataset | None]
     if config.eval_dataset is not None and config.eval_dataset.collate_fn is not None:
         raise ConfigError("eval_dataset.collate_fn would do nothing: held-out items are not batched; remove it")
     tokenizer = load_tokenizer(config.model_path)
+    images = image_encoder(config.model_path, tokenizer, config.run_dir)
 
     def load(rows: Any) -> BaseDataset:
         make: Any = _CLASSES[type(config)][0]
-        return make(rows.path, tokenizer, config=rows, seed=config.seed)  # type: ignore[no-any-return]
+        return make(rows.path, tokenizer, config=rows, seed=config.seed, images=images)  # type: ignore[no-any-return]
 
     return load(config.train_dataset), load(config.eval_dataset) if config.eval_dataset else None

@@ -24,6 +24,9 @@ import torch
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
+from areal_lite.data.vision.image_pixels import ImagePixels
+from areal_lite.data.vision.image_processor import load_image_processor
+from areal_lite.data.vision.image_store import ImageStore
 from areal_lite.errors import TrainingError
 from areal_lite.files.whole_files import append_line
 from areal_lite.models.parallel.ranks import Ranks, broadcast_json
@@ -138,6 +141,10 @@ class TrainingRun(ABC, Generic[E]):
 
     def __post_init__(self) -> None:
         self.step = self._saved_step = self.start.step
+        for learner in self.trainer.learners.values():
+            if learner.module.tower is not None:
+                processor = load_image_processor(self.config.model_path)
+                learner.module.pixels = ImagePixels(ImageStore.of_run(self.config.run_dir), processor)
         self._saved_at: float | None = None
         self._saved_clock = time.monotonic()
         self._longest_step_s = 0.0

@@ -81,7 +81,7 @@ AREAL_IMPORTS = [
     "infra.rpc.rtensor", "infra.sandbox", "infra.scheduler.local", "infra.scheduler.slurm",
     "infra.staleness_manager", "dataset.gsm8k", "reward.geometry3k", "trainer.rl_trainer", "trainer.sft_trainer",
     "trainer.dpo_trainer", "trainer.rw_trainer", "trainer.ppo.actor", "utils.dataloader", "utils.environ",
-    "utils.image", "utils.network", "utils.printing", "utils.proc", "utils.saver", "utils.seeding",
+    "utils.network", "utils.printing", "utils.proc", "utils.saver", "utils.seeding",
     "utils.stats_logger", "workflow.rlvr", "workflow.langchain.math_agent", "workflow.openai.math_agent",
 ]  # fmt: skip
 """Modules that AReaL's examples and documentation import and that areal_lite does not have, and a few more."""

@@ -426,7 +426,8 @@ CONFIGS = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_in_the_repository_loads(path):
     config = load_config(path, root=ExperimentConfig)
-    assert type(config) is (class_of(path.stem) if path.stem in KINDS else RunConfig)
+    kind = yaml.safe_load(path.read_text()).get("kind")
+    assert type(config) is (class_of(kind) if kind in KINDS else RunConfig)
     if isinstance(config, RunConfig):
         check_rollouts(config)
         check_training(config)

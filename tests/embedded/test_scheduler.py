@@ -30,10 +30,10 @@ def scheduler_of(tiny: Path, kind: tuple[str, bool], **settings: Any) -> tuple[S
     passes: list[list[int]] = []
     forward = runner.forward
 
-    def recorded(slots: list[int], tokens: list[list[int]], past: list[int]) -> torch.Tensor:
+    def recorded(slots: list[int], tokens: list[list[int]], past: list[int], images: list[None]) -> torch.Tensor:
         assert len(slots) == len(set(slots)) == len(tokens) == len(past)
         passes.append([len(ids) for ids in tokens])
-        return forward(slots, tokens, past)
+        return forward(slots, tokens, past, images)
 
     runner.forward = recorded  # type: ignore[method-assign]
     sizes = {"max_running_requests": 8, "max_total_tokens": 900, "max_prefill_tokens": 64}

@@ -13,6 +13,7 @@ import torch
 
 from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from tests.fixtures.tiny_vlm import save_tiny_vlm
 from tests.stub_server import StubServer, StubThread
 
 REPOSITORY = Path(__file__).parents[2]
@@ -171,3 +172,11 @@ def test_09_trains_on_the_rows_that_it_submits(tiny_model, tmp_path):
     lines = run_example("09_submit_and_wait.py", tiny_model, 2, cwd=tmp_path).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
     assert all(re.search(r"reward \d\.\d+, loss [+-]\d", line) for line in lines)
+
+
+def test_10_reads_pictures_that_the_model_has_not_seen(tmp_path):
+    save_tiny_vlm(tmp_path / "model")
+    few = ["trainer.total_steps=2", "trainer.device=cpu", "train_dataset.kwargs.size=64", "eval_dataset.kwargs.size=4"]
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    printed = run_example("10_vision_sft.py", tmp_path / "model", "count", *few, cwd=tmp_path)
+    assert re.search(r"^[01]\.\d+ of new pictures answered\n[01]\.\d+ of blank ones$", printed, re.MULTILINE)

@@ -67,8 +67,9 @@ def states_and_gradients(model: PackedModel, packed: PackedSequences, states: Te
 def by_fused(model: PackedModel, packed: PackedSequences, dtype: torch.dtype) -> dict[str, Tensor]:
     fused = FusedDecoder(model._decoder[0], dtype)
     layout = packed.lengths, None if packed.is_causal else packed.segments
+    hidden = model.model.get_input_embeddings()(packed.input_ids)
     return states_and_gradients(
-        model, packed, fused.states(packed.input_ids, packed.position_ids, *layout, packed.predicted_at)
+        model, packed, fused.states(hidden, packed.position_ids[None], *layout, packed.predicted_at)
     )
 
 

@@ -23,7 +23,8 @@ from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
 
-MAX_BODY_BYTES = 8 * 2**20
+MAX_BODY_BYTES = 64 * 2**20
+"""Room for several images in base64."""
 _ENDED_KEPT = 10_000
 _HEADERS = {"x-should-retry": "false"}
 """SDKs must not retry: the engine client has the only retry loop."""

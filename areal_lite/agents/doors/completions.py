@@ -37,7 +37,9 @@ class ChatCompletions(Api):
         """Return the checked request; messages that an earlier body had are not parsed again."""
         history = self.session.history
         rest, earlier = history.cut(raw)
-        return parse_chat_request(json_object(rest), history.find, extends=earlier, sent=raw)
+        return parse_chat_request(
+            json_object(rest), history.find, extends=earlier, sent=raw, images=self.session.images
+        )
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         choices = [self._choice(index, answer, self._whole(answer)) for index, answer in enumerate(answers)]

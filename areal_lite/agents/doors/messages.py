@@ -10,7 +10,14 @@ import orjson
 from areal_lite.agents.doors.api import Api, event, fields_as_chat
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed, wrong
+from areal_lite.agents.session.request_fields import (
+    RequestError,
+    joined_text,
+    json_object,
+    short,
+    typed,
+    wrong,
+)
 
 _AS_CHAT = {
     "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",
@@ -98,7 +105,7 @@ class Messages(Api):
         output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
         if output_format is not None:
             chat["response_format"] = output_format
-        return parse_chat_request(chat, self.session.history.find)
+        return parse_chat_request(chat, self.session.history.find, images=self.session.images)
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         (answer,) = answers
@@ -172,9 +179,13 @@ def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, 
             raise RequestError(f"{where} has the block {short(block)}: send an object with a type", param=where)
         match str(block.get("type")):
             case "text":
-                texts.append(block)
+                texts.append(_part(block))
+            case "image" if not is_assistant:
+                texts.append(_part(block))
             case "tool_result" if not is_assistant:
-                content = joined_text(block.get("content"), where)
+                content = block.get("content")
+                if isinstance(content, list):
+                    content = [_part(part) for part in content]
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             case "thinking" if is_assistant:
                 other["reasoning_content"] = str(block.get("thinking") or "")
@@ -192,7 +203,22 @@ def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, 
                 )
     if is_assistant:
         return [{"role": role, "content": "".join(str(block.get("text") or "") for block in texts), **other}]
-    return [*results, {"role": role, "content": joined_text(texts, where)}] if texts else results
+    return [*results, {"role": role, "content": texts}] if texts else results
+
+
+def _part(block: Any) -> Any:
+    """Return a block of text or an image as a part of a chat completion, another one as it is."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "text":
+        return {"type": "text", "text": block.get("text")}  # without marks of caching, which clients move
+    if kind != "image":
+        return block
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    url = source.get("url")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": url}
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, joined_text, json_object, short, typed, wrong
+from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed, wrong
 
 _AS_CHAT = {
     "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
@@ -123,7 +123,7 @@ class Responses(Api):
         text = typed("text", body.get("text"), dict, "send an object with format") or {}
         if text.get("format") is not None:
             chat["response_format"] = text["format"]
-        return parse_chat_request(chat, self.session.history.find)
+        return parse_chat_request(chat, self.session.history.find, images=self.session.images)
 
     def _history(self, previous: Any) -> list[dict[str, Any]]:
         """Return the messages of an earlier response without its instructions, and its answer."""
@@ -204,7 +204,9 @@ def _no_response(name: object, param: str | None) -> RequestError:
 def _input_items(message: dict[str, Any]) -> list[dict[str, Any]]:
     if message["role"] == "tool":
         call_id = message.get("tool_call_id")
-        return [{"type": "function_call_output", "call_id": call_id, "output": message["content"]}]
+        return [
+            {"type": "function_call_output", "call_id": call_id, "output": _shown(message["content"], "input_text")}
+        ]
     calls = []
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -213,8 +215,17 @@ def _input_items(message: dict[str, Any]) -> list[dict[str, Any]]:
     if calls and not message["content"]:
         return calls
     kind = "output_text" if message["role"] == "assistant" else "input_text"
-    part = {"type": kind, "text": message["content"]}
-    return [{"type": "message", "role": message["role"], "content": [part]}, *calls]
+    content = _shown(message["content"], kind)
+    content = content if isinstance(content, list) else [{"type": kind, "text": content}]
+    return [{"type": "message", "role": message["role"], "content": content}, *calls]
+
+
+def _shown(content: str | list[Any], kind: str) -> str | list[Any]:
+    """Return a message's content as parts of an item; of an image, that there was one."""
+    if isinstance(content, str):
+        return content
+    image = {"type": "input_image", "detail": "auto", "image_url": None, "file_id": None}
+    return [{"type": kind, "text": part["text"]} if part["type"] == "text" else image for part in content]
 
 
 def _message(text: str) -> dict[str, Any]:
@@ -259,7 +270,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
             texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
             reasoning = "".join(text for text in texts if isinstance(text, str)) or None
         elif kind == "message":
-            message = {"role": item.get("role"), "content": joined_text(item.get("content"), where, _TEXTS)}
+            message = {"role": item.get("role"), "content": _content(item.get("content"))}
             if message["role"] == "assistant" and reasoning is not None:
                 message["reasoning_content"], reasoning = reasoning, None
             messages.append(message)
@@ -272,7 +283,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
                     messages[-1]["reasoning_content"], reasoning = reasoning, None
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = joined_text(item.get("output"), where, _TEXTS)
+            content = _content(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
             raise RequestError(
@@ -280,6 +291,19 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
                 param=where,
             )
     return messages
+
+
+def _content(raw: Any) -> Any:
+    """Return content in the form of a chat completion; parts that it does not know stay, to be refused."""
+    parts = [raw] if isinstance(raw, dict) else raw
+    return [_chat_part(part) for part in parts] if isinstance(parts, list) else raw
+
+
+def _chat_part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": part.get("image_url") or part.get("file_id")}
+    return {**part, "type": "text"} if kind in _TEXTS else part
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

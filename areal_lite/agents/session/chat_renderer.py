@@ -12,16 +12,20 @@ import contextlib
 import functools
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import orjson
 
 from areal_lite.agents.parsers.answer_parser import AnswerParser, answer_parser
 from areal_lite.agents.parsers.response_template import ResponseTemplateParser, has_usable_template
 from areal_lite.agents.session.request_fields import RequestError
+from areal_lite.agents.session.request_images import image_parts
+from areal_lite.api.image_span import Images
 from areal_lite.data.chat.hermes_tools import drops_tools, in_hermes_form
 from areal_lite.data.chat.tokenizer import check_chat_template
+from areal_lite.data.vision.image_encoder import ImageEncoder
+from areal_lite.errors import ConfigError
 
 _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
@@ -31,8 +35,15 @@ _PROMPTS_KEPT = 256
 """Rendered prompts kept in memory: the episodes of a group begin with the same one."""
 
 
+class Rendered(NamedTuple):
+    """Ids of messages, with all tokens of their images."""
+
+    ids: list[int]
+    images: Images = ()
+
+
 class ChatRenderer:
-    """A tokenizer with its chat template."""
+    """A tokenizer with its chat template, and what encodes the images of a model that reads them."""
 
     def __init__(
         self,
@@ -41,9 +52,11 @@ class ChatRenderer:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         tools_in_system_prompt: bool = False,
+        images: ImageEncoder | None = None,
     ) -> None:
         check_chat_template(tokenizer)
         self.tokenizer = tokenizer
+        self.images = images
         self._tools_in_system_prompt = tools_in_system_prompt
         if tools_in_system_prompt:
             tool_parser = tool_parser or "hermes"
@@ -54,8 +67,8 @@ class ChatRenderer:
             self.answer_parser = ResponseTemplateParser(
                 tokenizer.response_template, splits_reasoning=reasoning_parser != "none"
             )
-        self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
-        """Ids of the latest short prompts, by messages, tools and template variables."""
+        self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
+        """Ids and images of the latest short prompts, by messages, tools and template variables."""
         self._depends_on_time = "strftime_now" in _template_text(tokenizer)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if backend and not (backend.truncation or backend.padding) else None
@@ -63,6 +76,7 @@ class ChatRenderer:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self._adds_bos = list(tokenizer.encode("x"))[:1] == [getattr(tokenizer, "bos_token_id", None)]
+        self._takes_parts = images is not None and _drops_strings(tokenizer)
         self.stop_ids: list[int] = []
         ends = [tokenizer.eos_token_id]
         # A template that cannot be continued has no end token; then each turn renders the whole conversation.
@@ -71,6 +85,8 @@ class ChatRenderer:
         for token in ends:
             if token in self.special_ids and token not in self.stop_ids:
                 self.stop_ids.append(token)
+        if images is not None:  # a placeholder that is sampled is no image
+            self.stop_ids.append(images.placeholder_id)
         self._dropped_ids = {
             tools: {
                 i
@@ -80,12 +96,12 @@ class ChatRenderer:
             for tools in (False, True)
         }
 
-    async def prompt(self, messages: list[Any], tools: list[Any] | None, template_kwargs: dict[str, Any]) -> list[int]:
+    async def prompt(self, messages: list[Any], tools: list[Any] | None, template_kwargs: dict[str, Any]) -> Rendered:
         """Return the ids of a whole conversation, up to the start of the answer."""
         key = None if self._depends_on_time else _prompt_key(messages, tools, template_kwargs)
         if key is not None and (known := self._prompts.get(key)) is not None:
             self._prompts.move_to_end(key)
-            return known.copy()
+            return known._replace(ids=known.ids.copy())
         if self._tools_in_system_prompt:
             messages, tools = in_hermes_form(messages, tools), None
         elif tools and drops_tools(self.tokenizer, template_kwargs):
@@ -96,12 +112,12 @@ class ChatRenderer:
                 code="tools_not_rendered",
             )
         text = self._render(messages, tools, template_kwargs)
-        ids = await self._ids(text)
+        rendered = await self._rendered(text, messages)
         if key is not None and len(text) < _LONG_TEXT:
-            self._prompts[key] = ids.copy()
+            self._prompts[key] = rendered._replace(ids=rendered.ids.copy())
             if len(self._prompts) > _PROMPTS_KEPT:
                 self._prompts.popitem(last=False)
-        return ids
+        return rendered
 
     async def continuation(
         self,
@@ -110,19 +126,31 @@ class ChatRenderer:
         messages: list[Any],
         tools: list[Any] | None,
         template_kwargs: dict[str, Any],
-    ) -> list[int]:
+    ) -> Rendered:
         """Return the ids after a sampled answer, up to the start of the next one; ``ended`` if no limit cut it."""
         if self._tools_in_system_prompt:
             messages, tools = in_hermes_form(messages, None), None
-        ids = await self._ids(self._text_after_answer(messages, tools, template_kwargs))
+        rendered = await self._rendered(self._text_after_answer(messages, tools, template_kwargs), messages)
+        ids = rendered.ids
         if answer and ids and ids[0] in self.special_ids:
             last = answer[-1]
             if last == ids[0] or (ended and last in self.special_ids):
-                return ids[1:]
-        return ids
+                return Rendered(ids[1:], tuple(span.moved(-1) for span in rendered.images))
+        return rendered
+
+    async def _rendered(self, text: str, messages: list[Any]) -> Rendered:
+        ids = await self._ids(text)
+        if self.images is None:
+            return Rendered(ids)
+        refs = [part.ref for part in image_parts(messages) if part.ref is not None]
+        try:
+            return Rendered(*self.images.expanded(ids, refs))
+        except ConfigError as error:
+            raise RequestError(str(error), param="messages") from None
 
     async def plain(self, text: str, *, begins: bool) -> list[int]:
         """Return the ids of a text without chat template; ``begins`` adds the tokenizer's opening token."""
+        self._check_text([text], "prompt")
         ids = await self._ids(text)
         bos = getattr(self.tokenizer, "bos_token_id", None)
         return [bos, *ids] if begins and bos is not None and self._adds_bos else ids
@@ -147,6 +175,10 @@ class ChatRenderer:
         return rest
 
     def _render(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
+        self._check_text(messages, "messages")
+        self._check_text(tools or (), "tools")
+        if self._takes_parts:
+            messages = [_in_parts(message) for message in messages]
         failure: Exception | None = None
         for form in _argument_forms(messages):
             try:
@@ -158,6 +190,17 @@ class ChatRenderer:
             else:
                 return str(text)
         raise RequestError(f"the chat template rejects these messages: {failure}"[:500], param="messages") from failure
+
+    def _check_text(self, values: Iterable[Any], param: str) -> None:
+        """Refuse texts that spell a token of images."""
+        if self.images is None:
+            return
+        for value in values:
+            if (mark := self.images.mark_in(value if isinstance(value, str) else str(value))) is not None:
+                raise RequestError(
+                    f"{param} has the text {mark!r}, which stands for an image: leave it out, and send images as parts",
+                    param=param,
+                )
 
     async def _ids(self, text: str) -> list[int]:
         try:
@@ -179,6 +222,20 @@ class ChatRenderer:
 
 chat_renderer = functools.lru_cache(maxsize=8)(ChatRenderer)
 """Returns the cached renderer of a tokenizer; arguments and errors are those of :class:`ChatRenderer`."""
+
+
+def _drops_strings(tokenizer: Any) -> bool:
+    """Return whether the chat template renders content only as a list of parts."""
+    messages = [{"role": "user", "content": _PLACEHOLDER}]
+    try:
+        return _PLACEHOLDER not in tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template is a program and may raise anything
+        return True
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _prompt_key(messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> bytes | None:

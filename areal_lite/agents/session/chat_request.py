@@ -23,6 +23,7 @@ from areal_lite.agents.session.request_fields import (
     typed,
     wrong,
 )
+from areal_lite.agents.session.request_images import ImagePart, RequestImages, check_count, image_parts
 from areal_lite.agents.session.request_options import RequestOptions, request_options
 
 MAX_TOOLS = 128
@@ -36,11 +37,13 @@ class Conversation:
     """The checked messages of a request; a later request that begins with them checks only its new ones."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
+    """Messages for the chat template: arguments of tool calls are parsed; content is a string, or a list of texts and
+    :class:`ImagePart`."""
     keys: list[Hashable] = field(default_factory=list)
     raw: list[Any] = field(default_factory=list)
+    """The messages as they were sent, without pixels."""
     body: bytes = b""
-    """The HTTP body, if the API is chat completions."""
+    """The HTTP body, if the API is chat completions and it has no images."""
     known: RequestBodyCache | None = None
     """The body's beginning in the request that it extends."""
     path: list[Hashable] = field(default_factory=list)
@@ -49,11 +52,13 @@ class Conversation:
     def extended(self, raw: list[Any], body: bytes) -> Conversation:
         """Check the messages ``raw`` and return the conversation with them at its end."""
         parsed = [parse_message(message, f"messages[{len(self.raw) + i}]") for i, message in enumerate(raw)]
+        messages = self.messages + [message for message, _ in parsed]
+        has_images = any(True for _ in image_parts(messages))
         return Conversation(
-            messages=self.messages + [message for message, _ in parsed],
+            messages=messages,
             keys=self.keys + [key for _, key in parsed],
             raw=self.raw + raw,
-            body=body,
+            body=b"" if has_images else body,
             known=self.known_body,
             path=self.path,
         )
@@ -97,8 +102,9 @@ def parse_chat_request(
     *,
     extends: Conversation | None = None,
     sent: bytes = b"",
+    images: RequestImages | None = None,
 ) -> ChatRequest:
-    """Return the checked request; ``find`` finds what an earlier one has checked already.
+    """Return the checked request; ``find`` finds what an earlier one has checked already, ``images`` takes its images.
 
     If that is known, it is ``extends``, and ``body`` has only the messages after it. ``sent`` is the whole body as it
     was sent, to recognise later bodies by.
@@ -109,10 +115,13 @@ def parse_chat_request(
     raw = body.get("messages")
     if not isinstance(raw, list) or not (raw or extends):
         raise wrong("messages", raw, "send a list of at least one")
+    raw = (images or RequestImages(None)).take(raw, len(extends.raw) if extends else 0)
     if extends is None and (extends := find(raw)) is not None:
         raw = raw[len(extends.raw) :]
+    conversation = (extends or Conversation()).extended(raw, sent)
+    check_count(conversation.messages)
     return ChatRequest(
-        conversation=(extends or Conversation()).extended(raw, sent),
+        conversation=conversation,
         extends=extends,
         tools=tools,
         template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),
@@ -133,14 +142,16 @@ def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
     role = _ROLES.get(str(raw.get("role")))
     if role is None:
         raise wrong(f"{where}.role", raw.get("role"), f"one of {', '.join(_ROLES)}")
-    content = joined_text(raw.get("content"), f"{where}.content")
+    content, content_key = _content(raw.get("content"), f"{where}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id"):
         value = typed(f"{where}.{name}", raw.get(name), str, "send a string")
         if value is not None:
             message[name] = value
     if role != "assistant":
-        return message, (role, content, message.get("name"), message.get("tool_call_id"))
+        return message, (role, content_key, message.get("name"), message.get("tool_call_id"))
+    if not isinstance(content, str):
+        raise RequestError(f"{where} is an answer with an image: models answer with text", param=where)
     calls, call_keys = _tool_calls(raw.get("tool_calls"), f"{where}.tool_calls")
     if calls:
         message["tool_calls"] = calls
@@ -149,6 +160,17 @@ def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
         return message, (role, content.strip(), call_keys)
     message["reasoning_content"] = reasoning
     return message, (role, content.strip(), call_keys, reasoning.strip())
+
+
+def _content(raw: Any, where: str) -> tuple[str | list[Any], Hashable]:
+    """Return the content for the chat template, and its key: of an image, its digest."""
+    if not isinstance(raw, list) or not any(isinstance(part, ImagePart) for part in raw):
+        text = joined_text(raw, where)
+        return text, text
+    parts = [
+        part if isinstance(part, ImagePart) else {"type": "text", "text": joined_text([part], where)} for part in raw
+    ]
+    return parts, tuple((part["type"], part.get("text") or part.get("digest")) for part in parts)
 
 
 def without_reasoning(key: Hashable) -> Hashable:

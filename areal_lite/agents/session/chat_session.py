@@ -20,17 +20,19 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.agents.session.agent_names import AgentNames
 from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer, Piece
 from areal_lite.agents.session.chat_history import ChatHistory
-from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_renderer import ChatRenderer, Rendered
 from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.request_fields import RequestError
+from areal_lite.agents.session.request_images import RequestImages, image_parts
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.api.image_span import Images
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
@@ -39,6 +41,13 @@ from areal_lite.errors import ConfigError, ContextOverflowError
 logger = logging.getLogger(__name__)
 
 OnText = Callable[[int, Piece], None]
+
+
+class _Prompt(NamedTuple):
+    prefix: TokenPrefix
+    images: Images
+    parent: InteractionWithTokenLogpReward | None  # the answer that it extends
+    is_fork: bool  # it renders an answer from text
 
 
 class ChatSession:
@@ -63,6 +72,7 @@ class ChatSession:
         self._tasks: set[asyncio.Task[Any]] = set()
         """Running calls that no task of the episode waits for."""
         self.history = ChatHistory()
+        self.images = RequestImages(renderer.images)
         self.interactions = self.history.interactions
         self.responses: dict[str, dict[str, Any]] = {}
         """Replies of the Responses API, by id; an agent may read and delete them."""
@@ -75,6 +85,7 @@ class ChatSession:
         """Return ``request.options.n`` answers to one prompt."""
         with self._inside_episode():
             try:
+                await self.images.store(request.messages)
                 if request.options.n == 1:
                     answers = [await self._answer(request, 0, answer_id, on_text)]
                 else:
@@ -121,7 +132,8 @@ class ChatSession:
         return {"answers": float(len(self.interactions)), **{name: float(getattr(self, name)) for name in names}}
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        return (await self._find_prompt(request))[0].length
+        await self.images.store(request.messages)
+        return (await self._find_prompt(request)).prefix.length
 
     def own(self, task: asyncio.Task[list[ChatAnswer]]) -> None:
         """Cancel ``task`` when the session closes."""
@@ -136,7 +148,7 @@ class ChatSession:
 
     async def _answer(self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None) -> ChatAnswer:
         agent = self._names.name(request)  # before other calls may run: the first one is the main agent's
-        prefix, parent, is_fork = await self._find_prompt(request)
+        prefix, images, parent, is_fork = await self._find_prompt(request)
         prompt = prefix.tolist()
         text_of_choice = None if on_text is None else functools.partial(on_text, index)
         reader = AnswerReader(self._renderer, request, prompt, self._gconfig, text_of_choice)
@@ -144,6 +156,7 @@ class ChatSession:
             ModelRequest(
                 input_ids=prompt,
                 prefix=prefix,
+                images=images,
                 gconfig=request.options.gconfig(
                     self._gconfig,
                     request.grammar,
@@ -157,6 +170,7 @@ class ChatSession:
                 on_tokens=None if on_text is None else reader.on_tokens,
             )
         )
+        response.images = images
         answer = reader.read(SharedPromptResponse.of(response, prefix), answer_id)
         self.tool_calls += len(answer.message.get("tool_calls") or ())
         self.tool_parse_errors += answer.unparsable
@@ -192,40 +206,39 @@ class ChatSession:
             ids = answer.response.input_tokens + answer.response.output_tokens
             self.history.record_untemplated(self._renderer.decode(ids, skip_special_tokens=False), interaction)
 
-    async def _find_prompt(
-        self, request: ChatRequest
-    ) -> tuple[TokenPrefix, InteractionWithTokenLogpReward | None, bool]:
-        """Return the prompt's ids, the answer they extend, and whether the prompt renders an answer from text."""
+    async def _find_prompt(self, request: ChatRequest) -> _Prompt:
         if request.prompt is not None:
             parent, rest = self.history.longest_untemplated(request.prompt)
             added = list(rest) if isinstance(rest, list) else await self._renderer.plain(rest, begins=parent is None)
-            return _extended(parent, added), parent, False
+            return _extended(parent, Rendered(added), False)
         parent, known = self.history.longest_recorded(request)
-        new, added = request.messages[known:], []
+        new, rendered = request.messages[known:], Rendered([])
         if parent is not None:
             recorded = parent.model_response
             ended = recorded.stop_reason != "length"
             try:
-                added = await self._renderer.continuation(
+                rendered = await self._renderer.continuation(
                     recorded.output_tokens, ended, new, request.tools, request.template_kwargs
                 )
             except RequestError:  # templates that reject or drop parts of a conversation: render the whole one
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
                 parent, new = None, request.messages
-        if parent is None and self._prompt_ids is not None and not self.interactions:
-            added = list(self._prompt_ids)  # it grows with the conversation
+        first = parent is None and not self.interactions
+        if first and self._prompt_ids is not None and not any(True for _ in image_parts(new)):
+            rendered = Rendered(list(self._prompt_ids))  # it grows with the conversation
         elif parent is None:
-            added = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)
+            rendered = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)
         is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
-        return _extended(parent, added), parent, is_fork
+        return _extended(parent, rendered, is_fork)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone, special tokens included."""
         return [self._renderer.decode([token], skip_special_tokens=False) for token in ids]
 
 
-def _extended(parent: InteractionWithTokenLogpReward | None, ids: list[int]) -> TokenPrefix:
+def _extended(parent: InteractionWithTokenLogpReward | None, new: Rendered, is_fork: bool) -> _Prompt:
     if parent is None:
-        return TokenPrefix(ids, len(ids))
-    recorded = parent.model_response
-    return recorded.prompt.extended(recorded.output_tokens + ids)
+        return _Prompt(TokenPrefix(new.ids, len(new.ids)), new.images, None, is_fork)
+    before = parent.model_response
+    images = before.images + tuple(span.moved(before.input_len + before.output_len) for span in new.images)
+    return _Prompt(before.prompt.extended(before.output_tokens + new.ids), images, parent, is_fork)

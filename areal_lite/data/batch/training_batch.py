@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from areal_lite.api.image_span import images_of, plain_images
 from areal_lite.api.tensor_dict import check_tensor_dict
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.data.batch.data_proto import DataProto, form_of, object_array
@@ -70,6 +71,8 @@ def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_to
     columns["task_ids"] = object_array(s.task_id for s in sequences)
     if any(s.multi_modal_inputs is not None for s in sequences):
         columns["multi_modal_inputs"] = object_array(s.multi_modal_inputs for s in sequences)
+    if any(s.images for s in sequences):
+        columns["image_spans"] = object_array(plain_images(s.images) for s in sequences)
     if any(s.member_idx is not None for s in sequences):
         columns["member_idx"] = object_array(s.member_idx for s in sequences)
         columns["turn_paths"] = object_array(list(s.path) for s in sequences)
@@ -111,6 +114,7 @@ def check_training_batch(batch: DataProto) -> None:
         ("turn_paths", list, "a list of ints"),
         ("turn_idx", int, "an int"),
         ("multi_modal_inputs", dict | None, "a dict or None"),
+        ("image_spans", list, "a list of spans, empty without images"),
     ):
         if kind is str and key not in batch.non_tensor_batch:
             raise ValueError(
@@ -171,8 +175,9 @@ def _unpadded(batch: DataProto) -> list[TokenSequence]:
     tokens: dict[str, Any] = {key: columns[key] for key in _PER_TOKEN if key in columns}
     objects = batch.non_tensor_batch
     nothing = object_array([None] * len(batch))
-    members, inputs, paths, turns = (
-        objects.get(key, nothing) for key in ("member_idx", "multi_modal_inputs", "turn_paths", "turn_idx")
+    members, inputs, paths, turns, spans = (
+        objects.get(key, nothing)
+        for key in ("member_idx", "multi_modal_inputs", "turn_paths", "turn_idx", "image_spans")
     )
     by_token = tokens.pop("token_rewards", None)
     return [
@@ -186,6 +191,7 @@ def _unpadded(batch: DataProto) -> list[TokenSequence]:
             member_idx=members[number],
             place=None if paths[number] is None else (tuple(paths[number]), turns[number]),
             multi_modal_inputs=inputs[number],
+            images=images_of(spans[number] or []),
         )
         for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
     ]

@@ -81,7 +81,10 @@ class ChatText(NamedTuple):
     text: str
     spans: tuple[tuple[int, int], ...]  # first character and end of each text to train, in order
     shortfalls: frozenset[Shortfall] = frozenset()
-    joints: tuple[int, ...] = ()  # characters at which a new token begins in any case; only without a chat template
+    joints: tuple[int, ...] = ()
+    """Characters at which a new token begins in any case; only without a chat template."""
+    images: tuple[Any, ...] = ()
+    """Canonical images of its placeholders, in order; the ids hold one placeholder for each."""
 
 
 class _Turn(NamedTuple):

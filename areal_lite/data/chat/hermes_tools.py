@@ -71,9 +71,9 @@ def in_hermes_form(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] |
     for message in messages:
         role = message.get("role")
         if role == "tool":
-            result = f"<tool_response>\n{_text(message)}\n</tool_response>"
+            result = _joined("<tool_response>\n", _own(message), "\n</tool_response>")
             if previous_role == "tool":
-                plain[-1]["content"] += "\n" + result
+                plain[-1]["content"] = _joined(plain[-1]["content"], "\n", result)
             else:
                 plain.append({"role": "user", "content": result})
         elif message.get("tool_calls"):
@@ -114,6 +114,21 @@ def _call(call: Any) -> str:
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
     name = json.dumps(function.get("name"), ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _own(message: Mapping[str, Any]) -> Any:
+    """Return the content: its parts if it has images, else its text."""
+    content = message.get("content")
+    if isinstance(content, list) and any(isinstance(p, Mapping) and p.get("type") == "image" for p in content):
+        return content
+    return _text(message)
+
+
+def _joined(*contents: Any) -> Any:
+    if all(isinstance(content, str) for content in contents):
+        return "".join(contents)
+    parts = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents)
+    return [part for content in parts for part in content]
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_hub_name, is_hub_name
 
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # Importing transformers from two threads at once breaks its circular imports.
 _lock = threading.Lock()
 
@@ -45,21 +47,35 @@ def check_chat_template(tokenizer: Any) -> None:
 
 
 def tokenizer_files(path: str) -> dict[str, bytes]:
-    """Return the tokenizer files of ``path`` by name, as they are stored beside a model's weights."""
+    """Return the files of tokenizer and image processor of ``path`` by name, as they are stored beside a model's
+    weights."""
     with TemporaryDirectory() as folder:
-        load_tokenizer(path).save_pretrained(folder)
+        save_tokenizer(load_tokenizer(path), Path(folder))
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the tokenizer, and the settings of the image processor of the folder that it was loaded from."""
+    tokenizer.save_pretrained(folder)
+    for name in _PROCESSOR_FILES:
+        source = Path(tokenizer.name_or_path) / name
+        if source.is_file():
+            shutil.copyfile(source, folder / name)
+
+
 def load_processor(path: str) -> Any:
-    """Return the multi-modal processor in the folder ``path``, or None if the model reads only text."""
+    """Return the multi-modal processor in the folder ``path``; None if the model reads only text, or a library that the
+    processor needs (torchvision, for videos) is missing: runs read images without it."""
     if not any((Path(path) / f"{kind}_config.json").is_file() for kind in ("preprocessor", "processor")):
         return None
-    fix = "pip install pillow torchvision, or remove its preprocessor_config.json to use only text"
+    fix = "give the model's own preprocessor_config.json, or remove it to use only text"
     with _lock, _as_config_error(f"the processor of {path!r} cannot be loaded", fix):
         from transformers import AutoProcessor
 
-        return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]  # nosec B615 # a folder
+        try:
+            return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]  # nosec B615 # a folder
+        except ImportError:
+            return None
 
 
 def model_type(path: str) -> str:

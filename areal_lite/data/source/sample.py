@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from areal_lite.api.image_span import Images, images_of, plain_images
 from areal_lite.api.trajectory import TokenSequence
 
 Prompt = str | list[dict[str, Any]]
@@ -61,8 +62,8 @@ class Sample:
     Status = SampleStatus
 
     __slots__ = (
-        "_row", "_shared_row", "attempts", "group_index", "index", "label", "logprobs", "loss_mask", "metadata",
-        "mini_batch", "position", "prompt", "response", "reward", "spans", "status", "tokens", "versions",
+        "_row", "_shared_row", "attempts", "group_index", "images", "index", "label", "logprobs", "loss_mask",
+        "metadata", "mini_batch", "position", "prompt", "response", "reward", "spans", "status", "tokens", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -101,6 +102,8 @@ class Sample:
         """``[T]`` policy version of each sampled token, -1 elsewhere."""
         self.spans: list[Span] = []
         """The sampled spans, one per model call, in order."""
+        self.images: Images = ()
+        """Images among the tokens."""
 
     def sibling(self, index: int | None) -> Sample:
         """Return another pending sample of the same row and group, with ``metadata`` and ``attempts``."""
@@ -172,7 +175,7 @@ class Sample:
     def reset(self) -> None:
         """Discard what was sampled: the sample is pending again."""
         self.tokens, self.loss_mask, self.logprobs, self.versions, self.spans = [], [], [], [], []
-        self.response, self.reward, self.status = "", None, SampleStatus.PENDING
+        self.response, self.reward, self.status, self.images = "", None, SampleStatus.PENDING, ()
 
     def get_reward_value(self, reward_key: str | None = None) -> float:
         """Return the reward, or its entry ``reward_key``; ValueError if there is none; with index and key."""
@@ -209,6 +212,7 @@ class Sample:
             group_id="" if self.group_index is None else str(self.group_index),
             task_id=str(self.metadata.get("task_id", "")),
             member_idx=self.index,
+            images=self.images,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,6 +224,7 @@ class Sample:
             "logprobs": [None if math.isnan(value) else value for value in self.logprobs],
             "versions": list(self.versions),
             "spans": [list(span) for span in self.spans],
+            "images": plain_images(self.images),
         }
 
     @classmethod
@@ -238,6 +243,7 @@ class Sample:
         sample.attempts = values.pop("attempts", 0)
         sample.tokens = values.pop("tokens", [])
         sample.spans = [Span(*span) for span in values.pop("spans", [])]
+        sample.images = images_of(values.pop("images", []))
         for name in ("loss_mask", "logprobs", "versions"):
             column = values.pop(name, None) or []
             if len(column) != len(sample.tokens):

@@ -14,6 +14,7 @@ import torch
 from areal_lite.config.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_template import Message
 from areal_lite.data.chat.chat_tokens import ChatText, Shortfall, render_conversation, tokens_of
+from areal_lite.data.supervised.image_rows import refuse_images
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 
@@ -39,6 +40,7 @@ class PreferenceDataset(BaseDataset):
                 f"{keys.chosen_key!r} and {keys.rejected_key!r} differ before their last message: give conversations "
                 "that differ only in the last one"
             )
+        refuse_images([*chosen, rejected[-1]])
         tools = from_json(row, keys.tools_key)
         return [(self._last_answer(chosen, tools), self._last_answer(rejected, tools))]
 

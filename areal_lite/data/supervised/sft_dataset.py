@@ -12,7 +12,8 @@ import torch
 
 from areal_lite.config.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.chat_template import Message
-from areal_lite.data.chat.chat_tokens import Shortfall, render_conversation, tokens_of
+from areal_lite.data.chat.chat_tokens import ChatText, Shortfall, render_conversation, tokens_of
+from areal_lite.data.supervised.image_rows import ImageTokens, expanded, image_columns, refuse_images, take_images
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 
@@ -27,14 +28,27 @@ class SFTDataset(BaseDataset):
 
     A row has messages, or a prompt (text or messages) and a response (text). With the chat template, a text prompt is
     the user's question. Without it, prompt and response are joined unchanged and the EOS token follows the response;
-    messages are joined without an EOS token. Messages and tools may be lists or JSON text."""
+    messages are joined without an EOS token. Messages and tools may be lists or JSON text.
+
+    Images are parts of messages, ``{"type": "image", "image": ...}``, or take the place of ``<image>`` in a text, from
+    the column ``image_key``; an item with some has the columns of :func:`image_columns`.
+    """
 
     config_class = SFTDatasetConfig
     config: SFTDatasetConfig
 
     def texts(self, row: Row) -> list[Texts]:
         tools, rendering = from_json(row, self.config.tools_key), self.rendering(self.config.apply_chat_template)
-        return [(one,) for one in render_conversation(self.tokenizer, self._messages(row), tools, rendering)]
+        messages = self._messages(row)
+        if self.images is None:
+            refuse_images(messages, row, self.config.image_key)
+            return [(one,) for one in render_conversation(self.tokenizer, messages, tools, rendering)]
+        messages, images = take_images(messages, row, self.config, self.images)
+        mark = self.images.processor.placeholder
+        return [
+            (one._replace(images=images[: one.text.count(mark)]),)
+            for one in render_conversation(self.tokenizer, messages, tools, rendering)
+        ]
 
     def skip_reason(self, texts: Texts) -> str | None:
         (text,) = texts
@@ -43,20 +57,29 @@ class SFTDataset(BaseDataset):
         start, end = text.spans[0]
         # The end mark is a token of its own; other tokens may cross the start.
         trains = not text.joints and Shortfall.NO_END_MARK not in text.shortfalls
-        if trains and surely_within(text.text[: min(end, start + _LONGEST_TOKEN)], self.max_length):
+        if trains and not text.images and surely_within(text.text[: min(end, start + _LONGEST_TOKEN)], self.max_length):
             return None
-        _, mask = tokens_of(self.tokenizer, text)
-        if not any(mask):
+        tokens = self._tokens(text)
+        if not any(tokens.loss_mask):
             return "no assistant text"
-        return None if any(mask[: self.max_length]) else "no trained token within max_length"
+        return None if any(tokens.cut(self.max_length).loss_mask) else "no trained token within max_length"
 
     def item(self, texts: Texts) -> Item:
-        ids, mask = tokens_of(self.tokenizer, texts[0])
+        tokens = self._tokens(texts[0])
+        kept = tokens.cut(self.max_length)
+        if self.images is not None:
+            for image in texts[0].images:
+                self.images.store.put(image.png)
         return {
-            "input_ids": torch.tensor(ids[: self.max_length]),
-            "loss_mask": torch.tensor(mask[: self.max_length]).long(),
-            "truncated": torch.tensor(int(len(ids) > self.max_length)),
+            "input_ids": torch.tensor(kept.input_ids),
+            "loss_mask": torch.tensor(kept.loss_mask).long(),
+            "truncated": torch.tensor(int(len(kept.input_ids) < len(tokens.input_ids))),
+            **image_columns(kept.images),
         }
+
+    def _tokens(self, text: ChatText) -> ImageTokens:
+        tokens = tokens_of(self.tokenizer, text)
+        return ImageTokens(*tokens) if self.images is None else expanded(tokens, text.images, self.images)
 
     def _messages(self, row: Row) -> Sequence[Message]:
         keys = self.config

@@ -34,6 +34,7 @@ from areal_lite.data.rows.added_columns import collate_fn_of, rows_of_batch
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import text_files
 from areal_lite.data.rows.text_rows import located_rows
+from areal_lite.data.vision.image_encoder import ImageEncoder
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import cached_file
 
@@ -64,6 +65,10 @@ class BaseDataset(Dataset[Item], ABC):
             their order. With ``num_workers`` above 0, each worker imports the main module again, so a script needs
             ``if __name__ == "__main__"``.
         seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
+        images: Encodes the images of rows, for a model that reads them.
+
+    Raises:
+        ConfigError: If there are no rows, one is damaged (with its number from 0), or all are skipped.
     """
 
     config_class: type[ConversationsConfig] = ConversationsConfig
@@ -76,6 +81,7 @@ class BaseDataset(Dataset[Item], ABC):
         config: Any = None,
         *,
         seed: int = 1,
+        images: ImageEncoder | None = None,
     ) -> None:
         if max_length is None and config is None:
             raise ConfigError("neither max_length nor config is given: give one")
@@ -92,6 +98,7 @@ class BaseDataset(Dataset[Item], ABC):
             rows = load_rows(replace(config, path=rows if isinstance(rows, str) else paths), seed=seed)
         self._collate_fn = collate_fn_of(config)
         self.tokenizer = tokenizer
+        self.images = images
         self.max_length = max_length or config.max_length
         self.config = replace(config, max_length=self.max_length)
         self.rows = rows
@@ -149,7 +156,8 @@ class BaseDataset(Dataset[Item], ABC):
         )
 
     def _stored_index(self, paths: list[str]) -> _Index:
-        made_from = _identity(self.rows, self.tokenizer, self.config, type(self).__name__)
+        kind = type(self).__name__ + ("" if self.images is None else self.images.processor.settings)
+        made_from = _identity(self.rows, self.tokenizer, self.config, kind)
         if made_from is None:
             return self._make_index(paths)
         folder = Path(self.config.cache_dir or "~/.cache/areal_lite").expanduser() / "indices"

@@ -1,6 +1,7 @@
-"""Images in prompts: placeholders expanded, pixels processed, positions of Qwen's rotary embedding.
+"""Images: their canonical form, files, processors, and tokens in prompts; positions of Qwen's rotary embedding.
 
-For training loops of your own: a run takes no images, and imports nothing from here. Promises one placeholder for each
-image, in order. Read multimodal (rows to the processor's tensors), rope_positions, qwen2_5_vlm_packer. Imports
-``data.chat`` and ``data.packer``; called by ``data.rows.rl_dataset``.
+Promises that an image is expanded to its tokens once and is a span from there on, and that its pixels are equal to the
+bit wherever they are read. Read canonical_image, image_encoder (messages to spans), image_processor, rope_positions;
+for training loops of your own, multimodal (rows to the processor's tensors) and qwen2_5_vlm_packer. Imports
+``data.chat`` and ``data.packer``; called by agents, servers and the embedded server.
 """

@@ -7,11 +7,7 @@ token positions.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 import re
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.config.dataset_config import DatasetConfig, RowsConfig
 from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, prompt_messages
+from areal_lite.data.vision.canonical_image import ImageError, upright_image
+from areal_lite.data.vision.image_source import image_bytes
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
-
-DOWNLOAD_TIMEOUT_S = 30.0
-"""Timeout of reads from an image server, in seconds."""
 
 _PLACEHOLDER = re.compile("<(image|video)>")
 
@@ -62,7 +57,7 @@ class MultimodalEncoder(PromptEncoder):
         media = media_values(messages, row, self.config)
         if not media:
             return super().tokenized(row, messages, text)
-        data = load_media(media)
+        data = load_media(media, self.config)
         inputs = processor_inputs(self.processor, text, data)
         ids = inputs.pop("input_ids")[0].tolist()
         del inputs["attention_mask"]
@@ -116,9 +111,10 @@ def media_values(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], 
     return media
 
 
-def load_media(media: Mapping[str, Any]) -> dict[str, Any]:
+def load_media(media: Mapping[str, Any], rows: RowsConfig) -> dict[str, Any]:
     """Return :func:`media_values` loaded: ``image`` (list of PIL images) and ``video`` (list of lists of frames)."""
-    return {kind: load_images(values) if kind == "image" else load_videos(values) for kind, values in media.items()}
+    load = {"image": load_images, "video": load_videos}
+    return {kind: load[kind](values, rows) for kind, values in media.items()}
 
 
 def _column(row: Mapping[str, Any], key: str) -> list[Any]:
@@ -128,40 +124,25 @@ def _column(row: Mapping[str, Any], key: str) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def load_images(values: Sequence[Any]) -> list[Image]:
-    """Return ``values`` as PIL images in RGB.
-
-    Args:
-        values: PIL images, paths, http(s) or base64 ``data:`` URLs, bytes of image files,
-            ``{"bytes": ..., "path": ...}`` from ``datasets``, or uint8 arrays ``[H, W]`` or ``[H, W, C]``.
+def load_images(values: Sequence[Any], rows: RowsConfig) -> list[Image]:
+    """Return ``values``, which are those of :func:`image_bytes`, as PIL images in RGB.
 
     Raises:
-        ConfigError: If a value has another type or cannot be read.
+        ConfigError: If one cannot or must not be read.
     """
-    try:
-        from PIL import Image, ImageOps
-    except ModuleNotFoundError as error:
-        raise ConfigError("images need pillow: pip install pillow") from error
-
     images = []
     for number, value in enumerate(values):
         try:
-            source = _image_source(value)
-            if isinstance(source, np.ndarray):
-                image = Image.fromarray(source)
-            else:
-                image = source if isinstance(source, Image.Image) else Image.open(source)
-            # Cameras store rotated images with an orientation tag.
-            images.append(ImageOps.exif_transpose(image).convert("RGB"))
-        except (OSError, TypeError, ValueError, SyntaxError) as error:  # PIL has no error class of its own
+            images.append(upright_image(image_bytes(value, rows)))
+        except (OSError, TypeError, ValueError, ImageError) as error:  # PIL has no error class of its own
             raise ConfigError(
                 f"image {number} of {len(values)} cannot be read from {_describe(value)} ({error}): give a PIL image, "
-                "a path, a URL, the bytes of an image file, or a uint8 array [H, W, C]"
+                "a path, a data URL, the bytes of an image file, or a uint8 array [H, W, C]"
             ) from error
     return images
 
 
-def load_videos(values: Sequence[Any]) -> list[list[Image]]:
+def load_videos(values: Sequence[Any], rows: RowsConfig) -> list[list[Image]]:
     """Return the frames of each video as PIL images in RGB.
 
     Args:
@@ -178,7 +159,7 @@ def load_videos(values: Sequence[Any]) -> list[list[Image]]:
                 f"video {number} of {len(values)} is {_describe(value)}: video files are not decoded here, so give at "
                 "least one frame: a list of images, or a uint8 array [T, H, W, C]"
             )
-        videos.append(load_images(list(value)))
+        videos.append(load_images(list(value), rows))
     return videos
 
 
@@ -204,21 +185,6 @@ def processor_inputs(processor: Any, text: str, media: Mapping[str, Any]) -> dic
             f"{len(media.get('video', ()))} videos: {error}"
         ) from error
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-
-
-def concatenate_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
-    """Concatenate the ``multi_modal_inputs`` of a batch's rows along dim 0, as the model takes them.
-
-    For training loops of your own; `areal-lite train` does not use it. Rows without images are None or empty. Two rows
-    of 24 and 8 patches give ``pixel_values`` of 32.
-    """
-    import torch
-
-    columns: dict[str, list[Tensor]] = {}
-    for row in inputs:
-        for name, value in (row or {}).items():
-            columns.setdefault(name, []).append(value)
-    return {name: torch.cat(values) for name, values in columns.items()}
 
 
 def _parts(content: Any, split: set[str]) -> Any:
@@ -247,29 +213,6 @@ def _parts_of(messages: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[
 
 def _inline(part: Mapping[str, Any], kind: str) -> Any:
     return next((part[key] for key in (kind, "url", "path") if key in part), None)
-
-
-def _image_source(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        value = value.get("path") if value.get("bytes") is None else value["bytes"]
-    if isinstance(value, bytes):
-        return io.BytesIO(value)
-    if isinstance(value, str) and value.startswith("data:"):
-        _, _, encoded = value.partition(";base64,")
-        try:
-            return io.BytesIO(base64.b64decode(encoded, validate=True))
-        except binascii.Error as error:
-            raise ValueError(f"not base64: {error}") from None
-    if isinstance(value, str) and value.startswith(("http://", "https://")):
-        with urllib.request.urlopen(value, timeout=DOWNLOAD_TIMEOUT_S) as response:  # nosec B310 # only http(s), redirected too
-            return io.BytesIO(response.read())
-    if isinstance(value, str):
-        return Path(value.removeprefix("file://"))
-    if isinstance(value, np.ndarray) and value.dtype != np.uint8:
-        raise ValueError(f"its dtype is {value.dtype}, not uint8")
-    if isinstance(value, Path | np.ndarray) or hasattr(value, "convert"):
-        return value
-    raise TypeError(f"a {type(value).__name__} is not an image")
 
 
 def _describe(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The packer of Qwen2.5-VL, and the pattern for other image models: engine and trainer share one transform of the row.
 
-Guarantees that a training sequence holds as many placeholder tokens per image as the vision tower produces, whether the
-engine recorded one placeholder per image or all, and that the rest of the sequence is what was recorded.
+Guarantees that a training sequence is what the engine recorded, which has all tokens of its images, and that a batch
+whose tokens and images do not fit is refused.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
@@ -33,7 +31,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         if processor is None:
             raise ConfigError(
                 f"{type(self).__name__} needs the model's processor, and none was loaded: pip "
-                "install pillow torchvision, and name a model folder with preprocessor_config.json"
+                "install pillow (torchvision for videos), and name a model folder with preprocessor_config.json"
             )
         super().setup(tokenizer=tokenizer, processor=processor, config=config)
 
@@ -60,7 +58,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
         return others | {
             config.prompt_key: self.encoder.rendered(messages, row.get(config.tools_key)),
-            "multi_modal_data": load_media(media_values(messages, row, config)),
+            "multi_modal_data": load_media(media_values(messages, row, config), config),
         }
 
     def get_policy_input(
@@ -69,7 +67,6 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         """Return the training sequence of one answer, with ``multi_modal_inputs`` if the row has images or videos.
 
         ``sample`` is what :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
-        ValueError if the recorded placeholders do not fit its images.
         """
         row = (sample.row or sample.prompt) if isinstance(sample, Sample) else sample
         item = self.get_rollout_input(row)
@@ -80,14 +77,13 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
             row = sample if isinstance(sample, Sample) else item
             rollout_output = self.single_turn_sample(row, prompt_ids, rollout_output)
         trained = mask_prefix(rollout_output, n_ignore_prefix_tokens)
-        trained = dataclasses.replace(trained, multi_modal_inputs=multi_modal_inputs or None)
-        return expand_placeholders(trained, self.processor)
+        return dataclasses.replace(trained, multi_modal_inputs=multi_modal_inputs or None)
 
     def policy_collate_fn(self, processed_samples: Sequence[TokenSequence], computed_max_len: int) -> dict[str, Any]:
         """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
 
         A model with plain positions gets none. Others take them as ``[4, B, T]``, and
-        ``multi_modal_inputs`` through :func:`areal_lite.data.vision.multimodal.concatenate_inputs`.
+        ``multi_modal_inputs`` concatenated along dim 0. ValueError if recorded placeholders do not fit their images.
         """
         import torch
 
@@ -102,39 +98,3 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         ]
         placed = [position for position in positions if position is not None]
         return batch | {"position_ids": torch.stack(placed)} if placed else batch
-
-
-def expand_placeholders(sequence: TokenSequence, processor: Any) -> TokenSequence:
-    """Return the sequence with each placeholder expanded to the tokens of its image or video.
-
-    An image of grid ``[1, 4, 6]`` at merge size 2 has 6 tokens; one placeholder becomes 6, and 6 stay.
-
-    Raises:
-        ValueError: If there are more or fewer placeholders than images, or one has another length.
-    """
-    inputs = sequence.multi_modal_inputs or {}
-    ids = sequence.input_ids
-    repeats = np.ones(len(ids), np.int64)
-    for kind in ("image", "video"):
-        grids = inputs.get(f"{kind}_grid_thw")
-        sizes = [] if grids is None else (grids.prod(-1) // processor.image_processor.merge_size**2).tolist()
-        places = np.flatnonzero(ids == getattr(processor, f"{kind}_token_id"))
-        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if places.size else []
-        if len(runs) != len(sizes):
-            raise ValueError(
-                f"task {sequence.task_id}: the tokens hold {len(runs)} {kind} placeholders, but the row has "
-                f"{len(sizes)} {kind}s: record the prompt with one for each, and ban the token while sampling"
-            )
-        for number, (run, size) in enumerate(zip(runs, sizes, strict=True)):
-            if len(run) not in (1, size):
-                raise ValueError(
-                    f"task {sequence.task_id}: {kind} {number} has {len(run)} tokens, but its grid says {size}: the "
-                    "engine must see the same images, processed with the same settings"
-                )
-            repeats[run] = size // len(run)
-
-    columns = {name: getattr(sequence, name) for name in ("input_ids", "loss_mask", "logprobs", "versions")}
-    longer: dict[str, Any] = {
-        name: np.repeat(column, repeats) for name, column in columns.items() if column is not None
-    }
-    return dataclasses.replace(sequence, **longer)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_lite.api.image_span import ImageSpan
 from areal_lite.errors import ConfigError
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -83,6 +84,16 @@ def multimodal_position_ids(
         video_intervals=None if seconds is None else tokens_per_second * torch.as_tensor(seconds),
     )
     return positions
+
+
+def positions_of_spans(length: int, images: Sequence[ImageSpan], *, merge_size: int) -> Tensor:
+    """Return :func:`mrope_positions` ``[3, length]`` of tokens whose images are known by their spans; a placeholder
+    token outside of them is text. ValueError if a span has another length than its grid."""
+    kinds = torch.zeros(length, dtype=torch.int64)
+    for span in images:
+        kinds[span.offset : span.end] = IMAGE
+    grids = torch.tensor([span.grid for span in images], dtype=torch.int64)
+    return mrope_positions(kinds, image_grids=grids, video_grids=None, merge_size=merge_size)
 
 
 def token_kinds(

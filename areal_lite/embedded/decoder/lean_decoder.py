@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, Turn
 from areal_lite.embedded.decoder.slot_cache import SlotCache, SlotLayer
 from areal_lite.models.decoder_family import DecoderLayer
+from areal_lite.models.image_model import text_decoder
 
 
 class _Linear:
@@ -57,12 +58,18 @@ def can_pack() -> bool:
 
 
 class LeanDecoder:
-    """Computes logits of a causal LM of a known family, whose projections of one input become views of a joined
-    weight. The cache holds the keys and values of earlier tokens."""
+    """Computes logits with a cache.
+
+    Args:
+        model: A causal LM whose decoder is of a known family; its projections of one input become views of a joined
+            weight.
+        cache: Holds the keys and values of earlier tokens.
+        operations: Arithmetic of a layer between its matrix products.
+    """
 
     def __init__(self, model: Any, cache: SlotCache, operations: LayerOperations) -> None:
         self._cache = cache
-        self._body = model.model
+        self._body = text_decoder(model) or model.model
         self._operations = operations
         self._head = self._joined(model.get_output_embeddings())
         self._layers = [DecoderLayer.of(layer).with_products(self._joined) for layer in self._body.layers]
@@ -77,19 +84,27 @@ class LeanDecoder:
         """True if the slots of a pass need equally many tokens; if not, each token is a row of its own."""
         return self._operations.pads
 
-    def forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], last: Tensor) -> Tensor:
-        """Run a pass of ``ids [n, q]`` that the cache's plan describes, store its KV, and return ``[m, vocab]`` logits
-        of the tokens ``last [m]``, numbered through all rows. ``masks [n, 1, q, kv]`` are added to the scores of each
-        kind of layers; those missing are causal."""
+    def forward(self, inputs: Tensor, positions: Tensor, masks: dict[str, Tensor], last: Tensor) -> Tensor:
+        """Run a pass that the cache's plan describes, and store its KV.
+
+        Args:
+            inputs: ``[n, q]`` token ids, or ``[n, q, width]`` embeddings, which change.
+            positions: ``[n, q]`` their positions, or ``[3, n, q]`` on three axes.
+            masks: ``[n, 1, q, kv]`` added to the scores of each kind of layers; those missing are causal.
+            last: ``[m]`` the tokens that need logits, numbered through all rows.
+
+        Returns:
+            ``[m, vocab]`` logits.
+        """
         operations, groups = self._operations, self._layers[0].attention.num_key_value_groups
-        hidden = self._body.embed_tokens(ids)
+        hidden = inputs if inputs.ndim == 3 else self._body.embed_tokens(inputs)
         angles = self._body.rotary_emb(hidden, positions)
         turns = {kind: Turn.of(angles, masks.get(kind), groups) for kind in self._cache.kinds}
         normed = operations.norm(hidden, self._layers[0].input_norm)
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._body.norm]
         for layer, next_norm, cached in zip(self._layers, next_norms, self._cache.layers, strict=True):
             assert isinstance(cached, SlotLayer)
-            states = layer.qkv(normed).view(*ids.shape, -1, layer.attention.head_dim)
+            states = layer.qkv(normed).view(*hidden.shape[:2], -1, layer.attention.head_dim)
             read = layer.output(operations.attend(states, layer.attention, cached, turns[cached.kind]))
             hidden, normed = operations.add_norm(hidden, read, layer.mlp_norm)
             added = layer.down(operations.gated(layer.gate_up(normed), layer.activation))

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from areal_lite.embedded.decoder.slot_cache import SlotLayer
 from areal_lite.models.decoder_family import family_of, fits_kernels, query_key_norms
+from areal_lite.models.image_model import text_decoder
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.policy_model import has_bfloat16
 
@@ -54,7 +55,7 @@ class LayerOperations:
     pads = True  # True if the slots of a pass need equally many tokens
 
     def __init__(self, model: Any) -> None:
-        self._norms_add_one = family_of(model) == "Gemma"
+        self._norms_add_one = family_of(text_decoder(model) or model) == "Gemma"
 
     def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
         """Store keys and values, and return what is read ``[n, q, queries * width]``. ``states [n, q, heads, width]``
@@ -186,7 +187,7 @@ class CompiledOperations(LayerOperations):
 
 def lean_decoder_operations(model: Any) -> LayerOperations:
     """Return the compiled operations if they fit the model and can be compiled, else torch's."""
-    if model.device.type != "cpu" or not fits_kernels(model):
+    if model.device.type != "cpu" or not fits_kernels(text_decoder(model) or model):
         return LayerOperations(model)
     if model.dtype != torch.bfloat16 and (model.dtype != torch.float32 or model.num_parameters() < _MIN_FLOAT32):
         return LayerOperations(model)
@@ -195,7 +196,7 @@ def lean_decoder_operations(model: Any) -> LayerOperations:
 
 def compiled_operations(model: Any) -> LayerOperations:
     """Return the compiled operations for a model that they fit, or torch's if they cannot be compiled."""
-    attention = model.model.layers[0].self_attn
+    attention = (text_decoder(model) or model.model).layers[0].self_attn
     defines = [f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"]
     if model.dtype == torch.float32:
         defines.append("FLOAT32=1")

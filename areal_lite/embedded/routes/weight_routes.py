@@ -112,7 +112,8 @@ class WeightRoutes:
         await fields_of(request)
         async with self._updating:
             try:
-                tensors, version = self._receiver.end(), self._receiver.version
+                received, version = self._receiver.end(), self._receiver.version
+                tensors = {self._runner.own_name(name): tensor for name, tensor in received.items()}
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
                 served, tied = self._runner.weight_shapes()
                 check_shapes("the broadcast", shapes, served, tied)
@@ -176,7 +177,7 @@ class WeightRoutes:
 
     def _check_checkpoint(self, model_path: str) -> Checkpoint:
         path = Path(model_path).expanduser()
-        checkpoint = Checkpoint(path)
+        checkpoint = Checkpoint(path, self._runner.own_name)
         check_manifest(path)
         served, tied = self._runner.weight_shapes()
         source = f"checkpoint {str(path)!r}"
@@ -194,7 +195,7 @@ class WeightRoutes:
             if not self._can_restore:
                 self._scheduler.weight_version = "mixed"  # no client takes tokens of it
                 raise ConfigError(f"loading {str(checkpoint.path)!r} failed ({error}); send weights again.") from error
-            served = Checkpoint(Path(self.model_path))
+            served = Checkpoint(Path(self.model_path), runner.own_name)
             runner.load_tensors(served.tensors(), served.shapes)
             raise ConfigError(
                 f"loading {str(checkpoint.path)!r} failed ({error}); the server restored its weights."

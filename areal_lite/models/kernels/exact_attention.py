@@ -73,15 +73,15 @@ def read_exactly(model: Any) -> bool:
     GPU or in half precision keep their attention."""
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return False
-    before = model.config.get_text_config()._attn_implementation
+    before, decoder = model.config.get_text_config()._attn_implementation, model.get_decoder()
     ids = torch.arange(1, MIN_ROWS + 1)[None]
     with short_windows(model, MIN_ROWS // 2):
         plain = model(input_ids=ids, use_cache=False).logits
         try:
-            model.set_attn_implementation(EXACT)
+            decoder.set_attn_implementation(EXACT)  # a vision tower keeps its own
             if torch.allclose(model(input_ids=ids, use_cache=False).logits, plain, atol=1e-3, rtol=1e-3):
                 return True
         except (RuntimeError, TypeError, ValueError):
             pass
-    model.set_attn_implementation(before)
+    decoder.set_attn_implementation(before)
     return False

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from areal_lite.api.image_span import plain_images
 from areal_lite.api.trajectory import Group, ProcessRecord, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.files.safe_text import command_without_secrets, without_secrets
 
@@ -95,6 +96,8 @@ def _turn(turn: Turn, place: int, sequence: TokenSequence | None, tokenizer: Any
         "text": turn.text if tokenizer is None else _decode(tokenizer, turn.ids.tolist()),
         "loss_mask": _mask(loss_mask.tobytes()),
     }
+    if turn.images:
+        line["images"] = plain_images(turn.images)
     if turn.role is TurnRole.ASSISTANT:
         count = len(turn.ids)
         line["logprobs"] = [0.0] * count if logprobs is None else logprobs.astype(np.float64)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
+from areal_lite.api.image_span import Images
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.api.trajectory import COLUMNS, RECORDED, EpisodeStatus, Group, TokenSequence, Trajectory, Turn
 from areal_lite.api.turn_tree import link_turns, turn_sources
@@ -37,7 +38,7 @@ _GROUP = (
 _TRAJECTORY = "member_idx", "reward", "has_loss_mask", "failure", "sequences", *RECORDED
 _CALL = (
     *("output_tokens", "output_logprobs", "output_versions"),
-    *("stop_reason", "latency", "started", "rid", "server"),
+    *("stop_reason", "latency", "started", "rid", "server", "images"),
 )
 _group, _trajectory, _columns, _call = (attrgetter(*names) for names in (_GROUP, _TRAJECTORY, COLUMNS, _CALL))
 
@@ -77,12 +78,14 @@ def _made_call(ids: list[int], length: int, agent: Any, *own: Any) -> ModelRespo
 
 def _reduce_sequence(sequence: TokenSequence) -> Any:
     columns = [None if each is None else (each.tobytes(), each.dtype.char) for each in _columns(sequence)]
-    return _made_sequence, (sequence.reward, sequence.place, columns)
+    return _made_sequence, (sequence.reward, sequence.place, sequence.images, columns)
 
 
-def _made_sequence(reward: float | None, place: Any, columns: list[tuple[bytes, str] | None]) -> TokenSequence:
+def _made_sequence(
+    reward: float | None, place: Any, images: Images, columns: list[tuple[bytes, str] | None]
+) -> TokenSequence:
     arrays: list[Any] = [None if each is None else np.frombuffer(*each) for each in columns]
-    return TokenSequence(reward=reward, place=place, **dict(zip(COLUMNS, arrays, strict=True)))
+    return TokenSequence(reward=reward, place=place, images=images, **dict(zip(COLUMNS, arrays, strict=True)))
 
 
 def _reduce_trajectory(trajectory: Trajectory) -> Any:

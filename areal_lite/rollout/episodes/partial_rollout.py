@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from areal_lite.api.episode_context import Episode
+from areal_lite.api.image_span import images_between
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, TurnRole
 from areal_lite.data.source.rollout_data_source import restarted
@@ -52,6 +53,7 @@ def _paths(sample: Sample, trajectory: Trajectory) -> Iterator[Sample]:
         linear = sample.sibling(sample.index)
         for number in trajectory.path_to(leaf):
             turn = turns[number]
+            linear.images += tuple(span.moved(len(linear.tokens)) for span in turn.images)
             if turn.role is not TurnRole.ASSISTANT or number in taken:
                 linear.append(turn.ids.tolist())
                 continue
@@ -84,6 +86,7 @@ def record_answers(samples: SampleGroup, episodes: Sequence[Episode], *, oldest_
                 output_logprobs=list(sample.logprobs[start:end]),
                 output_versions=list(sample.versions[start:end]),
                 stop_reason=stop_reason,
+                images=images_between(sample.images, 0, start),
             )
             episode.record(SharedPromptResponse.of(answer, TokenPrefix(tokens, start)))
 

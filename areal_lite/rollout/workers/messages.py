@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.image_span import ImageSpan, images_of, plain_images
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.trajectory import RECORDED, EpisodeStatus, ProcessRecord, Recorded, TokenSequence, Trajectory
 from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
@@ -102,13 +103,14 @@ def read_report(body: bytes | memoryview) -> tuple[Any, ...]:
     argument: an error in it belongs to the group."""
     (kind, *arguments), columns = decode_reply(body)
     if kind == "generate":
-        *where, (rid, gconfig, top_logprobs, agent, streams, place) = arguments
+        *where, (rid, gconfig, top_logprobs, agent, images, streams, place) = arguments
         request = ModelRequest(
             input_ids=array("i", bytes(columns[0])).tolist(),
             gconfig=_gconfig(gconfig),
             rid=rid,
             metadata={} if agent is None else {"agent": agent},
             top_logprobs=top_logprobs,
+            images=images_of(images),
         )
         return kind, *where, request, streams, place
     if kind == "ended":
@@ -135,7 +137,11 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         **{"status": EpisodeStatus, "member_idx": int, "reward": _Number | None, "has_loss_mask": bool},
         **{"failure": Failure | None, "sequences": list, "extras": dict},
     },
-    TokenSequence: {"reward": _Number | None, "episode_reward": _Number | None, **dict.fromkeys(_COLUMN_KINDS, _Array)},
+    TokenSequence: {
+        **{"reward": _Number | None, "episode_reward": _Number | None, "images": tuple},
+        **dict.fromkeys(_COLUMN_KINDS, _Array),
+    },
+    ImageSpan: {"offset": int, "length": int, "sha256": str, "grid": tuple},
     Failure: get_type_hints(Failure),
     ProcessRecord: get_type_hints(ProcessRecord) | {"command": list, "seconds": _Number},
     EpisodeStatus: {"value": str},
@@ -187,7 +193,8 @@ def pack_call(request: ModelRequest, ids: list[int], place: Place | None) -> tup
     is None, as outside a group. ``metadata["agent"]`` must have a JSON form."""
     gconfig = GCONFIG.dump_json(request.gconfig).decode()
     agent, streams = request.metadata.get("agent"), request.on_tokens is not None
-    return (request.rid, gconfig, request.top_logprobs, agent, streams, place), [array("i", ids).tobytes()]
+    images = plain_images(request.images)
+    return (request.rid, gconfig, request.top_logprobs, agent, images, streams, place), [array("i", ids).tobytes()]
 
 
 def pack_end(was_stopped: bool, failure: Failure | None, episodes: Iterable[Episode]) -> tuple[Any, Columns]:

@@ -31,6 +31,7 @@ from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import TaskId
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.data.vision.image_encoder import with_spans
 from areal_lite.errors import ConfigError
 from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject
@@ -193,6 +194,8 @@ class WorkerProcess(InferenceEngine):
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         if not self._loop.is_current():
             return await self._loop.acall(self.agenerate(req))
+        if req.image_data:
+            req = await asyncio.to_thread(with_spans, req, self.config)
         context = episode_context.current()
         group = None if context.task_id is None else self._by_task.get(context.task_id)
         prefix = req.prefix or continued(req.input_ids, context.episode)
@@ -216,7 +219,12 @@ class WorkerProcess(InferenceEngine):
             if group is not None:
                 group.calls.discard(future)
         response = ModelResponse(
-            input_tokens=prompt, rid=req.rid, tokenizer=req.tokenizer, metadata=req.metadata, **answer
+            input_tokens=prompt,
+            rid=req.rid,
+            tokenizer=req.tokenizer,
+            metadata=req.metadata,
+            images=req.images,
+            **answer,
         )
         if context.episode is not None:
             context.episode.calls.append(own_copy(response, prefix))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from areal_lite.api.episode_context import Episode
+from areal_lite.api.image_span import Images
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, ServerLimits
@@ -44,7 +45,10 @@ class Answer:
             rid=req.rid,
             tokenizer=req.tokenizer,
             metadata=req.metadata,
+            images=req.images,
         )
+        self.pngs: Mapping[str, str] = {}
+        """Images of the prompt, in base64 by sha256."""
         self.broken_streams = 0
         self._began = time.monotonic()
         self.parked = asyncio.Event()
@@ -67,6 +71,8 @@ class Answer:
             num_continued=num_tokens,
             top_logprobs=self.req.top_logprobs,
             stream=self.req.on_tokens is not None,
+            images=self.req.images,
+            pngs=self.pngs,
         )
 
     def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -183,10 +189,10 @@ def own_copy(response: ModelResponse, prefix: TokenPrefix) -> ModelResponse:
     return SharedPromptResponse.of(replace(response, input_tokens=[], **columns), prefix)
 
 
-def take_recorded(episode: Episode | None, input_ids: list[int]) -> ModelResponse | None:
+def take_recorded(episode: Episode | None, input_ids: list[int], images: Images = ()) -> ModelResponse | None:
     """Take the answer that an earlier run of the episode got to this prompt."""
     answers = [] if episode is None else episode.recorded.get(len(input_ids), [])
     for index, answer in enumerate(answers):
-        if answer.prompt.tolist() == input_ids:
+        if answer.images == images and answer.prompt.tolist() == input_ids:
             return answers.pop(index)
     return None

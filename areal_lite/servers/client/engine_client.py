@@ -37,9 +37,11 @@ from collections.abc import Callable, Sequence
 
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode
+from areal_lite.api.image_span import check_images
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.data.vision.image_store import ImageStore
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.answer import Answer, continued, own_copy, said_full, take_recorded, token_budget
 from areal_lite.servers.client.model_identity import ModelIdentity
@@ -70,6 +72,7 @@ class EngineClient:
         self.pool = ServerPool(config.addresses)
         self._config = config
         self.requests = ServerRequests(config, dialect_of(config.backend))
+        self._images = ImageStore.of_run(config.run_dir)
         targets = self.pool if config.router is None else router_pool(config.router)
         self.gate = RequestGate(targets, patience_s=config.faults.outage_patience_s, on_outage=on_outage)
         servers = Servers(config, self.pool, self.requests, self.gate)
@@ -159,7 +162,10 @@ class EngineClient:
         budget = token_budget(req, prefix.num_accepted, self.requests.limits)
         # Without a prefix of its own, the caller may extend its list while the answer is sampled.
         input_ids = prefix.tolist() if req.prefix is None else req.input_ids
-        recorded = take_recorded(answer.episode, input_ids)
+        if req.images:
+            check_images(req.images, len(input_ids))
+            answer.pngs = await asyncio.to_thread(self._images.encoded, req.images)
+        recorded = take_recorded(answer.episode, input_ids, req.images)
         finish = "abort" if recorded is None else answer.begin_with(recorded)
         fruitless = 0
         while finish == "abort" and not answer.interrupted:

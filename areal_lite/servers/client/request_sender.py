@@ -22,7 +22,7 @@ import orjson
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, SilentServerError
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, GenerationCall
 from areal_lite.servers.dialects.reply_reader import ReceiverError
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.request_gate import Servers
@@ -36,6 +36,8 @@ AWAY = frozenset({429, 502, 503, 504})
 RETRY_STATUSES = THIS_SERVER | AWAY | {408, 500}
 SEND_ERRORS = (ErrorReply, BadResponse, *REQUEST_ERRORS)
 MAX_BAD_RESPONSES = 2
+MAX_FEATURES_REPLY = 2**29
+"""Bytes of the longest reply with features of images, which are floats in base64."""
 
 
 class OutdatedReplyError(Exception):
@@ -62,7 +64,7 @@ class RequestSender:
         Waits while no server takes requests. The reply of a stream that broke after its first token has the tokens
         that arrived and is "aborted".
         """
-        body = self._requests.dialect.generate_body(call)
+        body, images = self._requests.dialect.generate_body(call), self._requests.dialect.images_call(call)
         if self._router is not None:
             self._router.check_fields(body)
         pool, size = self._gate.pool, len(call.input_ids) + call.max_new_tokens
@@ -85,8 +87,9 @@ class RequestSender:
             sent = time.monotonic()
             pool.start(server, size, sent, adapter=adapter, stays=answer.must_stay)
             try:
+                whole = body if images is None else await self._with_images(body, images, call, server)
                 chunk = await self._requests.generate(
-                    server, self.addressed(body, server), reader, headers=self._affinity(answer)
+                    server, self.addressed(whole, server), reader, headers=self._affinity(answer)
                 )
                 if (model := adapter or server.info.name) and reader.model not in (None, model):
                     raise OtherModelError(f"an answer of {reader.model!r:.80}, but it served {model!r}")
@@ -125,6 +128,15 @@ class RequestSender:
                 return self._labelled(reader.chunk(), adapter, acknowledged), sends
             failures.check()
             await asyncio.sleep(pause_s(sends))
+
+    async def _with_images(
+        self, body: dict[str, Any], images: ControlCall, call: GenerationCall, server: Server
+    ) -> dict[str, Any]:
+        reply = await self._requests.ask(server, "POST", images.path, images.body, max_bytes=MAX_FEATURES_REPLY)
+        try:
+            return self._requests.dialect.with_features(body, call, orjson.loads(reply))
+        except orjson.JSONDecodeError as error:
+            raise BadResponse(f"a reply of {images.path} that is not JSON ({error})") from None
 
     def addressed(self, body: dict[str, Any], server: Server) -> bytes:
         if server.adapter is None:

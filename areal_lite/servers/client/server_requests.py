@@ -250,7 +250,14 @@ class ServerRequests:
         return status < 500
 
     async def _send(
-        self, server: Server, path: str, *, method: str = "GET", body: Any = None, timeout_s: float | None = None
+        self,
+        server: Server,
+        path: str,
+        *,
+        method: str = "GET",
+        body: Any = None,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_CONTROL_REPLY,
     ) -> tuple[int, bytes]:
         """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
         assert self._session is not None, "open() first"
@@ -259,13 +266,11 @@ class ServerRequests:
         async with self._session.request(
             method, server.url + path, allow_redirects=False, timeout=timeout, **sent
         ) as reply:
-            return reply.status, await bounded_body(reply)
+            return reply.status, await bounded_body(reply, max_bytes)
 
-    async def ask(
-        self, server: Server, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
-    ) -> bytes:
+    async def ask(self, server: Server, method: str, path: str, body: Any = None, **limits: Any) -> bytes:
         """Return a route's reply; raises RefusedError for a status from 300, OSError if it says that it is away."""
-        status, text = await self._send(server, path, method=method, body=body, timeout_s=timeout_s)
+        status, text = await self._send(server, path, method=method, body=body, **limits)
         if status >= 300:
             kind = OSError if status in (429, 502, 503, 504) else RefusedError
             raise kind(f"{server.url}{path} said HTTP {status}: {_message(text)}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from areal_lite.api.image_span import Images
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError
 
@@ -65,6 +67,14 @@ class GenerationCall:
     """How many of the last ``input_ids`` are tokens of the answer."""
     top_logprobs: int = 0
     stream: bool = False
+    images: Images = ()
+    """Images among ``input_ids``, which have all of their tokens."""
+    pngs: Mapping[str, str] = field(default_factory=dict)
+    """The PNG of each image, in base64, by its sha256."""
+
+    def data_urls(self) -> list[str]:
+        """Return the images in order."""
+        return [f"data:image/png;base64,{self.pngs[span.sha256]}" for span in self.images]
 
     @property
     def max_reply_bytes(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.api.image_span import plain_images
 from areal_lite.config.generation import CONSTRAINTS, GenerationHyperparameters
+from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.dialects.dialect import (
     BadResponse,
@@ -86,6 +88,18 @@ class SGLang:
                 body["num_continued"] = call.num_continued
             if call.stream:
                 body["incremental_streaming_output"] = True
+            if call.images:
+                body |= {"images": plain_images(call.images), "image_files": dict(call.pngs)}
+        elif call.images:
+            body |= {"input_ids": _collapsed(call), "image_data": call.data_urls()}
+        return body
+
+    def images_call(self, call: GenerationCall) -> ControlCall | None:
+        """Return None: images are in the generation's own body."""
+        return None
+
+    def with_features(self, body: dict[str, Any], call: GenerationCall, reply: Any) -> dict[str, Any]:
+        """Return ``body``."""
         return body
 
     def parse(self, reply: Any, received: int = 0, *, top_logprobs: int = 0) -> Chunk | None:
@@ -208,6 +222,23 @@ def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
         if gconfig.min_p:
             sampling["min_p"] = gconfig.min_p
     return sampling | {name: value for name in CONSTRAINTS if (value := getattr(gconfig, name)) is not None}
+
+
+def _collapsed(call: GenerationCall) -> list[int]:
+    """Return the ids with one placeholder per image, which SGLang expands; prompt_tokens says whether as we did."""
+    ids: list[int] = []
+    start = 0
+    for span in call.images:
+        ids += call.input_ids[start : span.offset + 1]
+        start = span.end
+    ids += call.input_ids[start:]
+    placeholder = call.input_ids[call.images[0].offset]
+    if ids.count(placeholder) != len(call.images):
+        raise ConfigError(
+            f"the prompt has the placeholder token {placeholder} outside of its images, where the model sampled it: "
+            "SGLang would take it for an image: ban it with gconfig.logit_bias, or use the embedded server or vLLM"
+        )
+    return ids
 
 
 def _top_logprobs(rows: list[Any]) -> TopLogprobs:

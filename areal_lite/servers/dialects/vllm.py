@@ -88,6 +88,38 @@ class VLLM:
             "stream": call.stream,
         }
 
+    def images_call(self, call: GenerationCall) -> ControlCall | None:
+        """Return what asks vLLM for the features of the images, which it makes from messages alone; None without."""
+        if not call.images:
+            return None
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in call.data_urls()]
+        return ControlCall("/v1/chat/completions/render", {"messages": [{"role": "user", "content": content}]})
+
+    def with_features(self, body: dict[str, Any], call: GenerationCall, reply: Any) -> dict[str, Any]:
+        """Return ``body`` with the features of ``images_call``'s reply, their places moved to those in our ids.
+
+        Raises:
+            BadResponse: If vLLM made other images of ours: their number, lengths or order differ.
+        """
+        try:
+            features = reply["features"]
+            lengths = [place["length"] for place in features["mm_placeholders"]["image"]]
+            starts = [place["offset"] for place in features["mm_placeholders"]["image"]]
+            others = [
+                len(features["mm_hashes"]["image"]),
+                len((features.get("kwargs_data") or {}).get("image", starts)),
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BadResponse(f"a reply of the render route without features of images ({error!r})") from None
+        ours = [span.length for span in call.images]
+        if lengths != ours or starts != sorted(starts) or others != [len(ours)] * 2:
+            raise BadResponse(
+                f"images of {lengths} tokens at {starts}, not of {ours}: the server must process images as the model's "
+                "preprocessor_config.json says"
+            )
+        places = [{"offset": span.offset, "length": span.length} for span in call.images]
+        return body | {"features": features | {"mm_placeholders": {"image": places}}}
+
     def parse(self, reply: Any, received: int = 0, *, top_logprobs: int = 0) -> Chunk | None:
         """Return the tokens of a reply, or of an event after ``received`` ones; one without choices reports the usage.
 

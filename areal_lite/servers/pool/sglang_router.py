@@ -150,6 +150,8 @@ class Router:
         raise ServerError(f"the router at {self._target.url} is not ready: {last}. Is it up, and is it sglang-router?")
 
     def check_fields(self, body: dict[str, Any]) -> None:
+        if "image_data" in body:
+            raise ConfigError("the prompt has images, which are not sent through sglang-router: use no rollout.router")
         if dropped := sorted(body["sampling_params"].keys() - _PASSED_ON):
             raise ConfigError(
                 f"sglang-router does not pass on the sampling parameter {dropped[0]!r}: leave it out, or use no router"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from areal_lite.config.schema import meaning_of
 from areal_lite.config.server_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import check_model_path, check_text_model
+from areal_lite.files.model_path import check_image_model, check_model_path
 from areal_lite.servers.programs.embedded_program import EmbeddedProgram
 from areal_lite.servers.programs.server_program import ServedModel
 
@@ -57,7 +57,7 @@ class EmbeddedServer(EmbeddedProgram):
         )
         super().__init__("the embedded server", config, model, log_path=None if log_path is None else Path(log_path))
         check_model_path(model_path)  # a run checks its model before it makes servers of it
-        check_text_model(model_path)
+        check_image_model(model_path)
 
 
 def checked_settings(kind: type[C], settings: dict[str, Any]) -> C:

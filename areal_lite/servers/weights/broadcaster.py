@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from areal_lite.models.lora import plain_weights
 from areal_lite.models.parallel.sharding import full_tensors
 from areal_lite.servers.weights.process_group import JOIN_TIMEOUT_S, Backend, broadcast, join_group, open_store
 from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
-from areal_lite.servers.weights.weight_folder import in_parts
+from areal_lite.servers.weights.weight_folder import in_parts, sent_weights
 
 MAX_BUCKET_BYTES = 1 << 30
 """Servers that load tensors as they arrive need this much memory besides their weights."""
@@ -38,7 +37,7 @@ class WeightBroadcaster:
         own = {one.data_ptr() for one in self._model.parameters() if not isinstance(one, DTensor)}
         copies = (
             (name, None if tensor is None else tensor.to("cpu", copy=tensor.data_ptr() in own).contiguous())
-            for name, tensor in full_tensors(plain_weights(self._model, self._dtype))
+            for name, tensor in full_tensors(sent_weights(self._model, self._dtype))
         )
         return WeightBroadcast(version, [WeightBucket(part) for part in in_parts(copies, MAX_BUCKET_BYTES)], self)
 

@@ -14,11 +14,10 @@ import torch
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.models.parallel.shard_loading import names_differ
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightFolder
 from areal_lite.servers.weights.shared_memory import SharedWeights
-from areal_lite.servers.weights.weight_folder import keep_newest, publish_weights
+from areal_lite.servers.weights.weight_folder import can_send, keep_newest, publish_weights
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ def weight_publisher(
     if way == "auto":
         way = "disk" if config.addresses else "memory"
     lacking = way == "memory" and not hasattr(os, "memfd_create")
-    if lacking or (way in ("broadcast", "memory") and names_differ(model)):
+    if lacking or (way in ("broadcast", "memory") and not can_send(model)):
         if config.weight_update != "auto":
             logger.warning("weights are published as files: rollout.weight_update %s is not possible here", way)
         way = "disk"

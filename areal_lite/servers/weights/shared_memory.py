@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_lite.models.lora import plain_weights
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import full_tensors
-from areal_lite.servers.weights.weight_folder import WEIGHTS_FILE, write_model
+from areal_lite.servers.weights.weight_folder import WEIGHTS_FILE, sent_weights, write_model
 
 
 class SharedWeights:
@@ -43,7 +42,7 @@ class SharedWeights:
             self._opened[folder] = self._open(model, folder)
             return folder
         file = self._opened[folder]
-        for name, tensor in full_tensors(plain_weights(model, self._dtype)):
+        for name, tensor in full_tensors(sent_weights(model, self._dtype)):
             if file is not None:
                 assert tensor is not None
                 file.write(name, tensor)

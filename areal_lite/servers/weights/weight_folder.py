@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
+from areal_lite.data.chat.tokenizer import save_tokenizer
 from areal_lite.files.atomic_folder import remove_folder, write_folder
 from areal_lite.files.crash_points import crash_point
 from areal_lite.models.lora import has_adapters, plain_weights, write_adapters
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.models.parallel.shard_loading import names_differ
 from areal_lite.models.parallel.sharding import full_tensors
 from areal_lite.models.policy_model import quiet_transformers
+from areal_lite.models.vision_tower import frozen_vision
 
 MAX_SHARD_BYTES = 4 << 30
 """Size of one file of weights, and of the memory needed to write it."""
@@ -81,7 +84,7 @@ def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torc
         if adapted:
             write_adapters(model, temporary / "adapters")
         if first:
-            tokenizer.save_pretrained(temporary)
+            save_tokenizer(tokenizer, temporary)
 
     folder = Path(directory)
     if first:
@@ -96,8 +99,8 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
 
     Every rank must call this; rank 0 writes. Besides the model it needs memory for one file of weights.
     """
-    if names_differ(model):
-        max_shard_bytes = math.inf  # saved names differ, and one may be made from several weights
+    if not can_send(model):
+        max_shard_bytes = math.inf  # one saved tensor may be made from several weights
     plain = copy.copy(model)  # shares the weights, has its own attributes
     plain._hf_peft_config_loaded = False  # or transformers would write only the adapters
     parts: list[Path] = []
@@ -111,6 +114,28 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def sent_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in ``dtype``, with adapters merged, under their names in checkpoints; without a frozen vision
+    tower, which servers have from the start. For models that :func:`can_send`."""
+    frozen, names = frozen_vision(model), _stored_names(model) if _conversions(model) else {}
+    return ((names.get(name, name), tensor) for name, tensor in plain_weights(model, dtype) if name not in frozen)
+
+
+def can_send(model: Any) -> bool:
+    """Return whether each weight is one tensor of a checkpoint, perhaps under another name."""
+    return all(isinstance(one, WeightRenaming) for one in _conversions(model))
+
+
+def _conversions(model: Any) -> list[Any]:
+    return getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+
+
+def _stored_names(model: Any) -> dict[str, str]:
+    names = [name.replace(".base_layer.", ".") for name in model.state_dict() if ".lora_" not in name]
+    numbered: Any = {name: torch.tensor(number) for number, name in enumerate(names)}
+    return {names[int(number)]: name for name, number in revert_weight_conversion(model, numbered).items()}
 
 
 def in_parts(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> Iterator[dict[str, Tensor]]:

@@ -37,16 +37,15 @@ _SAMPLED_ROWS = 200
 
 def model_folder(path: str) -> Findings:
     """Check config.json, and that every weight of the architecture is in complete safetensors files."""
-    from transformers import AutoModelForCausalLM
-
     from areal_lite.models.policy_model import load_pretrained
+    from areal_lite.models.vision_tower import auto_class_of
 
     check_model_path(path)
     if not Path(path).expanduser().is_dir():
         yield warning(f"model_path {path!r} is a hub name: the run reads its files from the cache or downloads them")
         return
     try:
-        model, missing = load_pretrained(AutoModelForCausalLM, path, what="causal LM", device_map="meta")
+        model, missing = load_pretrained(auto_class_of(path), path, what="causal LM", device_map="meta")
     except ImportError:  # accelerate, which is no dependency
         yield ok(f"model {path}: {_parameters(path) / 1e6:,.1f} M parameters; the training step checks their names")
         return

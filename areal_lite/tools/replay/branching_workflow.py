@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from areal_lite.agents.agent_workflow import AgentWorkflow
-from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_renderer import ChatRenderer, Rendered
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
@@ -193,12 +193,12 @@ class _SayingRenderer(ChatRenderer):
         self.__dict__ |= vars(renderer)
         self._say = say
 
-    async def prompt(self, messages: list[dict[str, Any]], *rest: Any) -> list[int]:
+    async def prompt(self, messages: list[dict[str, Any]], *rest: Any) -> Rendered:
         return await super().prompt(self._replaced(messages), *rest)
 
     async def continuation(
         self, answer: list[int], ended: bool, messages: list[dict[str, Any]], *rest: Any
-    ) -> list[int]:
+    ) -> Rendered:
         return await super().continuation(answer, ended, self._replaced(messages), *rest)
 
     def _replaced(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from areal_lite.api.image_span import images_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.dumps.dump_lines import SCHEMA
@@ -92,4 +93,7 @@ def _sequence(record: dict[str, Any]) -> TokenSequence:
         token_rewards=column("rewards", 0.0, np.float32) if any("rewards" in turn for turn in turns) else None,
         reward=record["reward"],
         place=(tuple(path), max(0, calls - 1)),
+        images=tuple(
+            span.moved(turn["start"]) for turn in turns if "images" in turn for span in images_of(turn["images"])
+        ),
     )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_lite.api.image_span import keyed_ids
 from areal_lite.api.trajectory import TokenSequence
 
 
@@ -38,7 +39,11 @@ def num_inputs(sequence: TokenSequence) -> int:
 
 
 def read_ids(sequence: TokenSequence) -> NDArray[Any]:
-    return sequence.input_ids[: num_inputs(sequence)]
+    """Return the ids that the model reads; those of images say which image it is, so equal ids mean equal content."""
+    ids = sequence.input_ids
+    if sequence.images:
+        ids = np.array(keyed_ids(ids.tolist(), sequence.images))
+    return ids[: num_inputs(sequence)]
 
 
 def plan_blocks(
@@ -89,7 +94,7 @@ class _PrefixTree:
 
     def __init__(self, sequences: Sequence[TokenSequence], members: Sequence[int]) -> None:
         inputs = {index: read_ids(sequences[index]) for index in members}
-        self.order = sorted(members, key=lambda index: (inputs[index].astype(">u4").tobytes(), index))
+        self.order = sorted(members, key=lambda index: (inputs[index].astype(">i8").tobytes(), index))
         self._lengths = np.array([len(inputs[index]) for index in self.order])
         pairs = itertools.pairwise(self.order)
         self._common = np.array([common_prefix(inputs[a], inputs[b]) for a, b in pairs], np.int64)

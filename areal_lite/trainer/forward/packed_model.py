@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from areal_lite.api.trajectory import TokenSequence
+from areal_lite.data.vision.image_pixels import ImagePixels
 from areal_lite.errors import ConfigError
 from areal_lite.models.attention_windows import (
     FULL,
@@ -38,7 +39,9 @@ from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sequence_parallel import SequenceParallel
 from areal_lite.models.parallel.shard_loading import is_empty
+from areal_lite.models.vision_tower import VisionTower
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
+from areal_lite.trainer.forward.packed_images import ImageLayout, PackedImages
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class PackedSequences:
     """``B`` numbers of tokens."""
     num_pairs: int
     """Pairs of a token and one that it sees."""
+    images: PackedImages | None = None
 
     @property
     def most_seen(self) -> int:
@@ -76,16 +80,23 @@ class PackedSequences:
 
 
 def pack(
-    sequences: Sequence[TokenSequence], blocks: Sequence[Block], *, device: torch.device, multiple: int = 1
+    sequences: Sequence[TokenSequence],
+    blocks: Sequence[Block],
+    *,
+    device: torch.device,
+    model: PackedModel | None = None,
+    multiple: int = 1,
 ) -> PackedSequences:
-    """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself. Tokens that
-    nobody reads, a bin of their own, round the width up to a ``multiple``."""
+    """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself. Images need
+    the ``model`` that reads them. Tokens that nobody reads, a bin of their own, round the width up to a ``multiple``.
+    """
     lengths = [block.length for block in blocks]
     if unread := -sum(lengths) % multiple:
         lengths.append(unread)
     starts = np.cumsum([0, *lengths])
     ids = np.zeros(starts[-1], np.int64)
     positions = np.zeros_like(ids)
+    layout = ImageLayout(None if model is None else model.tower, positions)
     parts: list[tuple[NDArray[np.int64], int, int]] = []
     predicted_at: list[NDArray[np.int64]] = []
     targets: list[NDArray[Any]] = []
@@ -99,6 +110,7 @@ def pack(
             places = np.concatenate((prefix, np.arange(begin, end)))
             ids[begin:end] = sequence.input_ids[shared:inputs]
             positions[begin:end] = np.arange(shared, inputs)
+            layout.add(sequence, shared, inputs, begin)
             parts.append((prefix, begin, end))
             trained = np.flatnonzero(sequence.loss_mask)
             predicted_at.append(places[trained - 1])
@@ -115,6 +127,7 @@ def pack(
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
         lengths=lengths,
         num_pairs=int(positions.sum()) + sum(lengths),
+        images=layout.packed(None if model is None else model.pixels, device),
     )
 
 
@@ -124,9 +137,13 @@ class PackedModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self._ranks = Ranks.current()
         decoder = model.get_decoder()
         self._decoder = (decoder,)  # a tuple, or the decoder would be registered twice
         self._config = model.config.get_text_config()
+        self.tower = VisionTower.of(model)
+        self.pixels: ImagePixels | None = None
+        """The images of the run, if its sequences have some."""
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._num_weights = sum(p.numel() for p in decoder.parameters()) - model.get_input_embeddings().weight.numel()
         self.num_head_weights = 0
@@ -193,6 +210,11 @@ class PackedModel(nn.Module):
             ConfigError: If the model does not read segments, or its heads cannot be divided.
         """
         self._sequence_parallel = SequenceParallel(ranks, self._config)
+        if self.tower is not None:
+            raise ConfigError(
+                f"trainer.sp_size is {ranks.sp}, and {type(self.model).__name__} reads images, whose tokens one rank "
+                "computes: set trainer.sp_size: 1"
+            )
         if not self.read_ragged():
             raise ConfigError(
                 f"trainer.sp_size is {ranks.sp}, and {type(self.model).__name__} does not read sequences side by side, "
@@ -238,40 +260,64 @@ class PackedModel(nn.Module):
         half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         if self._fused and half and not self.ragged:
             layout = packed.lengths, None if packed.is_causal else packed.segments
-            return self._fused[0].states(packed.input_ids, packed.position_ids, *layout, packed.predicted_at)
+            embeddings = self._embeddings(packed)
+            if embeddings is None:
+                embeddings = self.model.get_input_embeddings()(packed.input_ids)
+            return self._fused[0].states(embeddings, _positions(packed), *layout, packed.predicted_at)
         return self.read(self._decoder[0], packed)
 
     def read(self, module: Any, packed: PackedSequences) -> Tensor:
         """Return ``[N, ...]``, what the model or a part of it gives for the token before each trained one."""
         wide = not packed.is_causal and packed.most_seen > packed.num_pairs + WIDE
+        embeddings = self._embeddings(packed)
+        tokens = {"input_ids": packed.input_ids} if embeddings is None else {"inputs_embeds": embeddings}
         if self.ragged or (self._reads_segments and wide):
-            inputs: dict[str, Any] = {"segments": packed.segments, "position_ids": packed.position_ids[None]}
-            ids, at = packed.input_ids[None], packed.predicted_at
+            inputs: dict[str, Any] = {name: part[None] for name, part in tokens.items()}
+            inputs |= {"segments": packed.segments, "position_ids": _positions(packed)}
             if self._sequence_parallel is not None:
                 inputs["exchange"] = self._sequence_parallel.exchange
+            at = packed.predicted_at
         else:
-            ids, at, inputs = self._padded(packed)
-        out: Tensor = module(input_ids=ids, use_cache=False, **inputs)[0]
+            inputs, at = self._padded(packed, tokens)
+        out: Tensor = module(use_cache=False, **inputs)[0]
         return out.flatten(0, 1)[at]
 
-    def _padded(self, packed: PackedSequences) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return a bin for each block: ids ``[B, L]``, flat indices ``[N]``, and what else the model takes."""
+    def _embeddings(self, packed: PackedSequences) -> Tensor | None:
+        """Return ``[T, hidden]``, with the features of images at their places; None if no tower computes."""
+        if self.tower is None or (packed.images is None and self._ranks.size == 1):
+            return None
+        embeddings: Tensor = self.model.get_input_embeddings()(packed.input_ids)
+        if packed.images is None:  # the weights of the tower are gathered by all ranks, or by none
+            return embeddings + 0 * self.tower.features([self.tower.smallest()]).sum()
+        exact = self.reads_exactly and self._ranks.size == 1  # as a server that gets one image at a time
+        features = self.tower.features(packed.images.images, one_by_one=exact)[packed.images.rows]
+        return embeddings.index_copy(0, packed.images.at, features.to(embeddings.dtype))
+
+    def _padded(self, packed: PackedSequences, tokens: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """Return what the model takes, with a bin for each block, ``[B, L]``, and flat indices ``[N]``."""
         lengths = torch.tensor(packed.lengths, device=packed.input_ids.device)
         width = max(packed.lengths)
         width = whole_rows(width) if self.reads_exactly else width
         used = torch.arange(width, device=lengths.device) < lengths[:, None]
-        ids, positions = (
-            part.new_zeros(used.shape).masked_scatter(used, part) for part in (packed.input_ids, packed.position_ids)
-        )
-        at = used.flatten().nonzero()[packed.predicted_at, 0]
+        places = used.flatten().nonzero()[:, 0]
+
+        def padded(part: Tensor) -> Tensor:
+            whole = part.new_zeros(used.numel(), *part.shape[1:]).index_copy(0, places, part)
+            return whole.view(*used.shape, *part.shape[1:])
+
+        inputs: dict[str, Any] = {name: padded(part) for name, part in tokens.items()}
+        at, axes = places[packed.predicted_at], None if packed.images is None else packed.images.axes
+        positions = padded(packed.position_ids)
+        if axes is not None:
+            inputs["position_ids"] = torch.stack([padded(axis) for axis in axes])
         if packed.is_causal:
-            return ids, at, {}
+            return inputs, at
         seen, window = packed.segments.seen(packed.lengths, width), window_of(self._config)
         kinds = set(layer_kinds(self._config))
         masks = {kind: seen if kind == FULL else within_window(seen, positions, window) for kind in kinds}
         if self._config._attn_implementation == "eager":  # which adds masks to the scores
             masks = {kind: added_to_scores(mask, torch.float32) for kind, mask in masks.items()}
-        return ids, at, {"attention_mask": mask_argument(masks), "position_ids": positions}
+        return {"position_ids": positions, **inputs, "attention_mask": mask_argument(masks)}, at
 
     def flops(self, packed: PackedSequences) -> float:
         """Return the floating-point operations of a forward pass, output embedding included; of a mixture of experts,
@@ -279,6 +325,8 @@ class PackedModel(nn.Module):
         heads, layers = (getattr(self._config, f"num_{name}", 0) for name in ("attention_heads", "hidden_layers"))
         width = heads * (getattr(self._config, "head_dim", None) or self._config.hidden_size // max(1, heads))
         products = self._num_weights * sum(packed.lengths) + self.num_head_weights * len(packed.targets)
+        if self.tower is not None and packed.images is not None:
+            products += self.tower.num_weights * packed.images.num_patches
         return float(2 * products + 4 * layers * width * packed.num_pairs)
 
     def _packing_is_exact(self) -> bool:
@@ -293,10 +341,10 @@ class PackedModel(nn.Module):
 
     def _side_by_side_is_exact(self) -> bool:
         """Return whether the model reads segments; it keeps the attention that does so only then."""
-        before, model = self._config._attn_implementation, self.model
+        before, model, decoder = self._config._attn_implementation, self.model, self._decoder[0]
         if not self.shares_prefixes:
             return False
-        model.set_attn_implementation(RAGGED)
+        decoder.set_attn_implementation(RAGGED)  # a vision tower keeps its own
         found = []
         try:
             with (
@@ -305,14 +353,21 @@ class PackedModel(nn.Module):
                 torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"),
             ):
                 for self.ragged in (True, False):
-                    found.append(self.read(self._decoder[0], _probe(model.device)))
+                    found.append(self.read(decoder, _probe(model.device)))
         except (RuntimeError, TypeError, ValueError) as error:
             logger.warning("%s reads padded bins: %s", type(model).__name__, error)
         self.ragged = False
         exact = len(found) == 2 and bool((found[0] - found[1]).norm() < 0.05 * found[1].norm())
         if not exact:
-            model.set_attn_implementation(before)
+            decoder.set_attn_implementation(before)
         return exact
+
+
+def _positions(packed: PackedSequences) -> Tensor:
+    """Return the positions of all tokens side by side, ``[1, T]`` or ``[3, 1, T]``."""
+    if packed.images is None or packed.images.axes is None:
+        return packed.position_ids[None]
+    return packed.images.axes[:, None]
 
 
 def _probe(device: torch.device, *, shared: bool = True) -> PackedSequences:

@@ -98,7 +98,9 @@ class PolicyTrainer:
     def _load(self, model_path: str, sampling: EngineSampling) -> TokenScorer:
         config, device = self.config, self.device
         recompute = config.gradient_checkpointing
-        model = load_policy(model_path, device=device, gradient_checkpointing=recompute, lora=config.lora)
+        model = load_policy(
+            model_path, device=device, gradient_checkpointing=recompute, lora=config.lora, vision=config.vision
+        )
         scorer = TokenScorer(model, temperature=sampling.temperature, truncation=sampling.truncation)
         exact = config.deterministic and resolve_dtype(config.dtype, device) == torch.float32
         if exact and Ranks.current().sp == 1:  # parts of a sequence have other rounding
@@ -134,7 +136,7 @@ class PolicyTrainer:
         if multi_modal:
             raise TrainingError(
                 f"step {self.steps_done}: {multi_modal} of {len(step.sequences)} sequences have multi_modal_inputs, "
-                "but this trainer's forward pass reads tokens alone, so log-probs would be wrong: train on text only"
+                "which are for own loops: this trainer reads images by their spans, TokenSequence.images"
             )
         step.minibatches = split_groups(
             step.sequences, self.config.minibatches_per_step, rng=np.random.default_rng([self.seed, self.steps_done])

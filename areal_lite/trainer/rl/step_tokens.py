@@ -220,7 +220,7 @@ class StepCut:
         return Microbatch(self._pack([block]), index, counts=False)
 
     def _pack(self, blocks: Sequence[Block]) -> PackedSequences:
-        return pack(self._sequences, blocks, device=self._device, multiple=self._model.parts)
+        return pack(self._sequences, blocks, device=self._device, model=self._model, multiple=self._model.parts)
 
 
 def _check_ids(sequences: Sequence[TokenSequence], model: PackedModel) -> None:

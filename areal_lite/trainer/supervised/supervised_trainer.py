@@ -20,6 +20,7 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
+from areal_lite.data.supervised.image_rows import item_images
 from areal_lite.models.policy_model import load_policy, resolve_device
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.microbatches import common_prefix, num_inputs, read_ids
@@ -136,6 +137,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             device=resolve_device(self.config.device),
             gradient_checkpointing=self.config.gradient_checkpointing,
             lora=self.config.lora,
+            vision=self.config.vision,
         )
         return TokenScorer(model, temperature=1.0)
 
@@ -213,7 +215,12 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
     """Trains on items of an ``SFTDataset``; the loss is in nats, per token or per sequence."""
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
-        sequences = [masked_sequence(item["input_ids"], item["loss_mask"], group=0) for item in items]
+        sequences = [
+            dataclasses.replace(
+                masked_sequence(item["input_ids"], item["loss_mask"], group=0), images=item_images(item)
+            )
+            for item in items
+        ]
         mean_length = sum(map(num_inputs, sequences)) / len(sequences)
         if shared_prefix(sequences) >= WORTH_SHARING * mean_length:
             return sequences

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.session.chat_answer import TextStream
@@ -449,7 +449,7 @@ def test_the_listener_takes_json_from_programs_on_this_machine_only() -> None:
             ):
                 reply = await client.post(url, content=body, headers={**good, **change})
                 assert reply.status_code == status, reply.text
-            huge = await client.post(url, content=b" " * (9 * 2**20), headers=good)
+            huge = await client.post(url, content=b" " * (MAX_BODY_BYTES + 1), headers=good)
             assert huge.status_code == 413
         assert len(engine.requests) == 1
 

@@ -174,6 +174,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no task": ({"task_ids": None}, "has no 'task_ids'"),
     "group is int": ({"group_ids": object_array(["g", 3])}, "'group_ids' of sequence 1 is an int: it must be a str"),
     "group as tensor": ({"group_ids": torch.tensor([1, 2])}, "has no 'group_ids' in non_tensor_batch"),
+    "no spans": (
+        {"image_spans": object_array([[], None])},
+        "'image_spans' of sequence 1 is a NoneType: it must be a list of spans, empty without images",
+    ),
     "inputs of a list": (
         {"multi_modal_inputs": object_array([None, [1]])},
         "'multi_modal_inputs' of sequence 1 is a list: it must be a dict or None",

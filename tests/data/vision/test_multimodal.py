@@ -26,7 +26,6 @@ from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.vision.multimodal import (
     MultimodalEncoder,
     build_messages,
-    concatenate_inputs,
     load_images,
     load_videos,
     media_values,
@@ -36,6 +35,7 @@ from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_vlm import IMAGE_ID, VIDEO_ID, build_tiny_processor, build_tiny_vlm
 
 RED = (200, 10, 20)
+ROWS = DatasetConfig(path="")
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -194,6 +194,7 @@ def test_every_form_of_an_image_becomes_the_same_rgb_image(tmp_path: Path, serve
     file = tmp_path / "red.png"
     file.write_bytes(png())
     encoded = base64.b64encode(png()).decode()
+    rows = DatasetConfig(path=str(tmp_path), image_urls=True)
     images = load_images(
         [
             picture(),
@@ -207,31 +208,34 @@ def test_every_form_of_an_image_becomes_the_same_rgb_image(tmp_path: Path, serve
             f"data:image/png;base64,{encoded}",
             f"{server}/red.png",
             np.array(picture()),
-        ]
+            "red.png",
+        ],
+        rows,
     )
     assert {(image.mode, image.size, image.getpixel((3, 3))) for image in images} == {("RGB", (16, 8), RED)}
 
 
 def test_grey_images_become_rgb() -> None:
-    (image,) = load_images([np.full((4, 6), 7, np.uint8)])
+    (image,) = load_images([np.full((4, 6), 7, np.uint8)], ROWS)
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (6, 4), (7, 7, 7))
 
 
 def test_an_image_is_rotated_by_its_orientation_tag() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its side
-    (image,) = load_images([png(exif=exif)])
+    (image,) = load_images([png(exif=exif)], ROWS)
     assert image.size == (8, 16)
 
 
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        ("gone.png", "'gone.png' .*No such file"),
+        ("gone.png", "'gone.png' .*in a folder of the dataset: a row names images by their path"),
+        ("http://127.0.0.1:9/red.png", "a URL is not fetched: set image_urls"),
         (b"no image", "a bytes .*cannot identify"),
         (png(Image.effect_noise((64, 64), 50))[:999], "a bytes .*truncated"),
         ("data:image/png;base64,???", "not base64"),
-        ("data:image/png,abc", "'data:image/png,abc'"),
+        ("data:image/png,abc", "'data:image/png,abc' is no data URL"),
         (3.5, "a float is not an image"),
         (None, "a NoneType is not an image"),
         ({"bytes": None, "path": None}, "a dict"),
@@ -242,23 +246,34 @@ def test_an_image_is_rotated_by_its_orientation_tag() -> None:
 )
 def test_a_value_that_is_not_an_image_is_named(value: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=f"image 1 of 2 cannot be read from .*{what}"):
-        load_images([picture(), value])
+        load_images([picture(), value], ROWS)
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "{outside}/secret.png", "link.png", "file://{outside}/secret.png"])
+def test_a_row_reads_no_file_outside_the_folder_of_its_data(tmp_path: Path, name: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "secret.png").write_bytes(png())
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret.png")
+    (tmp_path / "data" / "rows.jsonl").touch()
+    for path in (f"{tmp_path}/data/rows.jsonl", f"train[:3]@{tmp_path}/data", f"{tmp_path}/data/*.jsonl"):
+        with pytest.raises(ConfigError, match=f"in {tmp_path}/data: .*none outside it"):
+            load_images([name.format(outside=tmp_path)], DatasetConfig(path=path))
 
 
 def test_an_image_that_cannot_be_downloaded_is_named(server: str) -> None:
     with pytest.raises(ConfigError, match="image 0 of 1 .*gone.png' .HTTP Error 404"):
-        load_images([f"{server}/gone.png"])
+        load_images([f"{server}/gone.png"], DatasetConfig(path="", image_urls=True))
 
 
 def test_images_without_pillow_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ConfigError, match="images need pillow: pip install pillow"):
-        load_images([b""])
+        load_images([b""], ROWS)
 
 
 def test_a_video_is_a_list_of_frames() -> None:
     array = np.stack([np.full((4, 6, 3), n, np.uint8) for n in range(3)])
-    first, second = load_videos([[picture(), png()], array])
+    first, second = load_videos([[picture(), png()], array], ROWS)
     assert [frame.getpixel((0, 0)) for frame in first] == [RED, RED]
     assert [frame.getpixel((0, 0)) for frame in second] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
 
@@ -266,7 +281,7 @@ def test_a_video_is_a_list_of_frames() -> None:
 @pytest.mark.parametrize("value", ["film.mp4", b"bytes", {"path": "film.mp4"}, [], np.zeros((4, 6, 3))])
 def test_a_video_file_is_refused_with_a_hint(value: Any) -> None:
     with pytest.raises(ConfigError, match="video 0 of 1 is .*: video files are not decoded here, .*at least one frame"):
-        load_videos([value])
+        load_videos([value], ROWS)
 
 
 def test_the_processor_writes_as_many_placeholders_as_there_are_patches(processor: Any) -> None:
@@ -293,15 +308,6 @@ def test_the_processor_adds_no_special_tokens_to_those_of_the_text() -> None:
 def test_inputs_that_the_processor_rejects_are_an_error(processor: Any) -> None:
     with pytest.raises(ConfigError, match="rejects a text with 1 images and 0 videos: .*"):
         processor_inputs(processor, "no placeholder", {"image": [picture()]})
-
-
-def test_the_inputs_of_a_batch_are_joined_in_order(processor: Any) -> None:
-    rows = [processor_inputs(processor, "<|image_pad|>", {"image": [picture(color=(n, n, n))]}) for n in (0, 90)]
-    own = [{name: row[name] for name in ("pixel_values", "image_grid_thw")} for row in rows]
-    joined = concatenate_inputs([own[0], None, {}, own[1]])
-    assert torch.equal(joined["pixel_values"], torch.cat([row["pixel_values"] for row in own]))
-    assert joined["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 4]]
-    assert concatenate_inputs([None]) == {}
 
 
 def test_a_prompt_holds_the_frames_of_its_video(processor: Any) -> None:

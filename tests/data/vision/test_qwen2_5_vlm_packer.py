@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import check_training_batch
 from areal_lite.data.source.sample import Sample
-from areal_lite.data.vision.multimodal import concatenate_inputs
-from areal_lite.data.vision.qwen2_5_vlm_packer import Qwen2_5_VLM_DataPacker, expand_placeholders
+from areal_lite.data.vision.qwen2_5_vlm_packer import Qwen2_5_VLM_DataPacker
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_vlm import IMAGE_ID, VIDEO_ID, build_tiny_processor, build_tiny_vlm
 
@@ -54,16 +51,14 @@ def model() -> Any:
     return build_tiny_vlm()
 
 
-def recorded_sample(packer: Qwen2_5_VLM_DataPacker, row: Any, answer: str, *, expanded: bool = False) -> Sample:
-    """Return an engine's record: prompt ids, with one placeholder per image or all, and the answer."""
+def recorded_sample(packer: Qwen2_5_VLM_DataPacker, row: Any, answer: str) -> Sample:
+    """Return an engine's record: prompt ids with all tokens of its images, and the answer."""
     item = packer.get_rollout_input(row)
     text = item["prompt"]
-    if expanded:
-        for image in item["multi_modal_data"]["image"]:
-            text = text.replace("<|image_pad|>", "<|image_|>" * (image.width * image.height // 64), 1)
-        text = text.replace("<|image_|>", "<|image_pad|>")
+    for image in item["multi_modal_data"]["image"]:
+        text = text.replace("<|image_pad|>", "<|image_|>" * (image.width * image.height // 64), 1)
     sample = Sample(0, group_index=0, row=item)
-    sample.append(packer.tokenizer(text, add_special_tokens=False)["input_ids"])
+    sample.append(packer.tokenizer(text.replace("<|image_|>", "<|image_pad|>"), add_special_tokens=False)["input_ids"])
     answer_ids = packer.tokenizer(answer, add_special_tokens=False)["input_ids"]
     sample.append(answer_ids, logprobs=[-1.0] * len(answer_ids), versions=[3] * len(answer_ids), sampled=True)
     sample.reward = 1.0
@@ -111,23 +106,17 @@ def test_the_engines_input_is_accepted_as_a_row(packer: Qwen2_5_VLM_DataPacker) 
     assert torch.equal(first.multi_modal_inputs["pixel_values"], second.multi_modal_inputs["pixel_values"])
 
 
-@pytest.mark.parametrize("expanded", [False, True])
-def test_recorded_placeholders_are_expanded_to_their_images(packer: Qwen2_5_VLM_DataPacker, expanded: bool) -> None:
+def test_a_recorded_sequence_stays_as_it_is(packer: Qwen2_5_VLM_DataPacker) -> None:
     row = conversation(picture((24, 16)), picture((16, 8)))
-    sample = recorded_sample(packer, row, "noise", expanded=expanded)
+    sample = recorded_sample(packer, row, "noise")
     trained = packer.get_policy_input(row, sample)
-    ids = trained.input_ids
     assert trained.multi_modal_inputs is not None
     assert trained.multi_modal_inputs["image_grid_thw"].tolist() == [[1, 4, 6], [1, 2, 4]]
     assert sorted(trained.multi_modal_inputs) == ["image_grid_thw", "pixel_values"]
-    assert np.count_nonzero(ids == IMAGE_ID) == 6 + 2
-    # The rest is what was recorded, and the columns moved along.
-    assert ids[ids != IMAGE_ID].tolist() == [token for token in sample.tokens if token != IMAGE_ID]
+    assert trained.input_ids.tolist() == sample.tokens
+    assert sample.tokens.count(IMAGE_ID) == 6 + 2
     assert trained.logprobs is not None
-    assert trained.versions is not None
-    assert packer.tokenizer.decode(ids[trained.loss_mask]) == "noise"
     assert trained.logprobs[trained.loss_mask].tolist() == [-1.0] * 5
-    assert trained.versions.tolist() == [-1] * (len(ids) - 5) + [3] * 5
 
 
 @pytest.mark.parametrize("output", ["noise", list(b"noise")])
@@ -143,26 +132,15 @@ def test_ids_and_text_follow_the_expanded_prompt(packer: Qwen2_5_VLM_DataPacker,
     assert (trained.reward, same.reward) == (0.0, 0.5)
 
 
-def test_each_of_two_placeholders_side_by_side_is_expanded_to_the_size_of_its_image() -> None:
-    ids = np.array([7, IMAGE_ID, 7, IMAGE_ID])
-    grids = {"image_grid_thw": torch.tensor([[1, 3, 3], [1, 6, 3]])}
-    sequence = TokenSequence(input_ids=ids, loss_mask=np.zeros(4, bool), multi_modal_inputs=grids)
-    merging = SimpleNamespace(
-        image_processor=SimpleNamespace(merge_size=3), image_token_id=IMAGE_ID, video_token_id=VIDEO_ID
-    )
-    assert expand_placeholders(sequence, merging).input_ids.tolist() == [7, IMAGE_ID, 7, IMAGE_ID, IMAGE_ID]
-
-
-def test_a_placeholder_the_policy_sampled_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
-    row = conversation(picture())
-    with pytest.raises(ValueError, match="the tokens hold 2 image placeholders, but the row has 1 images"):
-        packer.get_policy_input(row, recorded_sample(packer, row, "no<|image_pad|>se"))
-
-
-def test_an_image_that_differs_from_the_engines_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
-    sample = recorded_sample(packer, conversation(picture((24, 16))), "noise", expanded=True)
-    with pytest.raises(ValueError, match="image 0 has 6 tokens, but its grid says 2"):
-        packer.get_policy_input(conversation(picture((16, 8))), sample)
+def test_tokens_that_do_not_fit_their_images_are_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
+    large, small = conversation(picture((24, 16))), conversation(picture((16, 8)))
+    for row, answer, problem in (
+        (large, "no<|image_pad|>se", "more image tokens than its 1 image grids"),
+        (small, "noise", "has more image tokens"),
+    ):
+        trained = packer.get_policy_input(row, recorded_sample(packer, large, answer))
+        with pytest.raises(ValueError, match=problem):
+            packer.policy_collate_fn([trained], 99)
 
 
 def test_a_packer_of_images_needs_a_processor(processor: Any) -> None:
@@ -174,6 +152,11 @@ def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
     """``[B, T]``: the log-prob of each token but the first, whose place holds 0."""
     scores = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
     return torch.nn.functional.pad(scores, (1, 0))
+
+
+def concatenate_inputs(inputs: Any) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for row in inputs for name in row or ())
+    return {name: torch.cat([row[name] for row in inputs if row and name in row]) for name in names}
 
 
 FRAMES = [picture((16, 8), seed) for seed in range(4)]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import math
+from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from areal_lite.api.image_span import ImageSpan
 from areal_lite.data.vision.rope_positions import (
     IMAGE,
     TEXT,
     VIDEO,
     mrope_positions,
     multimodal_position_ids,
+    positions_of_spans,
     token_kinds,
 )
 from areal_lite.errors import ConfigError
@@ -37,7 +41,7 @@ def own_model(name: str) -> Any:
         "num_key_value_heads": 1,
         "vocab_size": 100,
     }
-    vision = {"depth": 1, "num_heads": 1, "spatial_merge_size": 2, "patch_size": 4}
+    vision: dict[str, Any] = {"depth": 1, "num_heads": 1, "spatial_merge_size": 2, "patch_size": 4}
     config: Any
     if name == "Qwen2VL":
         config = transformers.Qwen2VLConfig(
@@ -218,3 +222,33 @@ def test_plain_models_get_no_positions_and_unknown_grids_are_refused() -> None:
     assert multimodal_position_ids(SimpleNamespace(), ids, torch.ones_like(ids), {}) is None
     with pytest.raises(ConfigError, match="SimpleNamespace gives grids"):
         multimodal_position_ids(SimpleNamespace(), ids, torch.ones_like(ids), {"image_grid_thw": torch.ones(1, 3)})
+
+
+def test_positions_from_spans_are_those_of_transformers_in_any_layout() -> None:
+    import transformers
+
+    vision: dict[str, Any] = {"spatial_merge_size": 2, "tokens_per_second": 2}
+    config = transformers.Qwen2_5_VLConfig(vision_config=vision)
+    get_rope_index: Any = transformers.Qwen2_5_VLModel.get_rope_index
+    model: Any = SimpleNamespace(config=config)
+    model.get_vision_position_ids = MethodType(transformers.Qwen2_5_VLModel.get_vision_position_ids, model)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        spans, length = [], int(rng.integers(1, 6))
+        for _ in range(rng.integers(0, 4)):
+            grid = 1, 2 * int(rng.integers(1, 6)), 2 * int(rng.integers(1, 6))
+            spans.append(ImageSpan(length, math.prod(grid) // 4, "a" * 64, grid))
+            length = spans[-1].end + int(rng.integers(1, 6))
+        ids, kinds = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
+        for span in spans:
+            kinds[0, span.offset : span.end] = IMAGE
+        grids = torch.tensor([span.grid for span in spans]) if spans else None
+        expected, _ = get_rope_index(model, ids, kinds, image_grid_thw=grids)
+        assert torch.equal(positions_of_spans(length, spans, merge_size=2), expected[:, 0])
+
+
+def test_adjacent_images_have_their_own_positions() -> None:
+    spans = [ImageSpan(1, 2, "a" * 64, (1, 2, 4)), ImageSpan(3, 1, "b" * 64, (1, 2, 2))]
+    assert positions_of_spans(5, spans, merge_size=2).tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]]
+    with pytest.raises(ValueError, match="needs 2"):
+        positions_of_spans(3, [ImageSpan(1, 1, "a" * 64, (1, 2, 4))], merge_size=2)

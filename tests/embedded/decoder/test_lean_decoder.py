@@ -63,7 +63,9 @@ def test_logits_are_those_of_the_model(family: str, dtype: torch.dtype, slots: l
 
 def test_every_family_is_tested() -> None:
     assert {type(tiny(family, torch.float32)).__name__ for family in MODELS} == {
-        f"{name}ForCausalLM" for name in FAMILIES
+        f"{name}ForCausalLM"
+        for name in FAMILIES
+        if "VL" not in name  # tests/embedded/test_images.py
     }
 
 

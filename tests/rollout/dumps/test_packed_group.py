@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.image_span import ImageSpan
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, Trajectory
 from areal_lite.api.turn_tree import trajectory_of, unfinished_trajectory
+from areal_lite.data.source.sample import Sample
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
 from areal_lite.rollout.dumps.packed_group import pack_group, row_json, unpack_group
+from areal_lite.rollout.episodes.partial_rollout import record_answers, sampled_group
+from areal_lite.servers.client.answer import take_recorded
+from areal_lite.tools.replay.dump_reader import read_group
 from tests.api.test_turn_tree import as_interactions, as_rows, conversations, sequences
 
 
@@ -81,3 +90,39 @@ def test_calls_that_share_a_prompt_are_packed_with_one_copy_of_it() -> None:
 def test_a_row_without_a_json_form_is_left_out() -> None:
     group = Group(task_id=0, group_id="0", status=EpisodeStatus.CANCELLED, data={"a": object()})
     assert unpack_group(pack_group(group))[1] is None
+
+
+def test_images_are_spans_in_turns_dumps_and_samples(tmp_path: Path) -> None:
+    red, blue = (ImageSpan(2, 3, digit * 64, (1, 2, 6)) for digit in "ab")
+    own: dict[str, Any] = {"output_logprobs": [-0.5] * 2, "output_versions": [0] * 2}
+    first = ModelResponse(input_tokens=[1, 2, 9, 9, 9, 3], output_tokens=[4, 9], rid="1", images=(red,), **own)
+    prompt = [*first.input_tokens, *first.output_tokens, 7, 8, 9, 9, 9]
+    images = (red, blue._replace(offset=10))
+    second = ModelResponse(input_tokens=prompt, output_tokens=[5, 6], rid="2", images=images, **own)
+    parent = InteractionWithTokenLogpReward(model_response=first)
+    leaf = InteractionWithTokenLogpReward(model_response=second, parent=parent, concat=True, reward=1.0)
+    trajectory = trajectory_of({"x": leaf}, [first, second])
+    assert [turn.images for turn in trajectory.turns] == [(red,), (), (blue,), ()]
+    drawn = [Sample(0, group_index=0, row={})]
+    group = Group(
+        task_id=0,
+        group_id="0",
+        status=EpisodeStatus.ACCEPTED,
+        data={},
+        trajectories=[trajectory],
+        samples=drawn,
+    )
+    file = tmp_path / "0.jsonl"
+    file.write_bytes(text_of(*unpack_group(pack_group(group))))
+    assert orjson.loads(file.read_bytes())["turns"][2]["images"][0] == blue._asdict() | {"grid": [1, 2, 6]}
+    (sequence,) = read_group(file).sequences
+    assert sequence.images == images
+    (sample,) = (Sample.from_dict(orjson.loads(orjson.dumps(one.to_dict()))) for one in sampled_group(group))
+    assert sample.to_sequence().images == images
+    episode = Episode()
+    record_answers([sample], [episode], oldest_version=0)
+    assert take_recorded(episode, prompt, (red, red._replace(offset=10))) is None
+    again = take_recorded(episode, prompt, images)
+    assert again is not None
+    assert (again.output_tokens, again.images) == ([5, 6], images)
+    assert take_recorded(episode, first.input_tokens, (red,)) is not None

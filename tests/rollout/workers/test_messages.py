@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.api.episode_context import Episode
+from areal_lite.api.image_span import ImageSpan
 from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory
 from areal_lite.api.turn_tree import trajectory_of
@@ -58,6 +59,17 @@ def test_what_a_sequence_knows_of_its_episodes_reward_arrives() -> None:
     assert [(s.reward, s.episode_reward) for s in reply.trajectory.sequences] == [(0.5, 0.75), (0.5, None)]
 
 
+def test_images_of_a_sequence_arrive_as_spans() -> None:
+    images = (ImageSpan(1, 2, "a" * 64, (1, 2, 4)),)
+    columns = {"input_ids": np.arange(4), "loss_mask": np.array([False] * 3 + [True])}
+    trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, sequences=[TokenSequence(**columns, images=images)])
+    end, arrays = pack_end(False, None, [Episode(trajectory=trajectory)])
+    _, _, (reply,) = read_end(*decode_reply(encode_reply(end, arrays)))
+    assert reply.trajectory is not None
+    (arrived,) = reply.trajectory.sequences
+    assert (arrived.images, type(arrived.images[0])) == (images, ImageSpan)
+
+
 def arrived_extras(extras: dict[str, Any]) -> dict[str, Any]:
     trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, extras=extras)
     end, columns = pack_end(False, None, [Episode(trajectory=trajectory)])
@@ -96,8 +108,9 @@ def test_plain_values_beside_tokens_keep_their_types() -> None:
 def test_a_call_arrives_with_its_sampling_parameters(place: Place | None) -> None:
     gconfig = GenerationHyperparameters(logit_bias={3: 1.0}, stop=["\n"], top_k=5)
     call = ModelRequest(
-        input_ids=[], gconfig=gconfig, rid="rid", metadata={"agent": "main"}, on_tokens=lambda *_: None, top_logprobs=2
-    )
+        input_ids=[], gconfig=gconfig, rid="rid", metadata={"agent": "main"}, on_tokens=lambda *_: None, top_logprobs=2,
+        images=(ImageSpan(1, 2, "a" * 64, (1, 2, 4)),),
+    )  # fmt: skip
     plain, columns = pack_call(call, [5, 6, 7], place)
     body = encode_reply(["generate", 1, None, 0, plain], columns)
     *where, arrived, streams, place_there = read_report(body)

@@ -16,20 +16,25 @@ from safetensors.torch import load_file
 from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.shared_memory import SharedWeights
 from areal_lite.servers.weights.weight_folder import publish_weights
+from tests.fixtures.tiny_vlm import save_tiny_vlm
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("tiny", torch.bfloat16), ("untied", torch.float32)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("tiny", torch.bfloat16), ("untied", torch.float32), ("vlm", torch.float32)]
+)
 def test_every_version_equals_the_published_files(
     kind: str, dtype: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    model = load_policy(str(request.getfixturevalue(kind)), device=CPU)
+    folder = save_tiny_vlm(tmp_path / "vlm") if kind == "vlm" else request.getfixturevalue(kind)
+    model = load_policy(str(folder), device=CPU)  # whose tower, if any, is frozen
     shared = SharedWeights(tmp_path / "shared", dtype=dtype)
     for version in range(5):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.25 * torch.randn_like(parameter))
+                if parameter.requires_grad:
+                    parameter.add_(0.25 * torch.randn_like(parameter))
         ours, files = shared.publish(model, version), publish_weights(model, tmp_path / "files", version, dtype=dtype)
         mapped, written = load_file(ours / "model.safetensors"), load_file(files / "model.safetensors")
         assert mapped.keys() == written.keys()

@@ -43,7 +43,8 @@ def test_a_block_holds_as_many_tokens_as_allowed_and_not_one_more() -> None:
 def test_no_forward_pass_of_a_step_exceeds_the_cap(seed: int, cap: int, ragged: bool, whole: bool) -> None:
     batch = drawn_batch(seed)
     model: Any = SimpleNamespace(
-        balance_length=500, ragged=ragged, shares_prefixes=True, vocab_size=VOCABULARY, parts=1
+        **{"balance_length": 500, "ragged": ragged, "shares_prefixes": True, "vocab_size": VOCABULARY},
+        **{"tower": None, "pixels": None, "parts": 1},
     )
     pairs = [index // 2 for index in range(len(batch))]
     cut = StepCut(batch, model, ranks=Ranks(), device=torch.device("cpu"), units=pairs, whole=whole)

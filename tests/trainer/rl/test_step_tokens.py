@@ -26,7 +26,9 @@ class RanksOfOneProcess(Ranks):
 
 
 def model(*, ragged: bool = False) -> Any:
-    return SimpleNamespace(balance_length=500, ragged=ragged, shares_prefixes=True, vocab_size=VOCABULARY, parts=1)
+    return SimpleNamespace(
+        balance_length=500, ragged=ragged, shares_prefixes=True, vocab_size=VOCABULARY, tower=None, pixels=None, parts=1
+    )
 
 
 def test_nothing_is_filled_in_at_first() -> None:

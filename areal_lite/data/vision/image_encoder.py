@@ -1,0 +1,129 @@
+"""Images of prompts: stored once, and expanded to their placeholder tokens once, where a prompt becomes ids.
+
+Guarantees that every image of a prompt is a recorded span, in order. The only place that looks for placeholders in ids:
+in those of a text that a chat template has just written, whose messages name none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from areal_lite.api.image_span import Images, ImageSpan
+from areal_lite.api.io_struct import ModelRequest
+from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.vision.canonical_image import canonical_image
+from areal_lite.data.vision.image_processor import FAMILIES, Grid, ImageProcessor, load_image_processor
+from areal_lite.data.vision.image_source import base64_bytes
+from areal_lite.data.vision.image_store import ImageStore
+from areal_lite.errors import ConfigError
+
+
+class ImageRef(NamedTuple):
+    """A stored image."""
+
+    sha256: str
+    grid: Grid
+
+
+class ImageEncoder:
+    """Images of one model, in the store of one run. Thread-safe."""
+
+    def __init__(self, processor: ImageProcessor, tokenizer: Any, store: ImageStore) -> None:
+        self.processor = processor
+        self.store = store
+        place = tokenizer.convert_tokens_to_ids(processor.placeholder)
+        if place is None or place == getattr(tokenizer, "unk_token_id", None):
+            raise ConfigError(
+                f"the tokenizer has no token {processor.placeholder!r}, which stands for an image: use the model's own"
+            )
+        self.placeholder_id = int(place)
+        self._around = [
+            list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+            for text in (processor.before, processor.after)
+        ]
+
+    def stored(self, source: bytes) -> ImageRef:
+        """Store the canonical form of an image file; raises ImageError, and StorageError if it cannot be written."""
+        image = canonical_image(source, self.processor)
+        return ImageRef(self.store.put(image.png), image.grid)
+
+    def mark_in(self, text: str) -> str | None:
+        """Return the first token of images that a text spells; None if it has none."""
+        return next((mark for mark in self.processor.marks if mark in text), None)
+
+    def expanded(self, ids: Sequence[int], images: Sequence[ImageRef]) -> tuple[list[int], Images]:
+        """Return ids that have one placeholder per image with all of its tokens, and the spans of the images.
+
+        Raises:
+            ConfigError: If there are more or fewer placeholders than images.
+        """
+        places = [index for index, token in enumerate(ids) if token == self.placeholder_id]
+        if len(places) != len(images):
+            raise ConfigError(
+                f"the chat template writes {len(places)} placeholders {self.processor.placeholder!r} for {len(images)} "
+                "images: use a template that writes one for each image part, also of tool results"
+            )
+        before, after = self._around
+        longer: list[int] = []
+        spans = []
+        start = 0
+        for place, image in zip(places, images, strict=True):
+            longer += [*ids[start:place], *before]
+            length = self.processor.num_tokens(image.grid)
+            spans.append(ImageSpan(len(longer), length, image.sha256, image.grid))
+            longer += [*[self.placeholder_id] * length, *after]
+            start = place + 1
+        return longer + list(ids[start:]), tuple(spans)
+
+    def located(self, ids: Sequence[int], images: Sequence[ImageRef]) -> Images:
+        """Return the spans of images in ids that a processor has expanded already, as AReaL's workflows do.
+
+        Raises:
+            ConfigError: If the placeholders are not those of these images in order, and no more.
+        """
+        spans: list[ImageSpan] = []
+        places = [index for index, token in enumerate(ids) if token == self.placeholder_id]
+        for image in images:
+            length, used = self.processor.num_tokens(image.grid), sum(span.length for span in spans)
+            here = places[used : used + length]
+            if here != list(range(here[0], here[0] + length) if here else [-1]):
+                break
+            spans.append(ImageSpan(here[0], length, image.sha256, image.grid))
+        if len(spans) != len(images) or len(places) != sum(span.length for span in spans):
+            raise ConfigError(
+                f"input_ids have {len(places)} placeholders of images, but image_data has {len(images)} images of "
+                f"{[self.processor.num_tokens(image.grid) for image in images]} tokens: use the model's own processor"
+            )
+        return tuple(spans)
+
+
+def with_spans(req: ModelRequest, config: InferenceEngineConfig) -> ModelRequest:
+    """Return a request that has ``image_data`` with its images stored and as spans; raises ConfigError."""
+    path = config.tokenizer_path or str(getattr(req.tokenizer, "name_or_path", ""))
+    encoder = image_encoder(path, load_tokenizer(path), config.run_dir) if path else None
+    if encoder is None:
+        raise ConfigError(
+            f"image_data is set, and {path!r} is no model that reads images here: set rollout.tokenizer_path to a "
+            f"folder of {', '.join(FAMILIES)}"
+        )
+    refs = [encoder.stored(base64_bytes(data.rpartition(",")[2])) for data in req.image_data or ()]
+    return replace(req, images=encoder.located(req.input_ids, refs), image_data=None, processor=None)
+
+
+@functools.lru_cache(maxsize=8)
+def image_encoder(model_path: str, tokenizer: Any, run_dir: Path) -> ImageEncoder | None:
+    """Return what encodes a model's images into a run's folder; None for a model that reads no images here."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path)
+    except OSError:  # a tokenizer without its model
+        return None
+    if config.get("model_type") not in FAMILIES:
+        return None
+    return ImageEncoder(load_image_processor(model_path), tokenizer, ImageStore.of_run(run_dir))

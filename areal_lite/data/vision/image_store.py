@@ -1,0 +1,63 @@
+"""The images of a run, each once: ``RUN/images/SHA256.png``.
+
+A file is written whole or not at all, and before any line that names it, so what a dump names can be read.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from areal_lite.api.image_span import ImageSpan
+from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import storing, write_whole
+
+
+class ImageStore:
+    """Canonical PNG files by the hex digest of their bytes. Several threads and processes may share a folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> ImageStore:
+        """Return the images of the run in a folder."""
+        return cls(run_dir / "images")
+
+    def put(self, png: bytes) -> str:
+        """Store an image and return its digest; raises StorageError if it cannot be written."""
+        sha256 = hashlib.sha256(png).hexdigest()
+        path = self.path(sha256)
+        if not path.exists():
+            with storing(path):
+                write_whole(path, png)
+        return sha256
+
+    def encoded(self, images: Iterable[ImageSpan]) -> dict[str, str]:
+        """Return the PNG of each image, once, in base64, by its digest; errors as :meth:`read`."""
+        return {sha256: _encoded(self, sha256) for sha256 in {span.sha256 for span in images}}
+
+    def path(self, sha256: str) -> Path:
+        """Return where the image is; the digest is checked, so a path never leaves the folder."""
+        if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+            raise ValueError(f"{sha256[:80]!r} is not a sha256: give 64 hexadecimal digits")
+        return self.folder / f"{sha256}.png"
+
+    def read(self, sha256: str) -> bytes:
+        """Return the PNG; ConfigError if it is missing or not what its name says."""
+        path = self.path(sha256)
+        try:
+            png = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"the image {path} cannot be read ({error}): copy it back from where it was") from error
+        if (found := hashlib.sha256(png).hexdigest()) != sha256:
+            raise ConfigError(f"the image {path} has changed, its sha256 is {found}: copy it back from where it was")
+        return png
+
+
+@functools.lru_cache(maxsize=64)  # calls with one image share its text
+def _encoded(store: ImageStore, sha256: str) -> str:
+    return base64.b64encode(store.read(sha256)).decode()
