@@ -8,6 +8,7 @@ import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,16 +238,16 @@ def not_canonical(body: dict[str, Any]) -> None:
 )
 def test_images_that_are_not_what_their_spans_say_are_refused(qwen: Path, change: Change, problem: str) -> None:
     from areal_lite.embedded.bad_request import BadRequest
-    from areal_lite.embedded.generate_body import GenerationLimits, parse_generate
+    from areal_lite.embedded.generate_body import parse_generate
 
     processor = load_image_processor(str(qwen))
     prompt = Prompt(processor).add(list(range(20, 40)), picture(processor, 0), 50)
-    limits = GenerationLimits(context_length=64, vocab_size=263, image_processor=processor)
+    runner: Any = SimpleNamespace(context_length=64, vocab_size=263, image_processor=processor)
     body = prompt.body()
-    parse_generate(body, grammar=lambda params: None, limits=limits, draw=None)  # type: ignore[arg-type]
+    parse_generate(body, grammar=lambda params: None, runner=runner, draw=None)  # type: ignore[arg-type]
     change(body)
     with pytest.raises(BadRequest) as raised:
-        parse_generate(body, grammar=lambda params: None, limits=limits, draw=None)  # type: ignore[arg-type]
+        parse_generate(body, grammar=lambda params: None, runner=runner, draw=None)  # type: ignore[arg-type]
     assert raised.value.status == 400
     assert problem in str(raised.value)
 
