@@ -53,6 +53,24 @@ StartStub = Callable[..., StubThread]
 StartEngine = Callable[..., RemoteInfEngine]
 
 
+SCRIPT = """
+import sys
+from areal_lite.api import InferenceEngineConfig, RolloutWorkflow
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+
+
+class Raises(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        raise RuntimeError("it ran")
+
+
+if __name__ == "__main__":
+    with RemoteInfEngine(InferenceEngineConfig(addresses=[sys.argv[1]], workers=2, backend="sglang")) as engine:
+        (group,) = engine.rollout_batch([{}], Raises)
+        print(group.failure.message)
+"""
+
+
 class Port(OneConversation):
     """Records the port of its listener."""
 
@@ -60,6 +78,14 @@ class Port(OneConversation):
         """Return 1 after two calls."""
         workflow_context.record(port=int(extra_kwargs["base_url"].split(":")[2].split("/")[0]))
         return await super().run(data, **extra_kwargs)
+
+
+def test_a_workflow_of_the_script_itself_runs_in_workers(start_stub: StartStub, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), start_stub().address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "it ran\n", done.stderr
 
 
 def scalar(group: Group, name: str) -> float:

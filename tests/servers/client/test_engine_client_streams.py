@@ -789,6 +789,19 @@ def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
     assert client.gate.must_stay(server)
 
 
+def test_no_request_is_sent_in_a_hold() -> None:
+    async def run() -> None:
+        client = client_alone()
+        client.gate.hold()
+        call = asyncio.create_task(client.generate(request()))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert client.pool.servers[0].outstanding == 0 and not call.done()
+        call.cancel()
+
+    asyncio.run(run())
+
+
 def test_a_router_looks_at_once_at_a_server_that_is_back() -> None:
     client = EngineClient(InferenceEngineConfig(backend="sglang", addresses=["a:1"], router="r:1"))
     assert not client.gate.servers_changed.is_set()
