@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from areal_lite.api.image_span import ImageSpan, check_images, images_of
+from areal_lite.tools.foreign_files import read_inside
 from areal_lite.tools.verify.verify_run import EVALUATION, TRAINING, DumpedGroup, Record, Run, differs, some
 
 LineCheck = Callable[[Record], Iterator[str]]
@@ -190,10 +196,35 @@ def texts_are_of_their_ids(group: DumpedGroup, run: Run) -> Iterator[str]:
             yield f"line {record['sample_idx']}: the text of {some(wrong)} is not that of its ids"
 
 
+def images_are_their_files(group: DumpedGroup, run: Run) -> Iterator[str]:
+    """Images are inside their turns and do not train; each has a file of its digest, with the shape of its grid."""
+
+    @lru_cache  # members share a prompt, and turns an image
+    def fault_of(span: ImageSpan) -> str:
+        png = read_inside(run.root / "images" / f"{span.sha256}.png", run.root)
+        if (found := hashlib.sha256(png).hexdigest()) != span.sha256:
+            return f"has changed: its sha256 is {found}"
+        (width, height), (_, rows, columns) = struct.unpack(">II", png[16:24]), span.grid
+        if width * rows != height * columns or math.prod(span.grid) % span.length:
+            return f"has {width} x {height} pixels, and the grid {list(span.grid)} with {span.length} tokens"
+        return ""
+
+    for record in group.records:
+        for index, turn in enumerate(record["turns"]):
+            images = images_of(turn.get("images", []))
+            check_images(images, len(turn["ids"]), np.array(turn["loss_mask"]))
+            for span in images:
+                if fault := fault_of(span._replace(offset=0)):
+                    yield f"line {record['sample_idx']}: image {span.sha256}.png of turn {index} {fault}"
+                if len(set(turn["ids"][span.offset : span.end])) > 1:
+                    yield f"line {record['sample_idx']}: the tokens of an image in turn {index} differ"
+
+
 GROUP_CHECKS: dict[str, GroupCheck] = {
     "members": members_are_whole,
     "shared turns": shared_turns_agree,
     "folder": folder_fits,
     "reward parts": reward_is_the_sum_of_its_parts,
     "texts": texts_are_of_their_ids,
+    "images": images_are_their_files,
 }

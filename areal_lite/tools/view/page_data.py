@@ -5,6 +5,7 @@ Ids and task numbers are text, because JavaScript rounds large integers.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import itertools
@@ -14,10 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from areal_lite.api.image_span import images_of
 from areal_lite.errors import ConfigError
 from areal_lite.tools.diagnose.episodes import read_run
 from areal_lite.tools.diagnose.findings import diagnose
-from areal_lite.tools.foreign_files import open_inside, read_records
+from areal_lite.tools.foreign_files import open_inside, read_inside, read_records
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.filters import KEYS
 from areal_lite.tools.inspect.plot import PANELS, PHASES, curve, is_number, phase
@@ -116,7 +118,9 @@ class Answers:
                 key = str(turn["turn_idx"]) if known else f"{record['id']}/{index}"
                 columns = _columns(turn)
                 parent = (None if turn.get("parent_idx") is None else str(turn["parent_idx"])) if known else parent
-                shared = turns.setdefault(key, {**_turn(turn, key, parent, index), "columns": columns})["columns"]
+                shared = turns.setdefault(
+                    key, {**_turn(turn, key, parent, index), "images": _images(root, turn), "columns": columns}
+                )["columns"]
                 own = {name: values for name, values in columns.items() if values != shared.get(name)}
                 path.append({"turn": key, "columns": own})
                 parent = key
@@ -316,6 +320,19 @@ def _texts(values: Mapping[str, Any], *names: str) -> Json:
 def _turn(turn: Mapping[str, Any], key: str, parent: str | None, place: int) -> Json:
     names = ("role", "text", "stop_reason", "started", "latency_s", "agent", "start", "ids")
     return {"key": key, "parent": parent, "place": place, **{name: turn.get(name) for name in names}}
+
+
+def _images(root: Path, turn: Mapping[str, Any]) -> list[Json]:
+    """Return the images of a turn; without a picture where the run has no file of it."""
+    shown: list[Json] = []
+    with contextlib.suppress(ValueError):  # of a file that somebody made by hand
+        for span in images_of(turn.get("images") or []):
+            picture = None
+            with contextlib.suppress(OSError):
+                png = read_inside(root / "images" / f"{span.sha256}.png", root)
+                picture = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+            shown.append({**span._asdict(), "picture": picture})
+    return shown
 
 
 def _columns(turn: Mapping[str, Any]) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import fcntl
 import json
 import signal
@@ -146,6 +147,21 @@ def test_an_episode_has_each_turn_once_and_its_sequences_as_paths(run: Path) -> 
     assert found["turns"]["1"]["columns"] == {"mask": [1, 1], "logprob": [-0.5, -0.5], "version": [3, 3]}
     assert found["facts"]["task_id"] == "7" and "turns" not in found["facts"]
     assert [each["key"] for each in found["quantities"]] == ["mask", "logprob", "version"]
+
+
+def test_an_episode_has_the_pictures_of_its_images(tmp_path: Path) -> None:
+    png = b"\x89PNG any"
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / f"{'a' * 64}.png").write_bytes(png)
+    spans = [{"offset": 0, "length": 1, "sha256": name * 64, "grid": [1, 2, 2]} for name in "ab"]
+    spans[1]["offset"] = 1
+    evil = [{**spans[0], "sha256": "../images/" + "a" * 64}]
+    turns = [turn("prompt", images=spans), turn("assistant", turn_idx=1, parent_idx=0, images=evil)]
+    write(tmp_path / "rollout/3/7.jsonl", line(7, 0, turns=turns))
+    (found,) = answers([tmp_path], ("episode", {"run": _name(tmp_path), "id": "rollout/3/7.jsonl:1"}))
+    shown = [each["picture"] for each in found["turns"]["0"]["images"]]
+    assert shown == [f"data:image/png;base64,{base64.b64encode(png).decode()}", None]
+    assert found["turns"]["1"]["images"] == []
 
 
 def test_turns_that_sequences_share_keep_the_mask_of_each(tmp_path: Path) -> None:

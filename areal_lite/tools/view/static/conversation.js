@@ -10,6 +10,7 @@ const LLAMA = /<\|start_header_id\|>([\w-]+)<\|end_header_id\|>\n*([\s\S]*?)(?:<
 const PARTS = /<(tool_call|tool_response|think|tools)>([\s\S]*?)<\/\1>/g;
 const TOOLS = /<(tools)>([\s\S]*?)<\/\1>/g; // all that a system prompt has: its calls are instructions
 const ONLY_SPECIAL = /^\s*(<\|[^|<>\n]{1,48}\|>\s*)*$/;
+const REPEATED = /(<[|\w-]{1,48}>)\1{3,}/g; // the placeholders of an image
 const SPECIAL = /(<\|[^|<>\n]{1,48}\|>|<\/?s>)/;
 
 /** Return the messages in a text that a chat template rendered; null if it has another form. */
@@ -40,8 +41,15 @@ function plain(text) {
   return el("div", {}, node, more);
 }
 
+/** Return the picture of an image among a turn's tokens. */
+export function picture(image) {
+  const name = `image ${image.sha256.slice(0, 12)}, ${count(image.length, "token")}`;
+  if (!image.picture) return el("span", { class: "picture quiet" }, `${name}: its file is missing`);
+  return el("img", { class: "picture", src: image.picture, alt: name, title: name });
+}
+
 function special(text) {
-  return text.split(SPECIAL).filter(Boolean).map((part) =>
+  return text.replace(REPEATED, (all, one) => `${one}×${number(all.length / one.length)} `).split(SPECIAL).filter(Boolean).map((part) =>
     SPECIAL.test(part) ? el("span", { class: "special" }, part) : document.createTextNode(part),
   );
 }
@@ -163,6 +171,7 @@ export function conversation(episode, sequence) {
       const name = turn.role === "assistant" ? speaker(turn) : part.role;
       nodes.push(bubble(turn.role, name, [place ? null : head, rich(part.text, part.role)]));
     });
+    if (turn.images?.length) nodes.push(el("div", { class: "pictures" }, turn.images.map(picture)));
   }
   if (!sequence.path.length) nodes.push(el("p", { class: "quiet" }, "The episode ended before its first turn."));
   nodes.push(programs(episode.facts.processes));

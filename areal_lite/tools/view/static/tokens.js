@@ -1,7 +1,7 @@
 // The tokens of a sequence, coloured by any per-token quantity that the episode has.
 
 import { el, fill, setText } from "./dom.js";
-import { speaker } from "./conversation.js";
+import { picture, speaker } from "./conversation.js";
 import { count, number, visible } from "./format.js";
 
 const TOKENS_SHOWN = 4000;
@@ -65,6 +65,11 @@ export function tokenView(episode, sequence, texts, color, onColor) {
     const ids = each.turn.ids ?? [];
     let base = each.turn.start ?? 0;
     for (let place = from; place < to; place += 1) {
+      const image = each.turn.images?.find((one) => one.offset <= place && place < one.offset + one.length);
+      if (image) {
+        if (place === image.offset) node.append(picture(image));
+        continue;
+      }
       const text = texts?.[ids[place]];
       const shown = text === undefined ? String(ids[place]) : visible(text).replaceAll("\n", "↵\n") || "∅";
       const token = el("span", { class: "tok", "data-n": all.length, tabindex: all.length ? "-1" : "0" }, shown);
