@@ -17,7 +17,7 @@ from torch import Tensor
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.files.atomic_folder import DAMAGED, MANIFEST, check_files
 from areal_lite.files.model_path import stored_tensors
-from areal_lite.models.image_model import TOWERS
+from areal_lite.models.vision_model import TOWERS
 
 
 class Checkpoint:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from areal_lite.data.vision.image_processor import ImageProcessor
 from areal_lite.embedded.adapter import Adapter
@@ -23,10 +23,9 @@ from areal_lite.embedded.decoder.lean_decoder import LeanDecoder
 from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, lean_decoder_operations
 from areal_lite.embedded.decoder.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import VISION_MODELS
 from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
-from areal_lite.models.image_model import image_features, own_name, text_decoder
+from areal_lite.models.vision_model import auto_class_of, image_features, own_name, text_decoder
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, whole_rows
 from areal_lite.models.out_of_memory import is_out_of_memory
 
@@ -272,6 +271,5 @@ def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
             f"{model_path} is a {config.model_type} model with {unsupported}: the embedded server computes full "
             "attention and sliding windows. Serve it with SGLang or vLLM instead."
         )
-    kind = AutoModelForImageTextToText if config.model_type in VISION_MODELS else AutoModelForCausalLM
-    model: Any = kind.from_pretrained(str(model_path), dtype=dtype, use_safetensors=True)  # nosec B615 # a folder
+    model: Any = auto_class_of(str(model_path)).from_pretrained(str(model_path), dtype=dtype, use_safetensors=True)  # nosec B615 # a folder
     return model.to(device).eval().requires_grad_(False)

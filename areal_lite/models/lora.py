@@ -22,7 +22,7 @@ from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.models.parallel.sharding import full_tensors, shard_like
-from areal_lite.models.vision_tower import auto_class_of, vision_parameters
+from areal_lite.models.vision_model import auto_class_of, vision_parameters
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."  # of every name in peft's files

@@ -23,7 +23,7 @@ from areal_lite.models.lora import add_adapters
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sequence_parallel import refuse_heads
 from areal_lite.models.parallel.shard_loading import empty_model, is_empty
-from areal_lite.models.vision_tower import auto_class_of, vision_parameters
+from areal_lite.models.vision_model import auto_class_of, vision_parameters
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,13 @@
 """Token positions for models whose rotary embedding has three axes: time, row and column (M-RoPE).
 
-For training loops of your own: the built-in trainer reads only text. Guarantees the positions of Qwen2-VL
+Runs know images by their spans; loops of your own find them, and videos, in ids. Guarantees the positions of Qwen2-VL
 (arXiv:2409.12191), Qwen2.5-VL, Qwen3-VL and GLM-4V: text counts up by one on all axes, the patches of an image or video
 spread over them, and the next token starts after the longer edge of the grid. Needs only ids and grids.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,13 +88,12 @@ def multimodal_position_ids(
 
 
 def positions_of_spans(length: int, images: Sequence[ImageSpan], *, merge_size: int) -> Tensor:
-    """Return :func:`mrope_positions` ``[3, length]`` of tokens whose images are known by their spans; a placeholder
-    token outside of them is text. ValueError if a span has another length than its grid."""
-    kinds = torch.zeros(length, dtype=torch.int64)
-    for span in images:
-        kinds[span.offset : span.end] = IMAGE
-    grids = torch.tensor([span.grid for span in images], dtype=torch.int64)
-    return mrope_positions(kinds, image_grids=grids, video_grids=None, merge_size=merge_size)
+    """Return time, row and column ``[3, length]`` of tokens whose images are known by their spans; a placeholder token
+    outside of them is text. ValueError if a span has another length than its grid."""
+    for number, span in enumerate(images):
+        if (needed := math.prod(span.grid) // merge_size**2) != span.length:
+            raise ValueError(f"image {number} has {span.length} tokens, but its grid {list(span.grid)} needs {needed}")
+    return _positions(length, [(span.offset, span.grid, 1.0) for span in images], merge_size)
 
 
 def token_kinds(
@@ -130,45 +130,34 @@ def mrope_positions(
     ``merge_size`` along each edge make one token. ``video_intervals`` are the positions between temporal patches of
     each video, 1 by default. Returns ``[3, T]`` int64; ValueError if tokens and grids do not match.
     """
-    names = {IMAGE: "image", VIDEO: "video"}
-    grids: dict[int, list[list[int]]] = {
-        IMAGE: [] if image_grids is None else image_grids.tolist(),
-        VIDEO: [] if video_grids is None else video_grids.tolist(),
-    }
-    used = {IMAGE: 0, VIDEO: 0}
-    pieces = [torch.zeros(3, 0, dtype=torch.int64)]
-    values, counts = (run.tolist() for run in torch.unique_consecutive(kinds, return_counts=True))
-    start = 0
-    for kind, count in zip(values, counts, strict=True):
-        if kind == TEXT:
-            pieces.append(torch.arange(start, start + count).expand(3, -1))
-            start += count
-            continue
-        while count > 0:
-            index = used[kind]
-            if index == len(grids[kind]):
+    media: list[tuple[int, Sequence[int], float]] = []
+    for kind, name, grids in ((IMAGE, "image", image_grids), (VIDEO, "video", video_grids)):
+        places = (kinds == kind).nonzero()[:, 0].tolist()
+        for index, grid in enumerate([] if grids is None else grids.tolist()):
+            needed = math.prod(grid) // merge_size**2
+            here, places = places[:needed], places[needed:]
+            if (count := sum(place == here[0] + n for n, place in enumerate(here))) < needed:
                 raise ValueError(
-                    f"the sequence has more {names[kind]} tokens than its {index} {names[kind]} grids account for: "
-                    "give each placeholder a grid, and keep the policy from sampling placeholder tokens"
-                )
-            frames, rows, columns = grids[kind][index]
-            rows, columns = rows // merge_size, columns // merge_size
-            if count < frames * rows * columns:
-                raise ValueError(
-                    f"{names[kind]} {index} has {count} tokens, but its grid {grids[kind][index]} at merge size "
-                    f"{merge_size} needs {frames * rows * columns}: expand the placeholder, and do not "
-                    "truncate inside it"
+                    f"{name} {index} has {count} tokens, but its grid {grid} at merge size {merge_size} needs {needed}: "
+                    "give each grid an expanded placeholder, and do not truncate inside it"
                 )
             interval = 1.0 if kind == IMAGE or video_intervals is None else float(video_intervals[index])
-            times = (torch.arange(frames) * interval).long()
-            pieces.append(torch.cartesian_prod(times, torch.arange(rows), torch.arange(columns)).T + start)
-            start += max(rows, columns)
-            count -= frames * rows * columns
-            used[kind] += 1
-    for kind, index in used.items():
-        if index < len(grids[kind]):
+            media.append((here[0], grid, interval))
+        if places:
             raise ValueError(
-                f"there are {len(grids[kind])} {names[kind]} grids, but the sequence has tokens for {index}: give each "
-                "grid a placeholder"
+                f"the sequence has {len(places)} more {name} tokens than its {name} grids account for: give each "
+                "placeholder a grid, and keep the policy from sampling placeholder tokens"
             )
-    return torch.cat(pieces, dim=1)
+    return _positions(len(kinds), sorted(media), merge_size)
+
+
+def _positions(length: int, media: Sequence[tuple[int, Sequence[int], float]], merge_size: int) -> Tensor:
+    """Return the positions ``[3, length]`` of text and of ``media``: first token, grid, positions between patches."""
+    pieces, end, start = [], 0, 0  # of the tokens so far; the next position
+    for offset, (frames, *edges), interval in media:
+        rows, columns = (edge // merge_size for edge in edges)
+        pieces.append(torch.arange(start, start := start + offset - end).expand(3, -1))
+        times = (torch.arange(frames) * interval).long()
+        pieces.append(torch.cartesian_prod(times, torch.arange(rows), torch.arange(columns)).T + start)
+        start, end = start + max(rows, columns), offset + frames * rows * columns
+    return torch.cat([*pieces, torch.arange(start, start + length - end).expand(3, -1)], dim=1)

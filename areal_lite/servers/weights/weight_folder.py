@@ -25,7 +25,7 @@ from areal_lite.models.lora import has_adapters, plain_weights, write_adapters
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import full_tensors
 from areal_lite.models.policy_model import quiet_transformers
-from areal_lite.models.vision_tower import frozen_vision
+from areal_lite.models.vision_model import vision_parameters
 
 MAX_SHARD_BYTES = 4 << 30
 """Size of one file of weights, and of the memory needed to write it."""
@@ -119,7 +119,8 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
 def sent_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in ``dtype``, with adapters merged, under their names in checkpoints; without a frozen vision
     tower, which servers have from the start. For models that :func:`can_send`."""
-    frozen, names = frozen_vision(model), _stored_names(model) if _conversions(model) else {}
+    frozen = {name for name, parameter in vision_parameters(model).items() if not parameter.requires_grad}
+    names = _stored_names(model) if _conversions(model) else {}
     return ((names.get(name, name), tensor) for name, tensor in plain_weights(model, dtype) if name not in frozen)
 
 

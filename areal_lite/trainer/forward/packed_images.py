@@ -16,8 +16,7 @@ from areal_lite.api.image_span import ImageSpan
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.vision.image_pixels import ImagePixels
 from areal_lite.errors import TrainingError
-from areal_lite.models.image_model import Pixels
-from areal_lite.models.vision_tower import VisionTower
+from areal_lite.models.vision_model import Pixels, VisionTower
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sequence_parallel import SequenceParallel
 from areal_lite.models.parallel.shard_loading import is_empty
-from areal_lite.models.vision_tower import VisionTower
+from areal_lite.models.vision_model import VisionTower
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
 from areal_lite.trainer.forward.packed_images import ImageLayout, PackedImages
 
@@ -141,7 +141,7 @@ class PackedModel(nn.Module):
         decoder = model.get_decoder()
         self._decoder = (decoder,)  # a tuple, or the decoder would be registered twice
         self._config = model.config.get_text_config()
-        self.tower = VisionTower.of(model)
+        self.tower = VisionTower(model) if hasattr(model.config, "vision_config") else None
         self.pixels: ImagePixels | None = None
         """The images of the run, if its sequences have some."""
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])

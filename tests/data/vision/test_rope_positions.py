@@ -203,8 +203,8 @@ def test_a_video_that_uses_the_image_token_is_recognized_by_its_start_mark() -> 
     ("count", "grids", "message"),
     [
         (5, [[1, 4, 6]], "image 0 has 5 tokens, but its grid .1, 4, 6. at merge size 2 needs 6"),
-        (7, [[1, 4, 6]], "more image tokens than its 1 image grids"),
-        (6, [[1, 4, 6], [1, 2, 2]], "there are 2 image grids, but the sequence has tokens for 1"),
+        (7, [[1, 4, 6]], "has 1 more image tokens than its image grids account for"),
+        (6, [[1, 4, 6], [1, 2, 2]], "image 1 has 0 tokens, but its grid .1, 2, 2. at merge size 2 needs 1"),
     ],
 )
 def test_placeholders_that_do_not_match_the_grids_are_refused(count: int, grids: list[list[int]], message: str) -> None:
