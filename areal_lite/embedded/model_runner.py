@@ -6,7 +6,6 @@ model that fails this check is rejected at the start. The scheduler decides whic
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from areal_lite.embedded.decoder.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
 from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
-from areal_lite.models.vision_model import auto_class_of, image_features, own_name, text_decoder
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, whole_rows
 from areal_lite.models.out_of_memory import is_out_of_memory
+from areal_lite.models.vision_model import auto_class_of, image_features, own_name, text_decoder
 
 _KEPT_TOKENS = 2**15
 """Tokens of images whose embeddings are kept."""
@@ -58,8 +57,8 @@ class ModelRunner:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.slots = slots
         self.image_processor = image_processor
-        self._features: OrderedDict[str, Tensor] = OrderedDict()
-        """Embeddings of the latest images, by sha256."""
+        self._features: dict[str, Tensor] = {}
+        """Embeddings of the latest images, by sha256, the latest last."""
         reader = text_decoder(model)
         self._min_width = MIN_ROWS if exact and reader is None and read_exactly(model) else 0
         capacity = context_length + self._min_width  # padding must not overwrite the last token
@@ -174,20 +173,17 @@ class ModelRunner:
                 if start < stop:
                     features = self._features_of(span.sha256, prompt)[start - span.offset : stop - span.offset]
                     flat[first + start - past : first + stop - past] = features
-        assert self.image_processor is not None
-        has_axes = self.image_processor.merge_size is not None
+        has_axes = any(prompt is not None and prompt.axes is not None for prompt in batch[-1])
         return embeddings, axes.view(3, *positions.shape) if has_axes else positions
 
     def _features_of(self, sha256: str, prompt: ImagePrompt) -> Tensor:
-        if sha256 not in self._features:
+        if (features := self._features.pop(sha256, None)) is None:
             assert self.image_processor is not None
-            pixels = self.image_processor.pixels(prompt.pngs[sha256])
-            (features,) = image_features(self.model, [pixels])
-            self._features[sha256] = features.to(self.model.dtype)
-            while len(self._features) > 1 and sum(map(len, self._features.values())) > _KEPT_TOKENS:
-                self._features.popitem(last=False)
-        self._features.move_to_end(sha256)
-        return self._features[sha256]
+            features = image_features(self.model, [self.image_processor.pixels(prompt.pngs[sha256])])[0]
+        self._features[sha256] = features = features.to(self.model.dtype)
+        while len(self._features) > 1 and sum(map(len, self._features.values())) > _KEPT_TOKENS:
+            del self._features[next(iter(self._features))]
+        return features
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:

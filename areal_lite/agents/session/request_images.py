@@ -75,15 +75,11 @@ class RequestImages:
                 continue
             assert self._encoder is not None, "it made the part"
             try:
-                part.ref = await asyncio.to_thread(_stored, self._encoder, part.url)
+                part.ref = await asyncio.to_thread(self._encoder.stored, data_url_bytes(part.url))
             except ImageError as error:
                 self._parts.pop(part["digest"], None)
                 raise RequestError(f"{part.where}: {error}", param=part.where) from None
             part.url = ""
-
-
-def _stored(encoder: ImageEncoder, url: str) -> ImageRef:
-    return encoder.stored(data_url_bytes(url))
 
 
 def _is_image(part: Any) -> bool:

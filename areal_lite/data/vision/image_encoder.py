@@ -16,7 +16,7 @@ from areal_lite.api.image_span import Images, ImageSpan
 from areal_lite.api.io_struct import ModelRequest
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.data.vision.canonical_image import canonical_image
+from areal_lite.data.vision.canonical_image import CanonicalImage, canonical_image
 from areal_lite.data.vision.image_processor import FAMILIES, Grid, ImageProcessor, load_image_processor
 from areal_lite.data.vision.image_source import base64_bytes
 from areal_lite.data.vision.image_store import ImageStore
@@ -42,7 +42,7 @@ class ImageEncoder:
                 f"the tokenizer has no token {processor.placeholder!r}, which stands for an image: use the model's own"
             )
         self.placeholder_id = int(place)
-        self._around = [
+        self.around = [
             list(tokenizer.encode(text, add_special_tokens=False)) if text else []
             for text in (processor.before, processor.after)
         ]
@@ -56,7 +56,7 @@ class ImageEncoder:
         """Return the first token of images that a text spells; None if it has none."""
         return next((mark for mark in self.processor.marks if mark in text), None)
 
-    def expanded(self, ids: Sequence[int], images: Sequence[ImageRef]) -> tuple[list[int], Images]:
+    def expanded(self, ids: Sequence[int], images: Sequence[ImageRef | CanonicalImage]) -> tuple[list[int], Images]:
         """Return ids that have one placeholder per image with all of its tokens, and the spans of the images.
 
         Raises:
@@ -68,7 +68,7 @@ class ImageEncoder:
                 f"the chat template writes {len(places)} placeholders {self.processor.placeholder!r} for {len(images)} "
                 "images: use a template that writes one for each image part, also of tool results"
             )
-        before, after = self._around
+        before, after = self.around
         longer: list[int] = []
         spans = []
         start = 0

@@ -138,8 +138,8 @@ def mrope_positions(
             here, places = places[:needed], places[needed:]
             if (count := sum(place == here[0] + n for n, place in enumerate(here))) < needed:
                 raise ValueError(
-                    f"{name} {index} has {count} tokens, but its grid {grid} at merge size {merge_size} needs {needed}: "
-                    "give each grid an expanded placeholder, and do not truncate inside it"
+                    f"{name} {index} has {count} tokens, but its grid {grid} at merge size {merge_size} needs {needed}"
+                    ": give each grid an expanded placeholder, and do not truncate inside it"
                 )
             interval = 1.0 if kind == IMAGE or video_intervals is None else float(video_intervals[index])
             media.append((here[0], grid, interval))
