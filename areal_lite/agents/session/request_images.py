@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from areal_lite.agents.session.request_fields import RequestError, short
-from areal_lite.data.vision.canonical_image import ImageError
-from areal_lite.data.vision.image_encoder import ImageEncoder, ImageRef
+from areal_lite.data.chat.prompt_encoder import parts_of
+from areal_lite.data.vision.canonical_image import CanonicalImage, ImageError
+from areal_lite.data.vision.image_encoder import ImageEncoder
 from areal_lite.data.vision.image_processor import FAMILIES
 from areal_lite.data.vision.image_source import data_url_bytes
 
@@ -30,7 +31,7 @@ class ImagePart(dict[str, Any]):
         """The data URL until the image is stored, then empty."""
         self.where = where
         """The part's place in the request that had it first."""
-        self.ref: ImageRef | None = None
+        self.ref: CanonicalImage | None = None
 
 
 class RequestImages:
@@ -86,18 +87,14 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "image_url"
 
 
-def image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[ImagePart]:
-    """Yield the images of messages in order."""
-    for message in messages:
-        if isinstance(content := message.get("content"), list):
-            yield from (part for part in content if isinstance(part, ImagePart))
+def image_parts(messages: Iterable[Mapping[str, Any]]) -> list[ImagePart]:
+    """Return the images of messages in order."""
+    return [part for part in parts_of(messages, "image") if isinstance(part, ImagePart)]
 
 
 def check_count(messages: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a request with more than :data:`MAX_IMAGES`; names the message that has one too many."""
-    count = 0
-    for index, message in enumerate(messages):
-        count += sum(1 for _ in image_parts([message]))
-        if count > MAX_IMAGES:
-            where = f"messages[{index}]"
-            raise RequestError(f"{where}: the request has over {MAX_IMAGES} images: send fewer", param=where)
+    if len(image_parts(messages)) > MAX_IMAGES:
+        index = next(index for index in range(len(messages)) if len(image_parts(messages[: index + 1])) > MAX_IMAGES)
+        where = f"messages[{index}]"
+        raise RequestError(f"{where}: the request has over {MAX_IMAGES} images: send fewer", param=where)
