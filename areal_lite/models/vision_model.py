@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.data.vision.rope_positions import positions_of_spans
 from areal_lite.errors import TrainingError
-from areal_lite.files.model_path import check_vision_family
+from areal_lite.files.model_path import check_vision_family, stored_config
 
 Pixels = Mapping[str, Tensor]
 """A model's inputs of one image, such as ``pixel_values`` and ``image_grid_thw``."""
@@ -31,11 +31,8 @@ def auto_class_of(model_path: str) -> Any:
     Raises:
         ConfigError: If it reads images in a way that is not computed here.
     """
-    try:
-        config, _ = PretrainedConfig.get_config_dict(model_path)
-    except (OSError, ValueError):
-        return AutoModelForCausalLM  # loading it gives the reason
-    return AutoModelForImageTextToText if check_vision_family(config, model_path) else AutoModelForCausalLM
+    reads_images = check_vision_family(stored_config(model_path), model_path)
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def text_decoder(model: Any) -> Any | None:

@@ -16,7 +16,6 @@ from areal_lite.data.chat.prompt_encoder import parts_of
 from areal_lite.data.vision.canonical_image import CanonicalImage, ImageError
 from areal_lite.data.vision.image_encoder import ImageEncoder
 from areal_lite.data.vision.image_processor import FAMILIES
-from areal_lite.data.vision.image_source import data_url_bytes
 
 MAX_IMAGES = 16
 """Images of a request, those of its earlier messages included."""
@@ -76,7 +75,7 @@ class RequestImages:
                 continue
             assert self._encoder is not None, "it made the part"
             try:
-                part.ref = await asyncio.to_thread(self._encoder.stored, data_url_bytes(part.url))
+                part.ref = await asyncio.to_thread(self._encoder.stored, part.url)
             except ImageError as error:
                 self._parts.pop(part["digest"], None)
                 raise RequestError(f"{part.where}: {error}", param=part.where) from None

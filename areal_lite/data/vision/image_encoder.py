@@ -19,10 +19,11 @@ from areal_lite.api.io_struct import ModelRequest
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.vision.canonical_image import CanonicalImage, canonical_image
-from areal_lite.data.vision.image_processor import FAMILIES, ImageProcessor, load_image_processor, model_family
-from areal_lite.data.vision.image_source import base64_bytes
+from areal_lite.data.vision.image_processor import FAMILIES, ImageProcessor, load_image_processor
+from areal_lite.data.vision.image_source import base64_bytes, data_url_bytes
 from areal_lite.data.vision.image_store import ImageStore
 from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import stored_config
 
 
 class ImageEncoder:
@@ -42,10 +43,10 @@ class ImageEncoder:
             for text in (processor.before, processor.after)
         ]
 
-    def stored(self, source: bytes) -> CanonicalImage:
-        """Store the canonical form of an image file, and return it without its bytes; raises ImageError, and
-        StorageError if it cannot be written."""
-        image = canonical_image(source, self.processor)
+    def stored(self, source: bytes | str) -> CanonicalImage:
+        """Store the canonical form of an image file or its data URL, and return it without its bytes; raises
+        ImageError, and StorageError if it cannot be written."""
+        image = canonical_image(data_url_bytes(source) if isinstance(source, str) else source, self.processor)
         self.store.put(image.png)
         return image._replace(png=b"")
 
@@ -116,6 +117,6 @@ def _with_spans(req: ModelRequest, config: InferenceEngineConfig) -> ModelReques
 @functools.lru_cache(maxsize=8)
 def image_encoder(model_path: str, tokenizer: Any, run_dir: Path) -> ImageEncoder | None:
     """Return what encodes a model's images into a run's folder; None for a model that reads no images here."""
-    if model_family(model_path) not in FAMILIES:  # None for a tokenizer without its model
+    if stored_config(model_path).get("model_type") not in FAMILIES:  # None for a tokenizer without its model
         return None
     return ImageEncoder(load_image_processor(model_path), tokenizer, ImageStore.of_run(run_dir))

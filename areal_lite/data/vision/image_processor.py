@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import stored_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,16 +119,6 @@ FAMILIES: dict[str, type[QwenImageProcessor | Idefics3ImageProcessor]] = {
 """Models that read images here, by ``model_type``."""
 
 
-def model_family(model_path: str) -> str | None:
-    """Return the ``model_type`` of a model, by its folder or its name on the hub; None without a config."""
-    from transformers import PretrainedConfig
-
-    try:
-        return PretrainedConfig.get_config_dict(model_path)[0].get("model_type")
-    except OSError:
-        return None
-
-
 @functools.lru_cache(maxsize=8)
 def load_image_processor(model_path: str) -> ImageProcessor:
     """Return the image processor of a model, by its folder or its name on the hub.
@@ -136,7 +127,7 @@ def load_image_processor(model_path: str) -> ImageProcessor:
         ConfigError: If the model is not one of :data:`FAMILIES`, its processor cuts images into tiles, or Pillow or the
             folder's preprocessor_config.json is missing.
     """
-    if (family := model_family(model_path)) is None:
+    if (family := stored_config(model_path).get("model_type")) is None:
         raise ConfigError(f"{model_path!r} has no config.json with a model_type: name a model's folder")
     if family not in FAMILIES:
         raise ConfigError(f"{model_path!r} is a {family} model, which reads no images here: use {', '.join(FAMILIES)}")
