@@ -26,7 +26,7 @@ from areal_lite.models.attention_windows import mask_argument, short_windows, un
 from areal_lite.models.decoder_family import family_of
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, whole_rows
 from areal_lite.models.out_of_memory import is_out_of_memory
-from areal_lite.models.vision_model import auto_class_of, image_features, own_name, text_decoder
+from areal_lite.models.vision_model import auto_class_of, image_features, text_decoder
 
 _KEPT_TOKENS = 2**15
 """Tokens of images whose embeddings are kept."""
@@ -121,18 +121,14 @@ class ModelRunner:
         input_ids = torch.tensor(padded, device=self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         positions = plan.columns.clamp(max=self.context_length - 1)
-        inputs: Tensor | None = None
-        if any(images):
-            starts = [row * width for row in range(len(slots))]
-            inputs, positions = self._with_images(input_ids, positions, starts, tokens, past, images)
+        starts = range(0, len(slots) * width, width)
+        inputs, positions = self._with_images(input_ids, positions, starts, tokens, past, images)
         if decoder is not None:
             rows = torch.arange(len(slots), device=self.device) * width + last
-            return decoder.forward(
-                input_ids if inputs is None else inputs, positions, self.cache.masks(self.model.dtype), rows
-            )
+            return decoder.forward(inputs, positions, self.cache.masks(self.model.dtype), rows)
         self._last = last if width > 1 else None
         output = self.model(
-            **({"input_ids": input_ids} if inputs is None else {"inputs_embeds": inputs}),
+            **{"input_ids" if inputs is input_ids else "inputs_embeds": inputs},
             attention_mask=None if plan.fresh else mask_argument(self.cache.masks(self.model.dtype)),
             position_ids=positions,
             past_key_values=self.cache,
@@ -149,20 +145,20 @@ class ModelRunner:
         plan = self.cache.plan
         plan.set(torch.tensor(slots).repeat_interleave(lengths).tolist(), columns, 1)
         rows = torch.tensor([token for ids in tokens for token in ids])[:, None]
-        inputs, positions, last = rows, plan.columns, lengths.cumsum(0) - 1
-        if any(images):
-            starts = (last + 1 - lengths).tolist()
-            inputs, positions = self._with_images(rows, positions, starts, tokens, past, images)
+        last = lengths.cumsum(0) - 1
+        inputs, positions = self._with_images(rows, plan.columns, last + 1 - lengths, tokens, past, images)
         return decoder.forward(inputs, positions, {}, last)
 
     def _with_images(self, ids: Tensor, positions: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
-        """Return embeddings ``[n, q, width]`` with those of images, and positions, on three axes if the model has them.
-
-        ``batch`` has, for each slot, its first token among all, its tokens, past and images.
-        """
+        """Return embeddings ``[n, q, width]`` with those of images, and positions, on three axes if the model has them;
+        without images ids and positions as they are. ``batch`` has, for each slot, its first token among all, its
+        tokens, past and images."""
+        if not any(batch[-1]):
+            return ids, positions
         embeddings: Tensor = self.model.get_input_embeddings()(ids)
         flat, axes = embeddings.flatten(0, 1), positions.flatten().repeat(3, 1)
-        for first, tokens, past, prompt in zip(*batch, strict=True):
+        starts, *others = batch
+        for first, tokens, past, prompt in zip(map(int, starts), *others, strict=True):
             if prompt is None:
                 continue
             end = past + len(tokens)
@@ -222,10 +218,6 @@ class ModelRunner:
         self.forward([1, 0], [ids[length - 4 : length - 1], ids[1:2]], [length - 4, 1])
         slotted = self.forward([0, 1], [ids[2:3], ids[-1:]], [2, length - 1])[1].float()
         return float((plain.softmax(-1) - slotted.softmax(-1)).abs().sum()) / 2
-
-    def own_name(self, name: str) -> str:
-        """Return the model's name of a stored weight."""
-        return own_name(self.model, name)
 
     def weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Return the shape of each weight by name, and a map from second to first names of tied weights."""

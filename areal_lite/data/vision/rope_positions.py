@@ -69,16 +69,15 @@ def multimodal_position_ids(
         video_grids[:, 0] = 1
     seconds = None if separate_frames else multi_modal_inputs.get("second_per_grid_ts")
     present = attention_mask.bool()
-    kinds = token_kinds(
-        input_ids[present],
-        image_token_id=processor.image_token_id,
-        video_token_id=processor.video_token_id,
-        video_marks=(processor.video_start_id, processor.video_end_id) if known[0] == "Glm4vProcessor" else None,
-    )
+    ids = input_ids[present]
+    is_image, is_video = ids == processor.image_token_id, ids == processor.video_token_id
+    if known[0] == "Glm4vProcessor":  # whose videos use the image token, between marks
+        start, end = ((ids == mark).cumsum(0) for mark in (processor.video_start_id, processor.video_end_id))
+        is_video = is_image & (start > end)
     positions = torch.zeros(4, len(input_ids), dtype=torch.int64)
     positions[0] = (present.long().cumsum(0) - 1).clamp(min=0)
     positions[1:, present] = mrope_positions(
-        kinds,
+        torch.where(is_video, VIDEO, torch.where(is_image, IMAGE, TEXT)),
         image_grids=image_grids,
         video_grids=video_grids,
         merge_size=processor.image_processor.merge_size,
@@ -94,20 +93,6 @@ def positions_of_spans(length: int, images: Sequence[ImageSpan], *, merge_size: 
         if (needed := math.prod(span.grid) // merge_size**2) != span.length:
             raise ValueError(f"image {number} has {span.length} tokens, but its grid {list(span.grid)} needs {needed}")
     return _positions(length, [(span.offset, span.grid, 1.0) for span in images], merge_size)
-
-
-def token_kinds(
-    input_ids: Tensor, *, image_token_id: int, video_token_id: int, video_marks: tuple[int, int] | None = None
-) -> Tensor:
-    """Return the kind, :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO`, of each of ``input_ids``, both ``[T]``.
-
-    ``video_marks`` are the ids before and after a video whose frames use the image token.
-    """
-    image, video = input_ids == image_token_id, input_ids == video_token_id
-    if video_marks is not None:
-        start, end = ((input_ids == mark).cumsum(0) for mark in video_marks)
-        video = image & (start > end)
-    return torch.where(video, VIDEO, torch.where(image, IMAGE, TEXT))
 
 
 def mrope_positions(
@@ -126,9 +111,9 @@ def mrope_positions(
         row     0 1  2 2 2 3 3 3  5
         column  0 1  2 3 4 2 3 4  5
 
-    ``kinds`` is ``[T]``, see :func:`token_kinds`; grids are ``[N, 3]`` patches along time, height and width, of which
-    ``merge_size`` along each edge make one token. ``video_intervals`` are the positions between temporal patches of
-    each video, 1 by default. Returns ``[3, T]`` int64; ValueError if tokens and grids do not match.
+    ``kinds`` is ``[T]``, of :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO`; grids are ``[N, 3]`` patches along time, height
+    and width, of which ``merge_size`` along each edge make one token. ``video_intervals`` are the positions between
+    temporal patches of each video, 1 by default. Returns ``[3, T]`` int64; ValueError if tokens and grids do not match.
     """
     media: list[tuple[int, Sequence[int], float]] = []
     for kind, name, grids in ((IMAGE, "image", image_grids), (VIDEO, "video", video_grids)):

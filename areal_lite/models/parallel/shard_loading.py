@@ -47,7 +47,7 @@ def empty_model(auto_class: Any, model_path: str, **options: Any) -> tuple[Any, 
         body = f"{model.base_model_prefix}."
         shapes = {name: one.shape for name, one in stored.items()}
         missing = [name for name, weight in weights_of(model).items() if shapes.get(name) != tuple(weight.shape)]
-        if names_differ(model) or any(name in stored or name.startswith(body) for name in missing):
+        if conversions_of(model) or any(name in stored or name.startswith(body) for name in missing):
             return None
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(folder)  # nosec B615 # a folder
@@ -56,9 +56,9 @@ def empty_model(auto_class: Any, model_path: str, **options: Any) -> tuple[Any, 
     return None
 
 
-def names_differ(model: Any) -> bool:
-    """Return whether checkpoints name weights differently than the model does, or make one from several."""
-    return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
+def conversions_of(model: Any) -> list[Any]:
+    """Return how checkpoints name weights differently than the model does, or make one from several; empty if not."""
+    return getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
 
 
 def is_empty(model: Any) -> bool:

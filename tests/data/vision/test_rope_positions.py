@@ -21,7 +21,6 @@ from areal_lite.data.vision.rope_positions import (
     mrope_positions,
     multimodal_position_ids,
     positions_of_spans,
-    token_kinds,
 )
 from areal_lite.errors import ConfigError
 
@@ -195,8 +194,14 @@ def test_each_token_gets_one_position_and_text_starts_after_all_rows_and_columns
 
 def test_a_video_that_uses_the_image_token_is_recognized_by_its_start_mark() -> None:
     ids = torch.tensor([IMAGE_ID, START_ID, IMAGE_ID, 5, IMAGE_ID, END_ID, IMAGE_ID])
-    kinds = token_kinds(ids, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, video_marks=(START_ID, END_ID))
-    assert kinds.tolist() == [IMAGE, TEXT, VIDEO, TEXT, VIDEO, TEXT, IMAGE]
+    grids = {"image_grid_thw": torch.tensor([[1, 2, 2]] * 2), "video_grid_thw": torch.tensor([[2, 2, 2]])}
+    positions = multimodal_position_ids(processor_of("Glm4v"), ids, torch.ones_like(ids), grids)
+    assert positions is not None
+    assert positions[1:].tolist() == [list(range(7))] * 3
+    with pytest.raises(ValueError, match="1 more image tokens"):
+        multimodal_position_ids(
+            processor_of("Glm4v"), ids[2:], torch.ones(5), {"image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+        )
 
 
 @pytest.mark.parametrize(
