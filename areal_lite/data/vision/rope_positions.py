@@ -111,9 +111,9 @@ def mrope_positions(
         row     0 1  2 2 2 3 3 3  5
         column  0 1  2 3 4 2 3 4  5
 
-    ``kinds`` is ``[T]``, of :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO`; grids are ``[N, 3]`` patches along time, height
-    and width, of which ``merge_size`` along each edge make one token. ``video_intervals`` are the positions between
-    temporal patches of each video, 1 by default. Returns ``[3, T]`` int64; ValueError if tokens and grids do not match.
+    ``kinds`` is ``[T]``, each :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO`; grids are ``[N, 3]`` patches along time,
+    height and width, of which ``merge_size`` along each edge make one token. ``video_intervals`` are the positions
+    between temporal patches of each video, 1 by default. Returns ``[3, T]`` int64; ValueError if tokens and grids differ.
     """
     media: list[tuple[int, Sequence[int], float]] = []
     for kind, name, grids in ((IMAGE, "image", image_grids), (VIDEO, "video", video_grids)):
