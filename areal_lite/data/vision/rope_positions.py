@@ -113,7 +113,7 @@ def mrope_positions(
 
     ``kinds`` is ``[T]``, each :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO`; grids are ``[N, 3]`` patches along time,
     height and width, of which ``merge_size`` along each edge make one token. ``video_intervals`` are the positions
-    between temporal patches of each video, 1 by default. Returns ``[3, T]`` int64; ValueError if tokens and grids differ.
+    between temporal patches of each video, 1 by default. Returns ``[3, T]`` int64; ValueError if grids do not fit.
     """
     media: list[tuple[int, Sequence[int], float]] = []
     for kind, name, grids in ((IMAGE, "image", image_grids), (VIDEO, "video", video_grids)):
