@@ -63,10 +63,7 @@ class RequestImages:
                 f"{where} is an image at {short(url)}: send its bytes, data:image/png;base64,...", param=where
             )
         digest = hashlib.blake2b(url.encode(errors="replace"), digest_size=32).hexdigest()
-        known = self._parts.get(digest)
-        if known is None:
-            known = self._parts[digest] = ImagePart(url, digest, where)
-        return known
+        return self._parts.setdefault(digest, ImagePart(url, digest, where))
 
     async def store(self, messages: Iterable[Mapping[str, Any]]) -> None:
         """Decode and store the images that are new; raises RequestError, which names the part, for a bad one."""
