@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_DIGITS = frozenset("0123456789abcdef")
-
-
 class ImageSpan(NamedTuple):
     """One image among token ids."""
 
@@ -39,6 +36,11 @@ class ImageSpan(NamedTuple):
 Images = tuple[ImageSpan, ...]
 
 
+def is_sha256(value: Any) -> bool:
+    """Return whether ``value`` is a digest in 64 hexadecimal digits."""
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
 def images_of(plain: Any) -> Images:
     """Return spans of their JSON form, a list of objects; raises ValueError for anything else."""
     spans = []
@@ -50,7 +52,7 @@ def images_of(plain: Any) -> Images:
         numbers = [span.offset, span.length, *grid]
         if len(numbers) != 5 or not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{str(value)[:80]} is no image: offset, length and three sizes are whole numbers")
-        if not isinstance(span.sha256, str) or len(span.sha256) != 64 or not set(span.sha256) <= _DIGITS:
+        if not is_sha256(span.sha256):
             raise ValueError(f"{str(span.sha256)[:80]!r} is no sha256: give 64 hexadecimal digits")
         spans.append(span._replace(grid=grid))
     return tuple(spans)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,20 +18,17 @@ from torch import Tensor
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.files.atomic_folder import DAMAGED, MANIFEST, check_files
 from areal_lite.files.model_path import stored_tensors
-from areal_lite.models.image_model import TOWERS
+from areal_lite.models.vision_model import TOWERS, own_name
 
 
 class Checkpoint:
-    """The safetensors files of a directory, of which only the headers are read yet; raises ConfigError.
+    """The safetensors files of a directory, of which only the headers are read yet, under the names that their weights
+    have in the served ``model``; raises ConfigError."""
 
-    ``own_name`` returns the served model's name of a stored weight.
-    """
-
-    def __init__(self, path: Path, own_name: Callable[[str], str]) -> None:
-        self.path = path
-        self._own_name = own_name
+    def __init__(self, path: Path, model: Any) -> None:
+        self.path, self._model = path, model
         stored = stored_tensors(path)
-        self._names = {own_name(name): name for name in stored}
+        self._names = {own_name(model, name): name for name in stored}
         self._stored = {own: stored[name] for own, name in self._names.items()}
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
@@ -38,7 +36,7 @@ class Checkpoint:
         for file in dict.fromkeys(stored.file for stored in self._stored.values()):
             with safe_open(str(file), framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 -- a safetensors file, not a mapping
-                    yield self._own_name(name), shard.get_tensor(name)
+                    yield own_name(self._model, name), shard.get_tensor(name)
 
     def has_equal(self, *names: str) -> bool:
         """Return whether two tensors hold the same data."""

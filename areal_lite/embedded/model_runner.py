@@ -6,7 +6,6 @@ model that fails this check is rejected at the start. The scheduler decides whic
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from areal_lite.data.vision.image_processor import ImageProcessor
 from areal_lite.embedded.adapter import Adapter
@@ -23,12 +22,11 @@ from areal_lite.embedded.decoder.lean_decoder import LeanDecoder
 from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, lean_decoder_operations
 from areal_lite.embedded.decoder.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import VISION_MODELS
 from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
 from areal_lite.models.decoder_family import family_of
-from areal_lite.models.image_model import image_features, own_name, text_decoder
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, whole_rows
 from areal_lite.models.out_of_memory import is_out_of_memory
+from areal_lite.models.vision_model import auto_class_of, image_features, text_decoder
 
 _KEPT_TOKENS = 2**15
 """Tokens of images whose embeddings are kept."""
@@ -59,8 +57,8 @@ class ModelRunner:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.slots = slots
         self.image_processor = image_processor
-        self._features: OrderedDict[str, Tensor] = OrderedDict()
-        """Embeddings of the latest images, by sha256."""
+        self._features: dict[str, Tensor] = {}
+        """Embeddings of the latest images, by sha256, the latest last."""
         reader = text_decoder(model)
         self._min_width = MIN_ROWS if exact and reader is None and read_exactly(model) else 0
         capacity = context_length + self._min_width  # padding must not overwrite the last token
@@ -123,18 +121,14 @@ class ModelRunner:
         input_ids = torch.tensor(padded, device=self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         positions = plan.columns.clamp(max=self.context_length - 1)
-        inputs: Tensor | None = None
-        if any(images):
-            starts = [row * width for row in range(len(slots))]
-            inputs, positions = self._with_images(input_ids, positions, starts, tokens, past, images)
+        starts = range(0, len(slots) * width, width)
+        inputs, positions = self._with_images(input_ids, positions, starts, tokens, past, images)
         if decoder is not None:
             rows = torch.arange(len(slots), device=self.device) * width + last
-            return decoder.forward(
-                input_ids if inputs is None else inputs, positions, self.cache.masks(self.model.dtype), rows
-            )
+            return decoder.forward(inputs, positions, self.cache.masks(self.model.dtype), rows)
         self._last = last if width > 1 else None
         output = self.model(
-            **({"input_ids": input_ids} if inputs is None else {"inputs_embeds": inputs}),
+            **{"input_ids" if inputs is input_ids else "inputs_embeds": inputs},
             attention_mask=None if plan.fresh else mask_argument(self.cache.masks(self.model.dtype)),
             position_ids=positions,
             past_key_values=self.cache,
@@ -151,20 +145,20 @@ class ModelRunner:
         plan = self.cache.plan
         plan.set(torch.tensor(slots).repeat_interleave(lengths).tolist(), columns, 1)
         rows = torch.tensor([token for ids in tokens for token in ids])[:, None]
-        inputs, positions, last = rows, plan.columns, lengths.cumsum(0) - 1
-        if any(images):
-            starts = (last + 1 - lengths).tolist()
-            inputs, positions = self._with_images(rows, positions, starts, tokens, past, images)
+        last = lengths.cumsum(0) - 1
+        inputs, positions = self._with_images(rows, plan.columns, last + 1 - lengths, tokens, past, images)
         return decoder.forward(inputs, positions, {}, last)
 
     def _with_images(self, ids: Tensor, positions: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
-        """Return embeddings ``[n, q, width]`` with those of images, and positions, on three axes if the model has them.
-
-        ``batch`` has, for each slot, its first token among all, its tokens, past and images.
-        """
+        """Return embeddings ``[n, q, width]`` with those of images, and positions, on three axes if the model has them;
+        without images ids and positions as they are. ``batch`` has, for each slot, its first token among all, its
+        tokens, past and images."""
+        if not any(batch[-1]):
+            return ids, positions
         embeddings: Tensor = self.model.get_input_embeddings()(ids)
         flat, axes = embeddings.flatten(0, 1), positions.flatten().repeat(3, 1)
-        for first, tokens, past, prompt in zip(*batch, strict=True):
+        starts, *others = batch
+        for first, tokens, past, prompt in zip(map(int, starts), *others, strict=True):
             if prompt is None:
                 continue
             end = past + len(tokens)
@@ -175,20 +169,17 @@ class ModelRunner:
                 if start < stop:
                     features = self._features_of(span.sha256, prompt)[start - span.offset : stop - span.offset]
                     flat[first + start - past : first + stop - past] = features
-        assert self.image_processor is not None
-        has_axes = self.image_processor.merge_size is not None
+        has_axes = any(prompt is not None and prompt.axes is not None for prompt in batch[-1])
         return embeddings, axes.view(3, *positions.shape) if has_axes else positions
 
     def _features_of(self, sha256: str, prompt: ImagePrompt) -> Tensor:
-        if sha256 not in self._features:
+        if (features := self._features.pop(sha256, None)) is None:
             assert self.image_processor is not None
-            pixels = self.image_processor.pixels(prompt.pngs[sha256])
-            (features,) = image_features(self.model, [pixels])
-            self._features[sha256] = features.to(self.model.dtype)
-            while len(self._features) > 1 and sum(map(len, self._features.values())) > _KEPT_TOKENS:
-                self._features.popitem(last=False)
-        self._features.move_to_end(sha256)
-        return self._features[sha256]
+            features = image_features(self.model, [self.image_processor.pixels(prompt.pngs[sha256])])[0]
+        self._features[sha256] = features = features.to(self.model.dtype)
+        while len(self._features) > 1 and sum(map(len, self._features.values())) > _KEPT_TOKENS:
+            del self._features[next(iter(self._features))]
+        return features
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:
@@ -227,10 +218,6 @@ class ModelRunner:
         self.forward([1, 0], [ids[length - 4 : length - 1], ids[1:2]], [length - 4, 1])
         slotted = self.forward([0, 1], [ids[2:3], ids[-1:]], [2, length - 1])[1].float()
         return float((plain.softmax(-1) - slotted.softmax(-1)).abs().sum()) / 2
-
-    def own_name(self, name: str) -> str:
-        """Return the model's name of a stored weight."""
-        return own_name(self.model, name)
 
     def weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Return the shape of each weight by name, and a map from second to first names of tied weights."""
@@ -272,6 +259,5 @@ def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
             f"{model_path} is a {config.model_type} model with {unsupported}: the embedded server computes full "
             "attention and sliding windows. Serve it with SGLang or vLLM instead."
         )
-    kind = AutoModelForImageTextToText if config.model_type in VISION_MODELS else AutoModelForCausalLM
-    model: Any = kind.from_pretrained(str(model_path), dtype=dtype, use_safetensors=True)  # nosec B615 # a folder
+    model: Any = auto_class_of(str(model_path)).from_pretrained(str(model_path), dtype=dtype, use_safetensors=True)  # nosec B615 # a folder
     return model.to(device).eval().requires_grad_(False)

@@ -95,9 +95,9 @@ def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) ->
     from areal_lite.embedded.routes.generation_routes import GenerationRoutes
     from areal_lite.embedded.routes.weight_routes import WeightRoutes
     from areal_lite.embedded.scheduler import BatchLimits, Scheduler
-    from areal_lite.models.image_model import text_decoder
     from areal_lite.models.out_of_memory import is_out_of_memory
     from areal_lite.models.policy_model import resolve_device, resolve_dtype
+    from areal_lite.models.vision_model import text_decoder
 
     on = resolve_device(config.device, key="device")
     device = on.type

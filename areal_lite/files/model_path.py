@@ -90,6 +90,18 @@ def check_hub_name(name: str, *, key: str = "model_path") -> None:
     ) from error
 
 
+def stored_config(model_path: str) -> dict[str, Any]:
+    """Return what the config.json of a model says, by its folder or its name on the hub; nothing if it cannot be read,
+    of which loading the model gives the reason."""
+    from transformers import PretrainedConfig
+
+    try:
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(model_path)[0]
+    except (OSError, ValueError):
+        return {}
+    return config
+
+
 def check_image_model(model_path: str) -> None:
     """Check that a model directory does not hold a model that reads images in a way that is not computed here; a name
     on the Hub is checked when it is loaded."""

@@ -21,8 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.models.parallel.shard_loading import weights_of
 from areal_lite.models.parallel.sharding import full_tensors, shard_like
-from areal_lite.models.vision_tower import auto_class_of, vision_parameters
+from areal_lite.models.vision_model import auto_class_of, vision_parameters
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."  # of every name in peft's files
@@ -70,20 +71,12 @@ def has_adapters(model: Any) -> bool:
 def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in ``dtype`` with adapters merged, under the base model's names; tied weights once. Adapters
     are merged in float32, one layer at a time, into new tensors."""
-    layers = {
-        f"{name}.base_layer.weight": module for name, module in model.named_modules() if hasattr(module, "base_layer")
-    }
-    seen: set[int] = set()
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        if ".lora_" in name or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        tensor = parameter.detach()
+    layers = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    for name, weight in weights_of(model).items():
+        tensor = weight.detach()
         if name in layers:
             tensor = tensor + layers[name].get_delta_weight(_ADAPTER).detach()
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        yield name.replace(".base_layer.", "."), tensor
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def write_adapters(model: Any, folder: Path) -> None:

@@ -13,17 +13,16 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import check_hub_name, is_hub_name
+from areal_lite.files.model_path import check_hub_name, is_hub_name, stored_config
 from areal_lite.models.lora import add_adapters
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sequence_parallel import refuse_heads
 from areal_lite.models.parallel.shard_loading import empty_model, is_empty
-from areal_lite.models.vision_tower import auto_class_of, vision_parameters
+from areal_lite.models.vision_model import auto_class_of, vision_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -103,20 +102,14 @@ def load_pretrained(
 
 def check_heads(model_path: str, sp_size: int) -> None:
     """Check that ``sp_size`` ranks can divide a model's attention heads, by its config alone; raises ConfigError."""
-    try:
-        config, _ = PretrainedConfig.get_config_dict(model_path)
-    except (OSError, ValueError):
-        return  # loading it gives the reason
+    config = stored_config(model_path)
     refuse_heads(config.get("text_config", config).get("num_attention_heads"), sp_size, f"model_path {model_path!r}")
 
 
 def check_scorable(model_path: str, *, key: str = "model_path") -> None:
     """Refuse a model whose log-probs the trainer cannot compute, by its config alone; ``key`` is for errors. Raises
     ConfigError if it is one of them."""
-    try:
-        config, _ = PretrainedConfig.get_config_dict(model_path)
-    except (OSError, ValueError):
-        return  # loading it gives the reason
+    config = stored_config(model_path)
     kind = str(config.get("model_type"))
     name = "falcon with alibi" if kind == "falcon" and config.get("alibi") else kind
     if name in _NOT_SCORABLE:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -62,8 +61,7 @@ class RemoteInfEngine(EngineLifecycle):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer to ``req``; see ``InferenceEngine.agenerate``."""
-        if req.image_data:
-            req = await asyncio.to_thread(with_spans, req, self.config)
+        req = await with_spans(req, self.config)
         return await self.running_loop.acall(self._client.generate(req))
 
     def submit(

@@ -24,9 +24,8 @@ import torch
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
-from areal_lite.data.vision.image_pixels import ImagePixels
 from areal_lite.data.vision.image_processor import load_image_processor
-from areal_lite.data.vision.image_store import ImageStore
+from areal_lite.data.vision.image_store import ImagePixels, ImageStore
 from areal_lite.errors import TrainingError
 from areal_lite.files.whole_files import append_line
 from areal_lite.models.parallel.ranks import Ranks, broadcast_json

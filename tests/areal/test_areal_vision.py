@@ -20,7 +20,8 @@ from areal_lite.api import (
     ModelRequest,
     RolloutWorkflow,
 )
-from areal_lite.data.vision.image_encoder import ImageEncoder, ImageRef, image_encoder
+from areal_lite.data.vision.canonical_image import CanonicalImage
+from areal_lite.data.vision.image_encoder import ImageEncoder, image_encoder
 from areal_lite.data.vision.image_store import ImageStore
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
@@ -105,7 +106,7 @@ def test_images_that_their_tokens_do_not_fit_are_refused(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
     encoder = image_encoder(str(tmp_path), build_tiny_processor().tokenizer, tmp_path)
     assert isinstance(encoder, ImageEncoder)
-    six, two = ImageRef("a" * 64, (1, 4, 6)), ImageRef("b" * 64, (1, 2, 4))
+    six, two = CanonicalImage(b"", "a" * 64, (1, 4, 6)), CanonicalImage(b"", "b" * 64, (1, 2, 4))
     ids = [1, *[IMAGE_ID] * 6, *[IMAGE_ID] * 2, 3]
     assert [span.offset for span in encoder.located(ids, [six, two])] == [1, 7]
     for images in ([six], [six, two, two], [two, two], []):

@@ -53,12 +53,11 @@ class Conversation:
         """Check the messages ``raw`` and return the conversation with them at its end."""
         parsed = [parse_message(message, f"messages[{len(self.raw) + i}]") for i, message in enumerate(raw)]
         messages = self.messages + [message for message, _ in parsed]
-        has_images = any(True for _ in image_parts(messages))
         return Conversation(
             messages=messages,
             keys=self.keys + [key for _, key in parsed],
             raw=self.raw + raw,
-            body=b"" if has_images else body,
+            body=b"" if image_parts(messages) else body,
             known=self.known_body,
             path=self.path,
         )

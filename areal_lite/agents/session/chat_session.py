@@ -224,7 +224,7 @@ class ChatSession:
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
                 parent, new = None, request.messages
         first = parent is None and not self.interactions
-        if first and self._prompt_ids is not None and not any(True for _ in image_parts(new)):
+        if first and self._prompt_ids is not None and not image_parts(new):
             rendered = Rendered(list(self._prompt_ids))  # it grows with the conversation
         elif parent is None:
             rendered = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from areal_lite.agents.session.request_fields import RequestError, short
-from areal_lite.data.vision.canonical_image import ImageError
-from areal_lite.data.vision.image_encoder import ImageEncoder, ImageRef
+from areal_lite.data.chat.prompt_encoder import parts_of
+from areal_lite.data.vision.canonical_image import CanonicalImage, ImageError
+from areal_lite.data.vision.image_encoder import ImageEncoder
 from areal_lite.data.vision.image_processor import FAMILIES
-from areal_lite.data.vision.image_source import data_url_bytes
 
 MAX_IMAGES = 16
 """Images of a request, those of its earlier messages included."""
@@ -30,7 +30,7 @@ class ImagePart(dict[str, Any]):
         """The data URL until the image is stored, then empty."""
         self.where = where
         """The part's place in the request that had it first."""
-        self.ref: ImageRef | None = None
+        self.ref: CanonicalImage | None = None
 
 
 class RequestImages:
@@ -63,10 +63,7 @@ class RequestImages:
                 f"{where} is an image at {short(url)}: send its bytes, data:image/png;base64,...", param=where
             )
         digest = hashlib.blake2b(url.encode(errors="replace"), digest_size=32).hexdigest()
-        known = self._parts.get(digest)
-        if known is None:
-            known = self._parts[digest] = ImagePart(url, digest, where)
-        return known
+        return self._parts.setdefault(digest, ImagePart(url, digest, where))
 
     async def store(self, messages: Iterable[Mapping[str, Any]]) -> None:
         """Decode and store the images that are new; raises RequestError, which names the part, for a bad one."""
@@ -75,33 +72,25 @@ class RequestImages:
                 continue
             assert self._encoder is not None, "it made the part"
             try:
-                part.ref = await asyncio.to_thread(_stored, self._encoder, part.url)
+                part.ref = await asyncio.to_thread(self._encoder.stored, part.url)
             except ImageError as error:
                 self._parts.pop(part["digest"], None)
                 raise RequestError(f"{part.where}: {error}", param=part.where) from None
             part.url = ""
 
 
-def _stored(encoder: ImageEncoder, url: str) -> ImageRef:
-    return encoder.stored(data_url_bytes(url))
-
-
 def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "image_url"
 
 
-def image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[ImagePart]:
-    """Yield the images of messages in order."""
-    for message in messages:
-        if isinstance(content := message.get("content"), list):
-            yield from (part for part in content if isinstance(part, ImagePart))
+def image_parts(messages: Iterable[Mapping[str, Any]]) -> list[ImagePart]:
+    """Return the images of messages in order."""
+    return [part for part in parts_of(messages, "image") if isinstance(part, ImagePart)]
 
 
 def check_count(messages: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a request with more than :data:`MAX_IMAGES`; names the message that has one too many."""
-    count = 0
-    for index, message in enumerate(messages):
-        count += sum(1 for _ in image_parts([message]))
-        if count > MAX_IMAGES:
-            where = f"messages[{index}]"
-            raise RequestError(f"{where}: the request has over {MAX_IMAGES} images: send fewer", param=where)
+    if len(image_parts(messages)) > MAX_IMAGES:
+        index = next(index for index in range(len(messages)) if len(image_parts(messages[: index + 1])) > MAX_IMAGES)
+        where = f"messages[{index}]"
+        raise RequestError(f"{where}: the request has over {MAX_IMAGES} images: send fewer", param=where)

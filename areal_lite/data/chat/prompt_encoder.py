@@ -8,8 +8,8 @@ arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -52,6 +52,13 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
 
+def parts_of(messages: Iterable[Mapping[str, Any]], *kinds: str) -> list[Mapping[str, Any]]:
+    """Return the parts of these types, in order."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") in kinds]
+
+
 def without_nulls(value: Any) -> Any:
     """Return ``value`` without keys that are None, at any depth."""
     if isinstance(value, Mapping):
@@ -66,6 +73,8 @@ class EncodedPrompt:
     messages: list[dict[str, Any]]
     text: str
     input_ids: list[int]  # neither padded nor truncated
+    media: dict[str, Any] = field(default_factory=dict)
+    """``multi_modal_data`` and ``multi_modal_inputs``, if the row has images or videos and the encoder reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +163,8 @@ class PromptEncoder:
     def tokenized(self, row: Mapping[str, Any], messages: list[dict[str, Any]], text: str) -> EncodedPrompt:
         """Return the rendered prompt of ``row`` with its ids; ConfigError if it has images or videos."""
         columns = (row.get(self.config.image_key), row.get(self.config.video_key))
-        contents = (message["content"] for message in messages)
-        parts = (part for content in contents if isinstance(content, list) for part in content)
-        if any(bool(value) if isinstance(value, list) else value is not None for value in columns) or any(
-            isinstance(part, Mapping) and part.get("type") in ("image", "video") for part in parts
-        ):
+        has_columns = any(bool(value) if isinstance(value, list) else value is not None for value in columns)
+        if has_columns or parts_of(messages, "image", "video"):
             raise ConfigError(
                 "the row has images or videos, which runs do not read: remove them or, in a loop of your own, pass the "
                 "model's processor"
@@ -172,6 +178,11 @@ class PromptEncoder:
         return_raw_chat; ``full_prompts`` is its text, with return_full_prompt."""
         config, ids = self.config, prompt.input_ids
         if (limit := config.max_prompt_length) is not None and len(ids) > limit:
+            if prompt.media:
+                raise ValueError(
+                    f"the prompt has {len(ids)} tokens, but max_prompt_length is {limit}, and images cannot be "
+                    "truncated: raise it, or set filter_overlong_prompts"
+                )
             head, tail = kept_ends(len(ids), limit, config.truncation)
             ids = ids[:head] + ids[len(ids) - tail :]
         forms: dict[str, Any] = {"raw_prompt_ids": ids}

@@ -17,7 +17,7 @@ from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, kept_ends
 from areal_lite.data.rows.added_columns import tool_columns
 from areal_lite.data.rows.prompt_rows import DynamicGenRows, PromptRows, make_dataset
-from areal_lite.data.vision.multimodal import MultimodalEncoder, MultimodalPrompt
+from areal_lite.data.vision.multimodal import MultimodalEncoder
 from areal_lite.data.vision.rope_positions import multimodal_position_ids
 from areal_lite.errors import ConfigError
 
@@ -58,11 +58,7 @@ class RLHFDataset(PromptRows):
             raise ConfigError(f"dataset {self.config.path}, row {index}: {error}") from error
         replaced = (self.config.prompt_key, self.config.image_key, self.config.video_key)
         item = {key: value for key, value in columns.items() if key not in replaced} | tensors | forms
-        item |= tool_columns(extra, row, self.config)
-        if isinstance(prompt, MultimodalPrompt):
-            item["multi_modal_data"] = prompt.multi_modal_data
-            item["multi_modal_inputs"] = prompt.multi_modal_inputs
-        return item
+        return item | tool_columns(extra, row, self.config) | prompt.media
 
     def _encoder_with(self, system_prompt: str | None) -> PromptEncoder:
         if self.processor is None:
@@ -78,7 +74,7 @@ class RLHFDataset(PromptRows):
             ids, mask = postprocess_data(ids, mask, limit, padding)
         positions = None
         if self.processor is not None:
-            inputs = prompt.multi_modal_inputs if isinstance(prompt, MultimodalPrompt) else {}
+            inputs = prompt.media.get("multi_modal_inputs", {})
             positions = multimodal_position_ids(self.processor, ids[0], mask[0], inputs)
         return {
             "input_ids": ids[0],

@@ -13,7 +13,7 @@ import torch
 from areal_lite.config.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.chat_template import Message
 from areal_lite.data.chat.chat_tokens import ChatText, Shortfall, render_conversation, tokens_of
-from areal_lite.data.supervised.image_rows import ImageTokens, expanded, image_columns, refuse_images, take_images
+from areal_lite.data.supervised.image_rows import ImageTokens, expanded, refuse_images, take_images
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
 from areal_lite.errors import ConfigError
 
@@ -31,7 +31,7 @@ class SFTDataset(BaseDataset):
     messages are joined without an EOS token. Messages and tools may be lists or JSON text.
 
     Images are parts of messages, ``{"type": "image", "image": ...}``, or take the place of ``<image>`` in a text, from
-    the column ``image_key``; an item with some has the columns of :func:`image_columns`.
+    the column ``image_key``; an item with some has their spans as ``images``.
     """
 
     config_class = SFTDatasetConfig
@@ -70,12 +70,12 @@ class SFTDataset(BaseDataset):
         if self.images is not None:
             for image in texts[0].images:
                 self.images.store.put(image.png)
-        return {
+        item: Item = {
             "input_ids": torch.tensor(kept.input_ids),
             "loss_mask": torch.tensor(kept.loss_mask).long(),
             "truncated": torch.tensor(int(len(kept.input_ids) < len(tokens.input_ids))),
-            **image_columns(kept.images),
         }
+        return item | {"images": kept.images} if kept.images else item
 
     def _tokens(self, text: ChatText) -> ImageTokens:
         tokens = tokens_of(self.tokenizer, text)

@@ -41,7 +41,7 @@ from areal_lite.files.whole_files import cached_file
 logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
-Item = dict[str, torch.Tensor]
+Item = dict[str, Any]
 Texts = tuple[ChatText, ...]  # text of one item: a sequence, or a pair of them
 _CHUNK = 512
 _LOG_EVERY_S = 15.0

@@ -42,10 +42,15 @@ def canonical_image(source: bytes, processor: ImageProcessor) -> CanonicalImage:
         ImageError: If it is no PNG, JPEG, WebP or GIF, is damaged, or has too many bytes or pixels.
     """
     upright = upright_image(source)
+    before, size = None, (upright.height, upright.width)
     try:
-        height, width = _stable_size(upright.height, upright.width, processor)
+        for _ in range(_PASSES):
+            before, size = size, processor.size(*size)
     except ValueError as error:
         raise ImageError(f"{error}: send an image that is less narrow") from None
+    if size != before:
+        raise ImageError(f"{size[1]} x {size[0]} pixels have no stable size: send an image that is less narrow")
+    height, width = size
     file = io.BytesIO()
     upright.resize((width, height), processor.resample).save(file, "PNG", compress_level=1)
     png = file.getvalue()
@@ -73,13 +78,3 @@ def upright_image(source: bytes) -> Image:
             f"the image cannot be read ({type(error).__name__}: {str(error)[:200]}): send a whole PNG, JPEG, "
             "WebP or GIF"
         ) from error
-
-
-def _stable_size(height: int, width: int, processor: ImageProcessor) -> tuple[int, int]:
-    """Return the size at which the processor leaves an image alone."""
-    size = height, width
-    for _ in range(_PASSES):
-        before, size = size, processor.size(*size)
-        if size == before:
-            return size
-    raise ValueError(f"{width} x {height} pixels have no stable size")

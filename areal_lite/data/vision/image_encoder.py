@@ -6,28 +6,24 @@ in those of a text that a chat template has just written, whose messages name no
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_lite.api.image_span import Images, ImageSpan
 from areal_lite.api.io_struct import ModelRequest
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.data.vision.canonical_image import canonical_image
-from areal_lite.data.vision.image_processor import FAMILIES, Grid, ImageProcessor, load_image_processor
-from areal_lite.data.vision.image_source import base64_bytes
+from areal_lite.data.vision.canonical_image import CanonicalImage, canonical_image
+from areal_lite.data.vision.image_processor import FAMILIES, ImageProcessor, load_image_processor
+from areal_lite.data.vision.image_source import base64_bytes, data_url_bytes
 from areal_lite.data.vision.image_store import ImageStore
 from areal_lite.errors import ConfigError
-
-
-class ImageRef(NamedTuple):
-    """A stored image."""
-
-    sha256: str
-    grid: Grid
+from areal_lite.files.model_path import stored_config
 
 
 class ImageEncoder:
@@ -42,21 +38,23 @@ class ImageEncoder:
                 f"the tokenizer has no token {processor.placeholder!r}, which stands for an image: use the model's own"
             )
         self.placeholder_id = int(place)
-        self._around = [
+        self.around = [
             list(tokenizer.encode(text, add_special_tokens=False)) if text else []
             for text in (processor.before, processor.after)
         ]
 
-    def stored(self, source: bytes) -> ImageRef:
-        """Store the canonical form of an image file; raises ImageError, and StorageError if it cannot be written."""
-        image = canonical_image(source, self.processor)
-        return ImageRef(self.store.put(image.png), image.grid)
+    def stored(self, source: bytes | str) -> CanonicalImage:
+        """Store the canonical form of an image file or its data URL, and return it without its bytes; raises
+        ImageError, and StorageError if it cannot be written."""
+        image = canonical_image(data_url_bytes(source) if isinstance(source, str) else source, self.processor)
+        self.store.put(image.png)
+        return image._replace(png=b"")
 
     def mark_in(self, text: str) -> str | None:
         """Return the first token of images that a text spells; None if it has none."""
         return next((mark for mark in self.processor.marks if mark in text), None)
 
-    def expanded(self, ids: Sequence[int], images: Sequence[ImageRef]) -> tuple[list[int], Images]:
+    def expanded(self, ids: Sequence[int], images: Sequence[CanonicalImage]) -> tuple[list[int], Images]:
         """Return ids that have one placeholder per image with all of its tokens, and the spans of the images.
 
         Raises:
@@ -68,7 +66,7 @@ class ImageEncoder:
                 f"the chat template writes {len(places)} placeholders {self.processor.placeholder!r} for {len(images)} "
                 "images: use a template that writes one for each image part, also of tool results"
             )
-        before, after = self._around
+        before, after = self.around
         longer: list[int] = []
         spans = []
         start = 0
@@ -80,30 +78,31 @@ class ImageEncoder:
             start = place + 1
         return longer + list(ids[start:]), tuple(spans)
 
-    def located(self, ids: Sequence[int], images: Sequence[ImageRef]) -> Images:
+    def located(self, ids: Sequence[int], images: Sequence[CanonicalImage]) -> Images:
         """Return the spans of images in ids that a processor has expanded already, as AReaL's workflows do.
 
         Raises:
             ConfigError: If the placeholders are not those of these images in order, and no more.
         """
-        spans: list[ImageSpan] = []
         places = [index for index, token in enumerate(ids) if token == self.placeholder_id]
-        for image in images:
-            length, used = self.processor.num_tokens(image.grid), sum(span.length for span in spans)
-            here = places[used : used + length]
-            if here != list(range(here[0], here[0] + length) if here else [-1]):
-                break
-            spans.append(ImageSpan(here[0], length, image.sha256, image.grid))
-        if len(spans) != len(images) or len(places) != sum(span.length for span in spans):
+        lengths = [self.processor.num_tokens(image.grid) for image in images]
+        runs = [places[end - n : end] for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)]
+        if sum(lengths) != len(places) or any(run[-1] - run[0] >= len(run) for run in runs):
             raise ConfigError(
                 f"input_ids have {len(places)} placeholders of images, but image_data has {len(images)} images of "
-                f"{[self.processor.num_tokens(image.grid) for image in images]} tokens: use the model's own processor"
+                f"{lengths} tokens: use the model's own processor"
             )
-        return tuple(spans)
+        return tuple(
+            ImageSpan(run[0], len(run), image.sha256, image.grid) for run, image in zip(runs, images, strict=True)
+        )
 
 
-def with_spans(req: ModelRequest, config: InferenceEngineConfig) -> ModelRequest:
-    """Return a request that has ``image_data`` with its images stored and as spans; raises ConfigError."""
+async def with_spans(req: ModelRequest, config: InferenceEngineConfig) -> ModelRequest:
+    """Return a request with the images of its ``image_data`` stored and as spans; raises ConfigError."""
+    return await asyncio.to_thread(_with_spans, req, config) if req.image_data else req
+
+
+def _with_spans(req: ModelRequest, config: InferenceEngineConfig) -> ModelRequest:
     path = config.tokenizer_path or str(getattr(req.tokenizer, "name_or_path", ""))
     encoder = image_encoder(path, load_tokenizer(path), config.run_dir) if path else None
     if encoder is None:
@@ -118,12 +117,6 @@ def with_spans(req: ModelRequest, config: InferenceEngineConfig) -> ModelRequest
 @functools.lru_cache(maxsize=8)
 def image_encoder(model_path: str, tokenizer: Any, run_dir: Path) -> ImageEncoder | None:
     """Return what encodes a model's images into a run's folder; None for a model that reads no images here."""
-    from transformers import PretrainedConfig
-
-    try:
-        config, _ = PretrainedConfig.get_config_dict(model_path)
-    except OSError:  # a tokenizer without its model
-        return None
-    if config.get("model_type") not in FAMILIES:
+    if stored_config(model_path).get("model_type") not in FAMILIES:  # None for a tokenizer without its model
         return None
     return ImageEncoder(load_image_processor(model_path), tokenizer, ImageStore.of_run(run_dir))

@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import stored_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,22 +29,16 @@ class ImageProcessor:
     """Text that belongs around the placeholders of an image and that no chat template writes."""
     marks: tuple[str, ...]
     """Tokens that only images have; a text that has one is refused."""
-    merge_size: int | None = None
-    """Patches along the edge of a token, for models that place it by time, row and column; None for plain positions."""
+    has_axes = False
+    """True for models that place a token by time, row and column; others have plain positions."""
 
-    def __init__(self, processor: Any, *, patch_size: int, patches: int) -> None:
-        """Take a processor of transformers; ``patches`` along each edge make a token."""
-        self._processor, self._patch_size, self._patches = processor, patch_size, patches
-
-    @property
-    def settings(self) -> str:
+    def __init__(self, processor: Any, *, patch_size: int, merge_size: int) -> None:
+        """Take a processor of transformers; ``merge_size`` patches along each edge make a token."""
+        self._processor, self._patch_size, self.merge_size = processor, patch_size, merge_size
+        self.settings: str = processor.to_json_string()
         """All that decides its pixels and grids, as JSON."""
-        return str(self._processor.to_json_string())
-
-    @property
-    def resample(self) -> Any:
+        self.resample = processor.resample
         """Pillow's filter for resizing."""
-        return self._processor.resample
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width that an image is resized to; ValueError if it cannot be."""
@@ -55,7 +50,7 @@ class ImageProcessor:
 
     def num_tokens(self, grid: Grid) -> int:
         """Return the number of placeholder tokens of an image."""
-        return math.prod(grid) // self._patches**2
+        return math.prod(grid) // self.merge_size**2
 
     def pixels(self, png: bytes) -> dict[str, Tensor]:
         """Return the model's inputs of one canonical image, such as ``pixel_values`` and ``image_grid_thw``."""
@@ -70,13 +65,13 @@ class QwenImageProcessor(ImageProcessor):
 
     placeholder = "<|image_pad|>"
     marks = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    has_axes = True
 
-    def __init__(self, folder: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: str) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         one = Qwen2VLImageProcessorPil.from_pretrained(folder)  # nosec B615 # a folder
-        super().__init__(one, patch_size=one.patch_size, patches=one.merge_size)
-        self.merge_size: int = one.merge_size
+        super().__init__(one, patch_size=one.patch_size, merge_size=one.merge_size)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -94,19 +89,19 @@ class Idefics3ImageProcessor(ImageProcessor):
     before, after = "<fake_token_around_image><global-img>", "<fake_token_around_image>"
     marks = ("<image>", "<fake_token_around_image>", "<global-img>")
 
-    def __init__(self, folder: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: str) -> None:
         from transformers import Idefics3Config
         from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
         one = Idefics3ImageProcessorPil.from_pretrained(folder)  # nosec B615 # a folder
-        model = Idefics3Config.from_dict(config)
+        model = Idefics3Config.from_pretrained(folder)  # nosec B615 # a folder
         if one.do_image_splitting:
             raise ConfigError(
                 f"the image processor of {folder!r} cuts images into tiles: set do_image_splitting to false in its "
                 "preprocessor_config.json"
             )
         vision: Any = model.vision_config
-        super().__init__(one, patch_size=vision.patch_size, patches=model.scale_factor)
+        super().__init__(one, patch_size=vision.patch_size, merge_size=model.scale_factor)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         edge = int(self._processor.max_image_size["longest_edge"])
@@ -132,17 +127,12 @@ def load_image_processor(model_path: str) -> ImageProcessor:
         ConfigError: If the model is not one of :data:`FAMILIES`, its processor cuts images into tiles, or Pillow or the
             folder's preprocessor_config.json is missing.
     """
-    from transformers import PretrainedConfig
-
-    try:
-        config, _ = PretrainedConfig.get_config_dict(model_path)
-        family = config["model_type"]
-    except (OSError, KeyError) as error:
-        raise ConfigError(f"{model_path!r} has no config.json with a model_type: name a model's folder") from error
+    if (family := stored_config(model_path).get("model_type")) is None:
+        raise ConfigError(f"{model_path!r} has no config.json with a model_type: name a model's folder")
     if family not in FAMILIES:
         raise ConfigError(f"{model_path!r} is a {family} model, which reads no images here: use {', '.join(FAMILIES)}")
     try:
-        return FAMILIES[family](model_path, config)
+        return FAMILIES[family](model_path)
     except ModuleNotFoundError as error:
         raise ConfigError(f"images need Pillow ({error}): pip install 'areal-lite[vision]'") from error
     except (OSError, ValueError) as error:

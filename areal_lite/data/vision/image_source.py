@@ -66,7 +66,8 @@ def base64_bytes(encoded: str) -> bytes:
 
 
 def _file_bytes(name: str, rows: RowsConfig) -> bytes:
-    folders = [folder for path in _paths(rows) if (folder := _folder(path)) is not None]
+    paths = [rows.path] if isinstance(rows.path, str) else rows.path
+    folders = [folder for path in paths if path and (folder := _folder(path.partition("@")[2] or path)) is not None]
     for folder in folders:
         file = (folder / name).resolve()
         if file.is_relative_to(folder) and file.is_file():
@@ -76,11 +77,6 @@ def _file_bytes(name: str, rows: RowsConfig) -> bytes:
         f"no file {name[:200]!r} in {', '.join(map(str, folders)) or 'a folder of the dataset'}: a row names images by "
         "their path from the folder of its data, and none outside it"
     )
-
-
-def _paths(rows: RowsConfig) -> list[str]:
-    paths = [rows.path] if isinstance(rows.path, str) else rows.path
-    return [path.partition("@")[2] or path for path in paths if path]
 
 
 def _folder(path: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""The images of a run, each once: ``RUN/images/SHA256.png``.
+"""The images of a run, each once: ``RUN/images/SHA256.png``; their pixels, of which the latest stay in memory.
 
 A file is written whole or not at all, and before any line that names it, so what a dump names can be read.
 """
@@ -8,12 +8,20 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from areal_lite.api.image_span import ImageSpan
+from areal_lite.api.image_span import ImageSpan, is_sha256
+from areal_lite.data.vision.image_processor import ImageProcessor
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import storing, write_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_BYTES = 512 << 20
 
 
 class ImageStore:
@@ -42,7 +50,7 @@ class ImageStore:
 
     def path(self, sha256: str) -> Path:
         """Return where the image is; the digest is checked, so a path never leaves the folder."""
-        if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+        if not is_sha256(sha256):
             raise ValueError(f"{sha256[:80]!r} is not a sha256: give 64 hexadecimal digits")
         return self.folder / f"{sha256}.png"
 
@@ -61,3 +69,28 @@ class ImageStore:
 @functools.lru_cache(maxsize=64)  # calls with one image share its text
 def _encoded(store: ImageStore, sha256: str) -> str:
     return base64.b64encode(store.read(sha256)).decode()
+
+
+class ImagePixels:
+    """Reads the images of ``store`` with a model's processor. Thread-safe; keeps at most ``max_bytes`` of tensors."""
+
+    def __init__(self, store: ImageStore, processor: ImageProcessor, *, max_bytes: int = MAX_BYTES) -> None:
+        self._store, self._processor, self._max_bytes = store, processor, max_bytes
+        self._kept: dict[str, dict[str, Tensor]] = {}  # the latest last
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, sha256: str) -> dict[str, Tensor]:
+        """Return the model's inputs of one image; ConfigError if its file is missing or damaged."""
+        with self._lock:
+            if (pixels := self._kept.pop(sha256, None)) is None:
+                pixels = self._processor.pixels(self._store.read(sha256))
+                self._bytes += _size(pixels)
+            self._kept[sha256] = pixels
+            while self._bytes > self._max_bytes and len(self._kept) > 1:
+                self._bytes -= _size(self._kept.pop(next(iter(self._kept))))
+        return pixels
+
+
+def _size(pixels: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in pixels.values())

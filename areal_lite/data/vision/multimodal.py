@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from areal_lite.config.dataset_config import DatasetConfig, RowsConfig
-from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, prompt_messages
+from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, parts_of, prompt_messages
 from areal_lite.data.vision.canonical_image import ImageError, upright_image
 from areal_lite.data.vision.image_source import image_bytes
 from areal_lite.errors import ConfigError
@@ -25,22 +25,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-_PLACEHOLDER = re.compile("<(image|video)>")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MultimodalPrompt(EncodedPrompt):
-    """A prompt with images or videos; its ids hold a placeholder for each patch."""
-
-    multi_modal_data: dict[str, Any] = field(default_factory=dict)
-    """``image`` (list of PIL images) and ``video`` (list of lists of frames), those that the row has."""
-    multi_modal_inputs: dict[str, Tensor] = field(default_factory=dict)
-    """The processor's other outputs, such as ``pixel_values``."""
-
 
 @dataclass(frozen=True)
 class MultimodalEncoder(PromptEncoder):
-    """Encodes the prompts of rows that may have images and videos."""
+    """Encodes the prompts of rows that may have images and videos; ids hold a placeholder for each patch. The media of
+    a prompt are ``image`` (list of PIL images) and ``video`` (list of lists of frames), those that the row has, and the
+    processor's other outputs, such as ``pixel_values``."""
 
     processor: Any = None
     """The model's Hugging Face processor; required."""
@@ -54,25 +44,14 @@ class MultimodalEncoder(PromptEncoder):
         return build_messages(row, self.config)
 
     def tokenized(self, row: Mapping[str, Any], messages: list[dict[str, Any]], text: str) -> EncodedPrompt:
-        media = media_values(messages, row, self.config)
-        if not media:
+        data = load_media(messages, row, self.config)
+        if not data:
             return super().tokenized(row, messages, text)
-        data = load_media(media, self.config)
         inputs = processor_inputs(self.processor, text, data)
         ids = inputs.pop("input_ids")[0].tolist()
         del inputs["attention_mask"]
-        return MultimodalPrompt(
-            messages=messages, text=text, input_ids=ids, multi_modal_data=data, multi_modal_inputs=inputs
-        )
-
-    def forms(self, prompt: EncodedPrompt) -> dict[str, Any]:
-        limit, length = self.config.max_prompt_length, len(prompt.input_ids)
-        if isinstance(prompt, MultimodalPrompt) and limit is not None and length > limit:
-            raise ValueError(
-                f"the prompt has {length} tokens, but max_prompt_length is {limit}, and images cannot be truncated: "
-                "raise it, or set filter_overlong_prompts"
-            )
-        return super().forms(prompt)
+        prompt_media = {"multi_modal_data": data, "multi_modal_inputs": inputs}
+        return EncodedPrompt(messages=messages, text=text, input_ids=ids, media=prompt_media)
 
 
 def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str, Any]]:
@@ -82,17 +61,15 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     ``{"type": "image"}``; the same for videos. Content that is a list of parts is kept, without the None keys that
     tables add.
     """
-    columns = {"image": keys.image_key, "video": keys.video_key}
-    split = {kind for kind, key in columns.items() if row.get(key) is not None}
+    kinds = {kind for kind, key in _columns(keys) if row.get(key) is not None}
     messages = [
-        {**message, "content": _parts(message["content"], split)} for message in prompt_messages(row, keys.prompt_key)
+        {**message, "content": _split(message["content"], kinds)} for message in prompt_messages(row, keys.prompt_key)
     ]
-    for kind, key in columns.items():
-        values = _column(row, key)
-        needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
-        if needed != len(values):
+    for kind, key in _columns(keys):
+        needed = sum(_inline(part, kind) is None for part in parts_of(messages, kind))
+        if needed != (given := len(_column(row, key))):
             raise ConfigError(
-                f"the prompt has {needed} {kind} placeholders, but {key!r} has {len(values)}: write a <{kind}> for each"
+                f"the prompt has {needed} {kind} placeholders, but {key!r} has {given}: write a <{kind}> for each"
             )
     return messages
 
@@ -103,25 +80,26 @@ def media_values(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], 
     A part without a value of its own takes the next one of the row's column.
     """
     media = {}
-    for kind, key in (("image", keys.image_key), ("video", keys.video_key)):
+    for kind, key in _columns(keys):
         rest = iter(_column(row, key))
-        parts = _parts_of(messages, kind)
-        if parts:
+        if parts := parts_of(messages, kind):
             media[kind] = [next(rest) if (value := _inline(part, kind)) is None else value for part in parts]
     return media
 
 
-def load_media(media: Mapping[str, Any], rows: RowsConfig) -> dict[str, Any]:
+def load_media(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], keys: DatasetConfig) -> dict[str, Any]:
     """Return :func:`media_values` loaded: ``image`` (list of PIL images) and ``video`` (list of lists of frames)."""
     load = {"image": load_images, "video": load_videos}
-    return {kind: load[kind](values, rows) for kind, values in media.items()}
+    return {kind: load[kind](values, keys) for kind, values in media_values(messages, row, keys).items()}
+
+
+def _columns(keys: DatasetConfig) -> tuple[tuple[str, str], ...]:
+    return ("image", keys.image_key), ("video", keys.video_key)
 
 
 def _column(row: Mapping[str, Any], key: str) -> list[Any]:
     value = row.get(key)
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def load_images(values: Sequence[Any], rows: RowsConfig) -> list[Image]:
@@ -187,28 +165,14 @@ def processor_inputs(processor: Any, text: str, media: Mapping[str, Any]) -> dic
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 
-def _parts(content: Any, split: set[str]) -> Any:
-    if not isinstance(content, str) or not split:
+def _split(content: Any, kinds: set[str]) -> Any:
+    if not isinstance(content, str) or not kinds:
         return content
-    parts: list[dict[str, Any]] = []
-    end = 0
-    for match in _PLACEHOLDER.finditer(content):
-        if match[1] in split:
-            parts += [{"type": "text", "text": content[end : match.start()]}, {"type": match[1]}]
-            end = match.end()
-    parts.append({"type": "text", "text": content[end:]})
-    parts = [part for part in parts if part.get("text") != ""]
-    return parts if end else content
-
-
-def _parts_of(messages: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    return [
-        part
-        for message in messages
-        if isinstance(content := message.get("content"), list)
-        for part in content
-        if isinstance(part, Mapping) and part.get("type") == kind
-    ]
+    parts = re.split(f"<({'|'.join(sorted(kinds))})>", content)
+    if len(parts) == 1:
+        return content
+    made = ({"type": "text", "text": part} if not at % 2 else {"type": part} for at, part in enumerate(parts))
+    return [part for part in made if part.get("text") != ""]
 
 
 def _inline(part: Mapping[str, Any], kind: str) -> Any:

@@ -15,7 +15,7 @@ from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer.data_packer import RolloutOutput
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker, mask_prefix
 from areal_lite.data.source.sample import Sample
-from areal_lite.data.vision.multimodal import MultimodalEncoder, load_media, media_values, processor_inputs
+from areal_lite.data.vision.multimodal import MultimodalEncoder, load_media, processor_inputs
 from areal_lite.errors import ConfigError
 
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -58,7 +58,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
         return others | {
             config.prompt_key: self.encoder.rendered(messages, row.get(config.tools_key)),
-            "multi_modal_data": load_media(media_values(messages, row, config), config),
+            "multi_modal_data": load_media(messages, row, config),
         }
 
     def get_policy_input(

@@ -1,12 +1,13 @@
 """Token positions for models whose rotary embedding has three axes: time, row and column (M-RoPE).
 
-For training loops of your own: the built-in trainer reads only text. Guarantees the positions of Qwen2-VL
+Runs know images by their spans; loops of your own find them, and videos, in ids. Guarantees the positions of Qwen2-VL
 (arXiv:2409.12191), Qwen2.5-VL, Qwen3-VL and GLM-4V: text counts up by one on all axes, the patches of an image or video
 spread over them, and the next token starts after the longer edge of the grid. Needs only ids and grids.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,16 +69,15 @@ def multimodal_position_ids(
         video_grids[:, 0] = 1
     seconds = None if separate_frames else multi_modal_inputs.get("second_per_grid_ts")
     present = attention_mask.bool()
-    kinds = token_kinds(
-        input_ids[present],
-        image_token_id=processor.image_token_id,
-        video_token_id=processor.video_token_id,
-        video_marks=(processor.video_start_id, processor.video_end_id) if known[0] == "Glm4vProcessor" else None,
-    )
+    ids = input_ids[present]
+    is_image, is_video = ids == processor.image_token_id, ids == processor.video_token_id
+    if known[0] == "Glm4vProcessor":  # whose videos use the image token, between marks
+        start, end = ((ids == mark).cumsum(0) for mark in (processor.video_start_id, processor.video_end_id))
+        is_video = is_image & (start > end)
     positions = torch.zeros(4, len(input_ids), dtype=torch.int64)
     positions[0] = (present.long().cumsum(0) - 1).clamp(min=0)
     positions[1:, present] = mrope_positions(
-        kinds,
+        torch.where(is_video, VIDEO, torch.where(is_image, IMAGE, TEXT)),
         image_grids=image_grids,
         video_grids=video_grids,
         merge_size=processor.image_processor.merge_size,
@@ -87,27 +87,12 @@ def multimodal_position_ids(
 
 
 def positions_of_spans(length: int, images: Sequence[ImageSpan], *, merge_size: int) -> Tensor:
-    """Return :func:`mrope_positions` ``[3, length]`` of tokens whose images are known by their spans; a placeholder
-    token outside of them is text. ValueError if a span has another length than its grid."""
-    kinds = torch.zeros(length, dtype=torch.int64)
-    for span in images:
-        kinds[span.offset : span.end] = IMAGE
-    grids = torch.tensor([span.grid for span in images], dtype=torch.int64)
-    return mrope_positions(kinds, image_grids=grids, video_grids=None, merge_size=merge_size)
-
-
-def token_kinds(
-    input_ids: Tensor, *, image_token_id: int, video_token_id: int, video_marks: tuple[int, int] | None = None
-) -> Tensor:
-    """Return the kind, :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO`, of each of ``input_ids``, both ``[T]``.
-
-    ``video_marks`` are the ids before and after a video whose frames use the image token.
-    """
-    image, video = input_ids == image_token_id, input_ids == video_token_id
-    if video_marks is not None:
-        start, end = ((input_ids == mark).cumsum(0) for mark in video_marks)
-        video = image & (start > end)
-    return torch.where(video, VIDEO, torch.where(image, IMAGE, TEXT))
+    """Return time, row and column ``[3, length]`` of tokens whose images are known by their spans; a placeholder token
+    outside of them is text. ValueError if a span has another length than its grid."""
+    for number, span in enumerate(images):
+        if (needed := math.prod(span.grid) // merge_size**2) != span.length:
+            raise ValueError(f"image {number} has {span.length} tokens, but its grid {list(span.grid)} needs {needed}")
+    return _positions(length, [(span.offset, span.grid, 1.0) for span in images], merge_size)
 
 
 def mrope_positions(
@@ -126,49 +111,38 @@ def mrope_positions(
         row     0 1  2 2 2 3 3 3  5
         column  0 1  2 3 4 2 3 4  5
 
-    ``kinds`` is ``[T]``, see :func:`token_kinds`; grids are ``[N, 3]`` patches along time, height and width, of which
-    ``merge_size`` along each edge make one token. ``video_intervals`` are the positions between temporal patches of
-    each video, 1 by default. Returns ``[3, T]`` int64; ValueError if tokens and grids do not match.
+    ``kinds`` is ``[T]``, each :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO`; grids are ``[N, 3]`` patches along time,
+    height and width, of which ``merge_size`` along each edge make one token. ``video_intervals`` are the positions
+    between temporal patches of each video, 1 by default. Returns ``[3, T]`` int64; ValueError if grids do not fit.
     """
-    names = {IMAGE: "image", VIDEO: "video"}
-    grids: dict[int, list[list[int]]] = {
-        IMAGE: [] if image_grids is None else image_grids.tolist(),
-        VIDEO: [] if video_grids is None else video_grids.tolist(),
-    }
-    used = {IMAGE: 0, VIDEO: 0}
-    pieces = [torch.zeros(3, 0, dtype=torch.int64)]
-    values, counts = (run.tolist() for run in torch.unique_consecutive(kinds, return_counts=True))
-    start = 0
-    for kind, count in zip(values, counts, strict=True):
-        if kind == TEXT:
-            pieces.append(torch.arange(start, start + count).expand(3, -1))
-            start += count
-            continue
-        while count > 0:
-            index = used[kind]
-            if index == len(grids[kind]):
+    media: list[tuple[int, Sequence[int], float]] = []
+    for kind, name, grids in ((IMAGE, "image", image_grids), (VIDEO, "video", video_grids)):
+        places = (kinds == kind).nonzero()[:, 0].tolist()
+        for index, grid in enumerate([] if grids is None else grids.tolist()):
+            needed = math.prod(grid) // merge_size**2
+            here, places = places[:needed], places[needed:]
+            if (count := sum(place == here[0] + n for n, place in enumerate(here))) < needed:
                 raise ValueError(
-                    f"the sequence has more {names[kind]} tokens than its {index} {names[kind]} grids account for: "
-                    "give each placeholder a grid, and keep the policy from sampling placeholder tokens"
-                )
-            frames, rows, columns = grids[kind][index]
-            rows, columns = rows // merge_size, columns // merge_size
-            if count < frames * rows * columns:
-                raise ValueError(
-                    f"{names[kind]} {index} has {count} tokens, but its grid {grids[kind][index]} at merge size "
-                    f"{merge_size} needs {frames * rows * columns}: expand the placeholder, and do not "
-                    "truncate inside it"
+                    f"{name} {index} has {count} tokens, but its grid {grid} at merge size {merge_size} needs {needed}"
+                    ": give each grid an expanded placeholder, and do not truncate inside it"
                 )
             interval = 1.0 if kind == IMAGE or video_intervals is None else float(video_intervals[index])
-            times = (torch.arange(frames) * interval).long()
-            pieces.append(torch.cartesian_prod(times, torch.arange(rows), torch.arange(columns)).T + start)
-            start += max(rows, columns)
-            count -= frames * rows * columns
-            used[kind] += 1
-    for kind, index in used.items():
-        if index < len(grids[kind]):
+            media.append((here[0], grid, interval))
+        if places:
             raise ValueError(
-                f"there are {len(grids[kind])} {names[kind]} grids, but the sequence has tokens for {index}: give each "
-                "grid a placeholder"
+                f"the sequence has {len(places)} more {name} tokens than its {name} grids account for: give each "
+                "placeholder a grid, and keep the policy from sampling placeholder tokens"
             )
-    return torch.cat(pieces, dim=1)
+    return _positions(len(kinds), sorted(media), merge_size)
+
+
+def _positions(length: int, media: Sequence[tuple[int, Sequence[int], float]], merge_size: int) -> Tensor:
+    """Return the positions ``[3, length]`` of text and of ``media``: first token, grid, positions between patches."""
+    pieces, end, start = [], 0, 0  # of the tokens so far; the next position
+    for offset, (frames, *edges), interval in media:
+        rows, columns = (edge // merge_size for edge in edges)
+        pieces.append(torch.arange(start, start := start + offset - end).expand(3, -1))
+        times = (torch.arange(frames) * interval).long()
+        pieces.append(torch.cartesian_prod(times, torch.arange(rows), torch.arange(columns)).T + start)
+        start, end = start + max(rows, columns), offset + frames * rows * columns
+    return torch.cat([*pieces, torch.arange(start, start + length - end).expand(3, -1)], dim=1)

@@ -54,11 +54,11 @@ def image_prompt(body: dict[str, Any], prompt: list[int], processor: ImageProces
     try:
         images = images_of(body["images"])
         check_images(images, len(prompt))
-        files = body.get("image_files")
-        files = files if isinstance(files, dict) else {}
+        files = body["image_files"] if isinstance(body.get("image_files"), dict) else {}
         pngs = {sha256: _png(sha256, files.get(sha256)) for sha256 in {span.sha256 for span in images}}
+        grids = {sha256: _grid(png, processor) for sha256, png in pngs.items()}
         for number, span in enumerate(images):
-            grid = _grid(pngs[span.sha256], processor)
+            grid = grids[span.sha256]
             if (span.grid, span.length) != (grid, processor.num_tokens(grid)):
                 raise ValueError(
                     f"image {number} has grid {list(span.grid)} and {span.length} tokens; with the processor of the "
@@ -66,14 +66,8 @@ def image_prompt(body: dict[str, Any], prompt: list[int], processor: ImageProces
                 )
     except (ValueError, ImageError) as error:
         raise invalid_value(f"images: {error}.") from None
-    return ImagePrompt(
-        images=images,
-        pngs=pngs,
-        keys=keyed_ids(prompt, images),
-        axes=None
-        if processor.merge_size is None
-        else positions_of_spans(len(prompt), images, merge_size=processor.merge_size),
-    )
+    axes = positions_of_spans(len(prompt), images, merge_size=processor.merge_size) if processor.has_axes else None
+    return ImagePrompt(images=images, pngs=pngs, keys=keyed_ids(prompt, images), axes=axes)
 
 
 def _png(sha256: str, encoded: Any) -> bytes:

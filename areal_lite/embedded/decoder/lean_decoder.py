@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, Turn
 from areal_lite.embedded.decoder.slot_cache import SlotCache, SlotLayer
 from areal_lite.models.decoder_family import DecoderLayer
-from areal_lite.models.image_model import text_decoder
+from areal_lite.models.vision_model import text_decoder
 
 
 class _Linear:

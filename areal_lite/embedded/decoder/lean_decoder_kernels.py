@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from areal_lite.embedded.decoder.slot_cache import SlotLayer
 from areal_lite.models.decoder_family import family_of, fits_kernels, query_key_norms
-from areal_lite.models.image_model import text_decoder
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.policy_model import has_bfloat16
+from areal_lite.models.vision_model import text_decoder
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = {

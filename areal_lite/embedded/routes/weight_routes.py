@@ -21,6 +21,7 @@ from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.http_server import failure, fields_of, reply_json, version_of
 from areal_lite.embedded.weight_receiver import WeightReceiver
 from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.models.vision_model import own_name
 
 
 class WeightRoutes:
@@ -113,7 +114,7 @@ class WeightRoutes:
         async with self._updating:
             try:
                 received, version = self._receiver.end(), self._receiver.version
-                tensors = {self._runner.own_name(name): tensor for name, tensor in received.items()}
+                tensors = {own_name(self._runner.model, name): tensor for name, tensor in received.items()}
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
                 served, tied = self._runner.weight_shapes()
                 check_shapes("the broadcast", shapes, served, tied)
@@ -177,7 +178,7 @@ class WeightRoutes:
 
     def _check_checkpoint(self, model_path: str) -> Checkpoint:
         path = Path(model_path).expanduser()
-        checkpoint = Checkpoint(path, self._runner.own_name)
+        checkpoint = Checkpoint(path, self._runner.model)
         check_manifest(path)
         served, tied = self._runner.weight_shapes()
         source = f"checkpoint {str(path)!r}"
@@ -195,7 +196,7 @@ class WeightRoutes:
             if not self._can_restore:
                 self._scheduler.weight_version = "mixed"  # no client takes tokens of it
                 raise ConfigError(f"loading {str(checkpoint.path)!r} failed ({error}); send weights again.") from error
-            served = Checkpoint(Path(self.model_path), runner.own_name)
+            served = Checkpoint(Path(self.model_path), runner.model)
             runner.load_tensors(served.tensors(), served.shapes)
             raise ConfigError(
                 f"loading {str(checkpoint.path)!r} failed ({error}); the server restored its weights."

@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from areal_lite.models.attention_windows import causal_window
-from areal_lite.models.parallel.sequence_parallel import HeadExchange
+from areal_lite.models.parallel.sequence_parallel import SequenceParallel
 
 RAGGED = "areal_lite_ragged"  # name of the attention implementation
 _KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -95,7 +95,7 @@ def ragged_attention(
 ) -> tuple[Tensor, None]:
     """Return ``[1, T, heads, width]`` from inputs ``[1, heads, T, width]``, the layout of transformers; with an
     ``exchange`` of this rank's tokens alone, while the segments are those of all."""
-    exchange: HeadExchange | None = options.pop("exchange", None)
+    exchange: SequenceParallel | None = options.pop("exchange", None)
     if exchange is not None:
         query, key, value = map(exchange.to_heads, (query, key, value))
         read, _ = ragged_attention(module, query, key, value, attention_mask, segments=segments, **options)

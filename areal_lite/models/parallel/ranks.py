@@ -180,18 +180,13 @@ def _from_rank(source: int, data: bytes) -> bytes:
     ranks = Ranks.current()
     if ranks.size == 1:
         return data
+    assert dist.group.WORLD is not None
+    options = dist.BroadcastOptions()
+    options.rootRank, options.timeout = source, _BROADCAST_TIMEOUT
     length = torch.tensor(len(data))
-    _broadcast(length, source)
+    dist.group.WORLD.broadcast([length], options).wait()
     buffer = torch.empty(int(length), dtype=torch.uint8)
     if ranks.rank == source:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    _broadcast(buffer, source)
+    dist.group.WORLD.broadcast([buffer], options).wait()
     return buffer.numpy().tobytes()
-
-
-def _broadcast(tensor: Tensor, source: int) -> None:
-    assert dist.group.WORLD is not None
-    options = dist.BroadcastOptions()
-    options.rootRank = source
-    options.timeout = _BROADCAST_TIMEOUT
-    dist.group.WORLD.broadcast([tensor], options).wait()

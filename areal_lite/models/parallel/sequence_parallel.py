@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from areal_lite.errors import ConfigError
 from areal_lite.models.parallel.ranks import Ranks
@@ -28,30 +29,23 @@ def refuse_heads(heads: int | None, sp_size: int, name: str) -> None:
 
 
 class SequenceParallel:
-    """What the ranks that read one sequence together do with each other."""
+    """What the ranks that read one sequence together do with each other: sums, and the exchange of tokens for heads
+    before attention and back after it. ``B`` rows of ``T`` tokens."""
 
     def __init__(self, ranks: Ranks, config: Any) -> None:
         refuse_heads(getattr(config, "num_attention_heads", None), ranks.sp, f"this {config.model_type} model")
         self.size, self.rank = ranks.sp, ranks.sp_rank
-        self._group = ranks.group("sp")
-        self.exchange = HeadExchange(ranks)
+        self._group: Any = ranks.group("sp")
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks. Each computes the whole loss of it, so its gradient is that of each part."""
         total: Tensor = _Sum.apply(values, self._group)  # type: ignore[no-untyped-call]
         return total
 
-
-class HeadExchange:
-    """The exchange of tokens for heads before attention, and back after it; ``B`` rows of ``T`` tokens."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._size, self._group = ranks.sp, ranks.group("sp")
-
     def to_heads(self, states: Tensor) -> Tensor:
         """Return ``[B, heads / sp, T, width]``, of all tokens, from ``[B, heads, T / sp, width]``. Heads of keys and
         values are repeated where there are too few; a query then still meets its own."""
-        repeats = self._size // gcd(self._size, states.shape[1])
+        repeats = self.size // gcd(self.size, states.shape[1])
         return self._swap(states.repeat_interleave(repeats, 1) if repeats > 1 else states, 1, 2)
 
     def to_tokens(self, states: Tensor) -> Tensor:
@@ -59,27 +53,9 @@ class HeadExchange:
         return self._swap(states, 1, 2)
 
     def _swap(self, states: Tensor, split: int, join: int) -> Tensor:
-        swapped: Tensor = _Swap.apply(states, split, join, self._size, self._group)  # type: ignore[no-untyped-call]
-        return swapped
-
-
-def _swap(states: Tensor, split: int, join: int, size: int, group: Any) -> Tensor:
-    """Send each rank its part along ``split``, and join what all send along ``join``."""
-    sent = torch.stack(states.chunk(size, split))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(received.unbind(), join)
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, split: int, join: int, size: int, group: Any) -> Tensor:
-        ctx.back = join, split, size, group
-        return _swap(states, split, join, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _swap(grad, *ctx.back), None, None, None, None
+        """Send each rank its part along ``split``, and join what all send along ``join``."""
+        sent = torch.stack(states.chunk(self.size, split))
+        return torch.cat(all_to_all_single_autograd(sent, None, None, self._group).unbind(), join)
 
 
 class _Sum(torch.autograd.Function):

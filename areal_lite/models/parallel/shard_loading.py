@@ -45,8 +45,9 @@ def empty_model(auto_class: Any, model_path: str, **options: Any) -> tuple[Any, 
             model = auto_class.from_config(config, dtype=torch.float32)
         model.tie_weights()
         body = f"{model.base_model_prefix}."
-        missing = [name for name, weight in weights_of(model).items() if not _is_stored(name, weight, stored)]
-        if names_differ(model) or any(name in stored or name.startswith(body) for name in missing):
+        shapes = {name: one.shape for name, one in stored.items()}
+        missing = [name for name, weight in weights_of(model).items() if shapes.get(name) != tuple(weight.shape)]
+        if conversions_of(model) or any(name in stored or name.startswith(body) for name in missing):
             return None
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(folder)  # nosec B615 # a folder
@@ -55,9 +56,9 @@ def empty_model(auto_class: Any, model_path: str, **options: Any) -> tuple[Any, 
     return None
 
 
-def names_differ(model: Any) -> bool:
-    """Return whether checkpoints name weights differently than the model does, or make one from several."""
-    return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
+def conversions_of(model: Any) -> list[Any]:
+    """Return how checkpoints name weights differently than the model does, or make one from several; empty if not."""
+    return getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
 
 
 def is_empty(model: Any) -> bool:
@@ -78,10 +79,6 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     saved = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if ".lora_" not in name}
     first = {id(weight): name for name, weight in reversed(saved.items())}
     return {name.replace(".base_layer.", "."): saved[name] for name in saved if first[id(saved[name])] == name}
-
-
-def _is_stored(name: str, weight: Tensor, stored: Mapping[str, StoredTensor]) -> bool:
-    return name in stored and stored[name].shape == tuple(weight.shape)
 
 
 @torch.no_grad()

@@ -194,8 +194,7 @@ class WorkerProcess(InferenceEngine):
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         if not self._loop.is_current():
             return await self._loop.acall(self.agenerate(req))
-        if req.image_data:
-            req = await asyncio.to_thread(with_spans, req, self.config)
+        req = await with_spans(req, self.config)
         context = episode_context.current()
         group = None if context.task_id is None else self._by_task.get(context.task_id)
         prefix = req.prefix or continued(req.input_ids, context.episode)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 from areal_lite.data.chat.tokenizer import save_tokenizer
@@ -23,9 +22,10 @@ from areal_lite.files.atomic_folder import remove_folder, write_folder
 from areal_lite.files.crash_points import crash_point
 from areal_lite.models.lora import has_adapters, plain_weights, write_adapters
 from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.shard_loading import conversions_of, weights_of
 from areal_lite.models.parallel.sharding import full_tensors
 from areal_lite.models.policy_model import quiet_transformers
-from areal_lite.models.vision_tower import frozen_vision
+from areal_lite.models.vision_model import vision_parameters
 
 MAX_SHARD_BYTES = 4 << 30
 """Size of one file of weights, and of the memory needed to write it."""
@@ -119,21 +119,18 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
 def sent_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in ``dtype``, with adapters merged, under their names in checkpoints; without a frozen vision
     tower, which servers have from the start. For models that :func:`can_send`."""
-    frozen, names = frozen_vision(model), _stored_names(model) if _conversions(model) else {}
+    frozen = {name for name, parameter in vision_parameters(model).items() if not parameter.requires_grad}
+    names = _stored_names(model) if conversions_of(model) else {}
     return ((names.get(name, name), tensor) for name, tensor in plain_weights(model, dtype) if name not in frozen)
 
 
 def can_send(model: Any) -> bool:
     """Return whether each weight is one tensor of a checkpoint, perhaps under another name."""
-    return all(isinstance(one, WeightRenaming) for one in _conversions(model))
-
-
-def _conversions(model: Any) -> list[Any]:
-    return getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    return all(isinstance(one, WeightRenaming) for one in conversions_of(model))
 
 
 def _stored_names(model: Any) -> dict[str, str]:
-    names = [name.replace(".base_layer.", ".") for name in model.state_dict() if ".lora_" not in name]
+    names = list(weights_of(model))
     numbered: Any = {name: torch.tensor(number) for number, name in enumerate(names)}
     return {names[int(number)]: name for name, number in revert_weight_conversion(model, numbered).items()}
 

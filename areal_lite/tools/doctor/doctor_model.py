@@ -38,7 +38,7 @@ _SAMPLED_ROWS = 200
 def model_folder(path: str) -> Findings:
     """Check config.json, and that every weight of the architecture is in complete safetensors files."""
     from areal_lite.models.policy_model import load_pretrained
-    from areal_lite.models.vision_tower import auto_class_of
+    from areal_lite.models.vision_model import auto_class_of
 
     check_model_path(path)
     if not Path(path).expanduser().is_dir():

@@ -28,7 +28,7 @@ from areal_lite.files.crash_points import crash_point
 from areal_lite.files.model_path import stored_tensors
 from areal_lite.models.lora import has_adapters, load_adapters
 from areal_lite.models.parallel.ranks import Ranks, gather_json
-from areal_lite.models.parallel.shard_loading import names_differ, read_into, weights_of
+from areal_lite.models.parallel.shard_loading import conversions_of, read_into, weights_of
 from areal_lite.models.parallel.sharding import full_tensors, shard_like, shared_out
 from areal_lite.models.policy_model import load_pretrained, quiet_transformers
 from areal_lite.trainer.learner import Learner
@@ -159,7 +159,7 @@ def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
         for kind, value in learner.optimizer.state.get(parameter, {}).items()
     }
     # One file must hold what is saved under other names, or by peft.
-    owners = dict.fromkeys(weights, 0) if adapters or names_differ(model) else shared_out(weights)
+    owners = dict.fromkeys(weights, 0) if adapters or conversions_of(model) else shared_out(weights)
     return LearnerSnapshot(
         model=model,
         weights=_copies(weights, owners),

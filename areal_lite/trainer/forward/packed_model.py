@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.data.vision.image_pixels import ImagePixels
+from areal_lite.data.vision.image_store import ImagePixels
 from areal_lite.errors import ConfigError
 from areal_lite.models.attention_windows import (
     FULL,
@@ -39,9 +39,9 @@ from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sequence_parallel import SequenceParallel
 from areal_lite.models.parallel.shard_loading import is_empty
-from areal_lite.models.vision_tower import VisionTower
+from areal_lite.models.vision_model import VisionTower
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
-from areal_lite.trainer.forward.packed_images import ImageLayout, PackedImages
+from areal_lite.trainer.forward.packed_images import PackedImages, pack_images
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def pack(
     starts = np.cumsum([0, *lengths])
     ids = np.zeros(starts[-1], np.int64)
     positions = np.zeros_like(ids)
-    layout = ImageLayout(None if model is None else model.tower, positions)
+    laid_out: list[tuple[TokenSequence, int, int, int]] = []
     parts: list[tuple[NDArray[np.int64], int, int]] = []
     predicted_at: list[NDArray[np.int64]] = []
     targets: list[NDArray[Any]] = []
@@ -110,7 +110,7 @@ def pack(
             places = np.concatenate((prefix, np.arange(begin, end)))
             ids[begin:end] = sequence.input_ids[shared:inputs]
             positions[begin:end] = np.arange(shared, inputs)
-            layout.add(sequence, shared, inputs, begin)
+            laid_out.append((sequence, shared, inputs, begin))
             parts.append((prefix, begin, end))
             trained = np.flatnonzero(sequence.loss_mask)
             predicted_at.append(places[trained - 1])
@@ -118,16 +118,17 @@ def pack(
     if unread:
         positions[-unread:] = np.arange(unread)
         parts.append((np.empty(0, np.int64), len(ids) - unread, len(ids)))
+    position_ids = torch.from_numpy(positions).to(device)
     return PackedSequences(
         input_ids=torch.from_numpy(ids).to(device),
-        position_ids=torch.from_numpy(positions).to(device),
+        position_ids=position_ids,
         segments=Segments.of(parts, device),
         is_causal=all(block.is_chain for block in blocks),
         predicted_at=torch.from_numpy(np.concatenate(predicted_at)).to(device),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
         lengths=lengths,
         num_pairs=int(positions.sum()) + sum(lengths),
-        images=layout.packed(None if model is None else model.pixels, device),
+        images=pack_images(laid_out, position_ids, *((model.tower, model.pixels) if model else (None, None))),
     )
 
 
@@ -141,7 +142,7 @@ class PackedModel(nn.Module):
         decoder = model.get_decoder()
         self._decoder = (decoder,)  # a tuple, or the decoder would be registered twice
         self._config = model.config.get_text_config()
-        self.tower = VisionTower.of(model)
+        self.tower = VisionTower(model) if hasattr(model.config, "vision_config") else None
         self.pixels: ImagePixels | None = None
         """The images of the run, if its sequences have some."""
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -275,7 +276,7 @@ class PackedModel(nn.Module):
             inputs: dict[str, Any] = {name: part[None] for name, part in tokens.items()}
             inputs |= {"segments": packed.segments, "position_ids": _positions(packed)}
             if self._sequence_parallel is not None:
-                inputs["exchange"] = self._sequence_parallel.exchange
+                inputs["exchange"] = self._sequence_parallel
             at = packed.predicted_at
         else:
             inputs, at = self._padded(packed, tokens)

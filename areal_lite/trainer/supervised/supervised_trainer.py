@@ -20,7 +20,6 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
-from areal_lite.data.supervised.image_rows import item_images
 from areal_lite.models.policy_model import load_policy, resolve_device
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.microbatches import common_prefix, num_inputs, read_ids
@@ -31,7 +30,7 @@ from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate, toke
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut
 from areal_lite.trainer.seeding import seed_process
 
-Item = dict[str, Tensor]
+Item = dict[str, Any]
 C = TypeVar("C", bound=SupervisedTrainerConfig)
 EVALUATED_AT_ONCE = 512  # items that an evaluation holds in memory
 WORTH_SHARING = 0.25
@@ -217,7 +216,7 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
         sequences = [
             dataclasses.replace(
-                masked_sequence(item["input_ids"], item["loss_mask"], group=0), images=item_images(item)
+                masked_sequence(item["input_ids"], item["loss_mask"], group=0), images=item.get("images", ())
             )
             for item in items
         ]

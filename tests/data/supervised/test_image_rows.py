@@ -13,7 +13,7 @@ from PIL import Image
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.config.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.data.supervised.image_rows import ImageTokens, image_columns, item_images
+from areal_lite.data.supervised.image_rows import ImageTokens
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import Item
@@ -61,7 +61,7 @@ TEXT = {"type": "text", "text": "hue?"}
 def test_images_are_spans_that_do_not_train(model: Path, encoder: ImageEncoder) -> None:
     item = only(dataset(model, encoder, row(part(RED), TEXT, part(BLUE))))
     ids, mask = item["input_ids"], item["loss_mask"]
-    first, second = item_images(item)
+    first, second = item["images"]
     assert (first.length, first.grid, second.length, second.grid) == (6, (1, 4, 6), 2, (1, 2, 4))
     assert [i for i, id in enumerate(ids.tolist()) if id == IMAGE_ID] == [
         *range(first.offset, first.end), *range(second.offset, second.end)
@@ -76,29 +76,28 @@ def test_a_column_gives_the_item_images_a_text(model: Path, encoder: ImageEncode
     texts = {"messages": [{"role": "user", "content": "<image>hue?<image>"}, ANSWER], "images": [RED, BLUE]}
     items = dataset(model, encoder, row(part(RED), TEXT, part(BLUE)), texts)
     assert torch.equal(items[0]["input_ids"], items[1]["input_ids"])
-    assert item_images(items[0]) == item_images(items[1])
+    assert items[0]["images"] == items[1]["images"]
 
 
 def test_text_alone_has_no_columns_of_images(model: Path, encoder: ImageEncoder) -> None:
     item = only(dataset(model, encoder, row(TEXT)))
-    assert "image_spans" not in item
-    assert item_images(item) == ()
+    assert "images" not in item
 
 
 def test_several_turns_have_the_images_before_them(model: Path, encoder: ImageEncoder) -> None:
     turns = [*row(part(RED))["messages"], *row(TEXT, part(BLUE))["messages"]]
     item = only(dataset(model, encoder, {"messages": turns}))
-    assert [span.length for span in item_images(item)] == [6, 2]
+    assert [span.length for span in item["images"]] == [6, 2]
     assert int(item["loss_mask"].sum()) == 2 * len("red.")
 
 
 def test_no_cut_goes_through_an_image(model: Path, encoder: ImageEncoder) -> None:
     turns = [*row(TEXT)["messages"], *row(part(RED))["messages"]]
     whole = only(dataset(model, encoder, {"messages": turns}))
-    (span,) = item_images(whole)
+    (span,) = whole["images"]
     cut = only(dataset(model, encoder, {"messages": turns}, max_length=span.end - 1))
     assert len(cut["input_ids"]) == span.offset
-    assert item_images(cut) == ()
+    assert "images" not in cut
     assert cut["truncated"] == 1
     tokens = ImageTokens([1] * 9, [True] * 9, (ImageSpan(2, 3, "a", (1, 1, 1)), ImageSpan(6, 2, "b", (1, 1, 1))))
     assert [len(tokens.cut(n).input_ids) for n in range(1, 10)] == [1, 2, 2, 2, 5, 6, 6, 8, 9]
@@ -109,13 +108,6 @@ def test_a_row_whose_answer_is_beyond_the_limit_is_skipped(model: Path, encoder:
     items = dataset(model, encoder, row(TEXT), row(part(RED), part(RED), part(RED), TEXT), max_length=40)
     assert len(items) == 1
     assert items.dropped == {"no trained token within max_length": 1}
-
-
-def test_columns_keep_spans() -> None:
-    spans = (ImageSpan(3, 6, "0f" * 32, (1, 4, 6)), ImageSpan(12, 2, "a1" * 32, (1, 2, 4)))
-    columns = image_columns(spans)
-    assert item_images(columns) == spans
-    assert columns["image_hashes"].shape == (2, 32)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +146,11 @@ def test_an_index_is_of_one_image_processor(model: Path, encoder: ImageEncoder) 
 
 def test_workers_get_the_encoder(model: Path, encoder: ImageEncoder) -> None:
     rows = dataset(model, encoder, row(part(RED)))
-    assert torch.equal(pickle.loads(pickle.dumps(rows))[0]["image_spans"], rows[0]["image_spans"])
+    assert pickle.loads(pickle.dumps(rows))[0]["images"] == rows[0]["images"]
 
 
 def test_another_column_may_have_the_images(model: Path, encoder: ImageEncoder) -> None:
     config = SFTDatasetConfig(path="", max_length=100, image_key="pictures")
     texts = {"messages": [{"role": "user", "content": "<image>hue?"}, ANSWER], "pictures": [RED]}
     rows = SFTDataset([texts], load_tokenizer(str(model)), config=config, images=encoder)
-    assert len(item_images(only(rows))) == 1
+    assert len(only(rows)["images"]) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_lite.data.vision.image_pixels import ImagePixels
+from areal_lite.data.vision.image_store import ImagePixels
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_vlm import save_tiny_vlm
 from tests.fixtures.vision_sequences import Pictures

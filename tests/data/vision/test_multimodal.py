@@ -313,8 +313,8 @@ def test_inputs_that_the_processor_rejects_are_an_error(processor: Any) -> None:
 def test_a_prompt_holds_the_frames_of_its_video(processor: Any) -> None:
     encoder = MultimodalEncoder(DatasetConfig(path=""), processor.tokenizer, processor=processor)
     prompt = encoder.encode({"prompt": [{"role": "user", "content": "<video>?"}], "videos": [[picture()] * 4]})
-    assert [frame.getpixel((0, 0)) for frame in prompt.multi_modal_data["video"][0]] == [RED] * 4
-    assert prompt.multi_modal_inputs["video_grid_thw"].tolist() == [[2, 2, 4]]
+    assert [frame.getpixel((0, 0)) for frame in prompt.media["multi_modal_data"]["video"][0]] == [RED] * 4
+    assert prompt.media["multi_modal_inputs"]["video_grid_thw"].tolist() == [[2, 2, 4]]
     assert prompt.input_ids.count(VIDEO_ID) == 4
 
 

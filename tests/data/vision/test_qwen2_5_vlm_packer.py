@@ -135,8 +135,8 @@ def test_ids_and_text_follow_the_expanded_prompt(packer: Qwen2_5_VLM_DataPacker,
 def test_tokens_that_do_not_fit_their_images_are_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
     large, small = conversation(picture((24, 16))), conversation(picture((16, 8)))
     for row, answer, problem in (
-        (large, "no<|image_pad|>se", "more image tokens than its 1 image grids"),
-        (small, "noise", "has more image tokens"),
+        (large, "no<|image_pad|>se", "has 1 more image tokens than its image grids account for"),
+        (small, "noise", "more image tokens"),
     ):
         trained = packer.get_policy_input(row, recorded_sample(packer, large, answer))
         with pytest.raises(ValueError, match=problem):

@@ -21,7 +21,6 @@ from areal_lite.data.vision.rope_positions import (
     mrope_positions,
     multimodal_position_ids,
     positions_of_spans,
-    token_kinds,
 )
 from areal_lite.errors import ConfigError
 
@@ -195,16 +194,22 @@ def test_each_token_gets_one_position_and_text_starts_after_all_rows_and_columns
 
 def test_a_video_that_uses_the_image_token_is_recognized_by_its_start_mark() -> None:
     ids = torch.tensor([IMAGE_ID, START_ID, IMAGE_ID, 5, IMAGE_ID, END_ID, IMAGE_ID])
-    kinds = token_kinds(ids, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, video_marks=(START_ID, END_ID))
-    assert kinds.tolist() == [IMAGE, TEXT, VIDEO, TEXT, VIDEO, TEXT, IMAGE]
+    grids = {"image_grid_thw": torch.tensor([[1, 2, 2]] * 2), "video_grid_thw": torch.tensor([[2, 2, 2]])}
+    positions = multimodal_position_ids(processor_of("Glm4v"), ids, torch.ones_like(ids), grids)
+    assert positions is not None
+    assert positions[1:].tolist() == [list(range(7))] * 3
+    with pytest.raises(ValueError, match="1 more image tokens"):
+        multimodal_position_ids(
+            processor_of("Glm4v"), ids[2:], torch.ones(5), {"image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+        )
 
 
 @pytest.mark.parametrize(
     ("count", "grids", "message"),
     [
         (5, [[1, 4, 6]], "image 0 has 5 tokens, but its grid .1, 4, 6. at merge size 2 needs 6"),
-        (7, [[1, 4, 6]], "more image tokens than its 1 image grids"),
-        (6, [[1, 4, 6], [1, 2, 2]], "there are 2 image grids, but the sequence has tokens for 1"),
+        (7, [[1, 4, 6]], "has 1 more image tokens than its image grids account for"),
+        (6, [[1, 4, 6], [1, 2, 2]], "image 1 has 0 tokens, but its grid .1, 2, 2. at merge size 2 needs 1"),
     ],
 )
 def test_placeholders_that_do_not_match_the_grids_are_refused(count: int, grids: list[list[int]], message: str) -> None:

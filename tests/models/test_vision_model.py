@@ -17,7 +17,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_image_model
 from areal_lite.models.lora import planned_shape
 from areal_lite.models.policy_model import load_policy
-from areal_lite.models.vision_tower import auto_class_of
+from areal_lite.models.vision_model import auto_class_of
 from areal_lite.servers.weights.weight_folder import publish_weights, sent_weights
 from tests.fixtures.tiny_vlm import save_tiny_idefics3, save_tiny_vlm
 

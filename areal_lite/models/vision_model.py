@@ -1,24 +1,28 @@
 """Models that read images: a tower of vision with its connector, and a language decoder that reads their features.
 
-Guarantees that a model whose images see one another out of order, or that is unknown here, is refused by name; that
-positions come from recorded spans alone; and that tower and connector train only if asked to. Knows no files: pixels
-are what an image processor made.
+Names are those of Qwen2-VL, Qwen2.5-VL and Idefics3; another model that reads images is refused by name. Guarantees
+that positions come from recorded spans alone, and that tower and connector train only if asked to. Knows no files:
+pixels are what an image processor made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.data.vision.rope_positions import positions_of_spans
 from areal_lite.errors import TrainingError
-from areal_lite.files.model_path import check_vision_family
-from areal_lite.models.image_model import Pixels, image_features
+from areal_lite.files.model_path import check_vision_family, stored_config
+
+Pixels = Mapping[str, Tensor]
+"""A model's inputs of one image, such as ``pixel_values`` and ``image_grid_thw``."""
+TOWERS = ("model.visual.", "model.vision_model.", "model.connector.")
+"""Beginnings of the names of weights that make embeddings of images."""
 
 
 def auto_class_of(model_path: str) -> Any:
@@ -27,28 +31,41 @@ def auto_class_of(model_path: str) -> Any:
     Raises:
         ConfigError: If it reads images in a way that is not computed here.
     """
-    try:
-        config, _ = PretrainedConfig.get_config_dict(model_path)
-    except (OSError, ValueError):
-        return AutoModelForCausalLM  # loading it gives the reason
-    return AutoModelForImageTextToText if check_vision_family(config, model_path) else AutoModelForCausalLM
+    reads_images = check_vision_family(stored_config(model_path), model_path)
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def text_decoder(model: Any) -> Any | None:
+    """Return the decoder in a model that reads images; None for a model of text."""
+    return model.get_decoder() if hasattr(model.config, "vision_config") else None
+
+
+def own_name(model: Any, name: str) -> str:
+    """Return the name that a stored weight has in the model: Qwen's folders have older names."""
+    if not hasattr(getattr(model, "model", None), "language_model"):
+        return name
+    if name.startswith("visual."):
+        return f"model.{name}"
+    if name.startswith("model.") and not name.startswith(("model.language_model.", "model.visual.")):
+        return f"model.language_model.{name.removeprefix('model.')}"
+    return name
 
 
 def vision_parameters(model: Any) -> dict[str, Tensor]:
     """Return the parameters of tower and connector by name; nothing of a model of text."""
-    if not hasattr(getattr(model, "config", None), "vision_config"):
-        return {}
-    language = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters()}
-    return {name: p for name, p in model.named_parameters() if id(p) not in language}
+    return {name: parameter for name, parameter in model.named_parameters() if name.startswith(TOWERS)}
 
 
-def frozen_vision(model: Any) -> set[str]:
-    """Return the names of weights that no update changes because they are of a frozen tower or connector."""
-    return {name for name, parameter in vision_parameters(model).items() if not parameter.requires_grad}
+def image_features(model: Any, images: Sequence[Pixels]) -> list[Tensor]:
+    """Return the embeddings ``[tokens, hidden]`` of each image; pixels are those of its image processor."""
+    inputs = {name: torch.cat([one[name] for one in images]).to(model.device) for name in images[0]}
+    if "image_grid_thw" not in inputs:  # Idefics3 takes the images of each row of a batch
+        inputs["pixel_values"] = inputs["pixel_values"][:, None]
+    return list(model.get_image_features(**inputs, return_dict=True).pooler_output)
 
 
 class VisionTower:
-    """Computes what the decoder of ``model`` needs of images."""
+    """Computes what the decoder of ``model``, which reads images, needs of them."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -56,14 +73,6 @@ class VisionTower:
         self._merge = int(getattr(config.vision_config, "spatial_merge_size", None) or config.scale_factor)
         self._has_axes = "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
         self.num_weights = sum(parameter.numel() for parameter in vision_parameters(model).values())
-
-    @classmethod
-    def of(cls, model: Any) -> VisionTower | None:
-        return cls(model) if hasattr(model.config, "vision_config") else None
-
-    @property
-    def trains(self) -> bool:
-        return any(parameter.requires_grad for parameter in vision_parameters(self._model).values())
 
     def positions(self, length: int, images: Sequence[ImageSpan]) -> Tensor | None:
         """Return ``[3, length]`` time, row and column of each token; None if the model has plain positions."""
@@ -75,11 +84,11 @@ class VisionTower:
         Raises:
             TrainingError: If an image has another number of tokens than its span.
         """
-        parts = [[image] for image in images] if one_by_one else [images]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains):
-            features = [
-                feature for part in parts for feature in image_features(self._model, [pixels for _, pixels in part])
-            ]
+        pixels = [one for _, one in images]
+        trains = any(parameter.requires_grad for parameter in vision_parameters(self._model).values())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            parts = [[one] for one in pixels] if one_by_one else [pixels]
+            features = [feature for part in parts for feature in image_features(self._model, part)]
         for (span, _), feature in zip(images, features, strict=True):
             if len(feature) != span.length:
                 raise TrainingError(
