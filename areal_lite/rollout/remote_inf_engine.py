@@ -27,7 +27,7 @@ class RemoteInfEngine(EngineLifecycle):
     """Runs episodes against inference servers. A context manager, or ``initialize`` and ``destroy``.
 
     Every blocking method has an async form for callers inside an event loop: ``asubmit``, ``await_results``,
-    ``arollout_batch``, ``aprepare_batch``, ``abegin_source``, ``aclose_source``, ``apause``, ``aresume``,
+    ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``,
     ``aset_version``, ``aupdate_weights``, ``aupdate_weights_from_disk``, ``aprobe``. Both forms are one
     operation that runs on the engine's loop.
     """
@@ -124,17 +124,6 @@ class RemoteInfEngine(EngineLifecycle):
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn)
         return self._executor.batches.prepare(source, recipe, group_size)
 
-    def _begin_source(
-        self,
-        source: Iterable[Any],
-        workflow: WorkflowLike,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: ShouldAcceptFn | str | None = None,
-    ) -> Coroutine[Any, Any, None]:
-        """Start groups of the batch that :meth:`prepare_batch` will return, and return at once."""
-        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn)
-        return self._executor.batches.begin(source, recipe)
-
     async def _close_source(self, source: Iterable[Any]) -> None:
         """Stop drawing from ``source``, cancel its groups that are in no batch yet, and give them back to it."""
         await self._executor.batches.close_source(source)
@@ -183,7 +172,6 @@ class RemoteInfEngine(EngineLifecycle):
     prepare_batch, aprepare_batch = blocking_and_async(
         _prepare_batch, unclaimed=lambda self, batch: self._executor.batches.unclaimed(batch)
     )
-    begin_source, abegin_source = blocking_and_async(_begin_source)
     close_source, aclose_source = blocking_and_async(_close_source)
     probe, aprobe = blocking_and_async(_probe)
     pause, apause = blocking_and_async(_pause)

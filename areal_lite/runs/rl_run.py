@@ -194,8 +194,6 @@ def run_rl(
         files = stack.enter_context(open_run_files(config, start, on_step))
         if driver is not None:
             driver.engine = stack.enter_context(generating_engine(config, files.run_dir))
-            if start.checkpoint is None and not config.rollout.addresses:  # the servers have the weights of version 0
-                driver.begin()
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
         dtype = getattr(torch, config.server.dtype)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from areal_lite.api.trajectory import Group, TurnRewards
-from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.data_proto_file import BatchCache
@@ -51,11 +49,6 @@ class RolloutDriver:
         self._cache = _batch_cache(config, baselines=self._baselines)
         self._reward_model = make_reward_model(config)
         self._groups: list[Group] = []
-
-    def begin(self) -> None:
-        """Start the episodes of the first batch, so that they run while the trainer loads."""
-        if self._cache is None:
-            self.engine.begin_source(self.data.source, *self._recipe())
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step: whole groups with rewards, and baselines if the estimator needs them. A
@@ -115,18 +108,16 @@ class RolloutDriver:
         return self.engine.take_scalars(is_eval=True) | self.engine.take_scalars()
 
     def _generate(self, step: int) -> list[Group]:
-        groups = self.engine.prepare_batch(self.data.source, *self._recipe())
-        if step == self._config.trainer.steps:
+        config, workflow = self._config, self._workflow
+        kwargs = workflow.kwargs(config, config.rollout.gconfig)
+        groups = self.engine.prepare_batch(self.data.source, workflow.workflow, kwargs, config.should_accept_fn)
+        if step == config.trainer.steps:
             self.engine.close_source(self.data.source)
         self._groups = groups
-        apply_reward_model(self._reward_model, groups, self._config)
+        apply_reward_model(self._reward_model, groups, config)
         if self._baselines:
             self._generate_baselines(groups)
         return groups
-
-    def _recipe(self) -> tuple[WorkflowLike, dict[str, Any], str | None]:
-        config = self._config
-        return self._workflow.workflow, self._workflow.kwargs(config, config.rollout.gconfig), config.should_accept_fn
 
     def _generate_baselines(self, groups: Sequence[Group]) -> None:
         """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""

@@ -233,7 +233,7 @@ def test_areal_lite_alone_shows_the_help(capsys):
 def test_help_lists_the_sections_and_shows_the_keys_of_one():
     done = areal_lite("train", "--help", env={**os.environ, "COLUMNS": "80"})
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\ntrainer        Optimizer, algorithm and losses. 54 keys.\n" in done.stdout
+    assert "\ntrainer        Optimizer, algorithm and losses. 57 keys.\n" in done.stdout
     assert "learning_rate" not in done.stdout
     assert len(done.stdout.splitlines()) < 30
     section = areal_lite("train", "-h", "trainer").stdout

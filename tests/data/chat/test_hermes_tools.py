@@ -14,9 +14,20 @@ def test_tools_and_calls_keep_their_letters():
 
 
 def test_of_a_result_in_parts_the_texts_are_kept():
-    parts = [{"type": "text", "text": "a"}, {"type": "image"}, "text", {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "other"}, "text", {"type": "text", "text": "b"}]
     [result] = in_hermes_form([{"role": "tool", "content": parts}], None)
     assert result == {"role": "user", "content": "<tool_response>\na\nb\n</tool_response>"}
+
+
+def test_the_images_of_a_result_stay_parts_between_the_marks():
+    def text(value):
+        return {"type": "text", "text": value}
+
+    parts = [text("a"), {"type": "image"}]
+    messages = [{"role": "tool", "content": parts}, {"role": "tool", "content": "b"}]
+    [result] = in_hermes_form(messages, None)
+    before, after = text("<tool_response>\n"), text("\n</tool_response>")
+    assert result["content"] == [before, *parts, after, text("\n"), text("<tool_response>\nb\n</tool_response>")]
 
 
 def test_a_template_may_write_tools_with_the_prompt_for_an_answer():

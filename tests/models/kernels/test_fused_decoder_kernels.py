@@ -164,7 +164,7 @@ def assert_attention(tokens: Tokens, scale: float = 1.0) -> None:
     rounding = ((exactly_read - read.view(rows, queries, width).float()) * by_head).sum(-1).detach()
     (below,) = torch.autograd.grad((exactly_read * by_head).sum() + (normalizer * rounding).sum(), still)
     (back,) = torch.autograd.grad(turning, exact, below)
-    assert_rounded(found, back.flatten(1), atol=1e-4 * (1 + scale**2))
+    assert_rounded(found, back.flatten(1), atol=3e-4 * (1 + scale**2))
 
 
 @needs_compiler

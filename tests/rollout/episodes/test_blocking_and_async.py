@@ -18,7 +18,6 @@ FORMS = {
     "wait": "await_results",
     "rollout_batch": "arollout_batch",
     "prepare_batch": "aprepare_batch",
-    "begin_source": "abegin_source",
     "close_source": "aclose_source",
     "pause": "apause",
     "resume": "aresume",
