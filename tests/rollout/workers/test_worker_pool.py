@@ -194,6 +194,7 @@ def test_a_killed_worker_fails_its_own_groups_and_is_started_again(
 ) -> None:
     engine = start_engine(start_stub(), workers=2, consumer_batch_size=8, dump_to_file=True)
     before = {scalar(group, "pid") for group in engine.rollout_batch([{}] * 4, Scripted)}
+    engine.set_version(3)
     hanging = [engine.submit({"do": "hang"}, Scripted) for _ in range(2)]
     dying = engine.submit({"do": "die", "mark": str(tmp_path / "mark")}, Scripted)
     ended = engine.wait(2, timeout=20)
@@ -205,8 +206,10 @@ def test_a_killed_worker_fails_its_own_groups_and_is_started_again(
     (other,) = {*hanging, dying} - {group.task_id for group in ended}
     until(lambda: "starting it again" in caplog.text)
     until(lambda: len({scalar(g, "pid") for g in engine.rollout_batch([{}] * 4, Scripted)}) == 2)
-    after = {scalar(group, "pid") for group in engine.rollout_batch([{}] * 4, Scripted)}
+    groups = engine.rollout_batch([{}] * 4, Scripted)
+    after = {scalar(group, "pid") for group in groups}
     assert len(after & before) == 1
+    assert {scalar(group, "engine_version") for group in groups} == {3}
     with pytest.raises(TimeoutError, match="0 of 1"):
         engine.wait(1, timeout=0.01)
     ends: list[Group] = []
