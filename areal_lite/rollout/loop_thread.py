@@ -147,4 +147,5 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self.thread.join(timeout=5)
         if not self.thread.is_alive():
-            self._loop.close()
+            with contextlib.suppress(OSError):  # uvloop's, if a peer closes a connection at this moment
+                self._loop.close()
