@@ -14,7 +14,8 @@ machine; they take turns, and medians of the rounds count. Prompts have 20 to 60
 * ``generate``: ``model.generate`` on a static batch, all prompts there from the start, sampling at temperature 1.
 * ``continuous``, with ``--continuous``: ``model.generate_batch`` of transformers, all requests there from the start.
 
-A time to the first token is that of a request for one; between tokens is what 64 take more, by each of the others.
+A time to the first token is that of a request for one. What a whole answer takes more, by each of its other tokens, is
+the time between tokens.
 Ratios are to llama.cpp, else to vLLM, else to ``generate``. The limit is that of decoding alone, by
 benchmarks/roofline.py.
 """
@@ -166,12 +167,12 @@ def served_rate(
 
 
 def waiting_times(address: str, dialect: Any, args: argparse.Namespace, draw: Draw, in_flight: int) -> dict[str, float]:
-    """Return the milliseconds to the first token and between tokens."""
-    first, all_ = (
+    """Return the milliseconds to the first token and to a whole answer."""
+    first, whole = (
         1e3 * asyncio.run(served(address, dialect, draw(max(4, 2 * in_flight)), in_flight, tokens))
         for tokens in (1, args.new_tokens)
     )
-    return {"to the first token": first, "between tokens": (all_ - first) / (args.new_tokens - 1)}
+    return {"to the first token": first, "to a whole answer": whole}
 
 
 def transformers_rate(model: Any, args: argparse.Namespace, draw: Draw, in_flight: int, *, continuous: bool) -> float:
