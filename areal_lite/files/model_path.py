@@ -102,15 +102,18 @@ def stored_config(model_path: str) -> dict[str, Any]:
     return config
 
 
-def check_image_model(model_path: str) -> None:
-    """Check that a model directory does not hold a model that reads images in a way that is not computed here; a name
-    on the Hub is checked when it is loaded."""
+def check_image_model(model_path: str, *, trains_vision: bool = False) -> None:
+    """Check that a model directory does not hold a model that reads images in a way that is not computed here, or none
+    that does with ``trains_vision``; a name on the Hub is checked when it is loaded."""
     try:
         config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
     except (OSError, ValueError):
         return  # not a directory, or check_model_path and the loader say more
-    if isinstance(config, dict):
-        check_vision_family(config, model_path)
+    if isinstance(config, dict) and not check_vision_family(config, model_path) and trains_vision:
+        raise ConfigError(
+            f"trainer.vision is train, and model_path {model_path!r} is a {config.get('model_type')} model, which "
+            f"reads no images: remove trainer.vision, or use one of {', '.join(VISION_MODELS)}"
+        )
 
 
 def check_vision_family(config: Mapping[str, Any], model_path: str) -> bool:

@@ -75,7 +75,7 @@ def check_learnable(config: RunConfig) -> None:
     critic, rollout = config.trainer.critic, config.rollout
     check_scorable(config.model_path)
     check_heads(config.model_path, config.trainer.sp_size)
-    check_image_model(config.model_path)
+    check_image_model(config.model_path, trains_vision=config.trainer.vision == "train")
     critic_path = None if critic is None else critic.model_path
     for key, path in (("reward_model", config.reward_model), ("trainer.critic.model_path", critic_path)):
         if path is not None:

@@ -95,7 +95,7 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
-    check_image_model(config.model_path)
+    check_image_model(config.model_path, trains_vision=config.trainer.vision == "train")
     check_scorable(config.model_path)
     check_heads(config.model_path, config.trainer.sp_size)
     config = with_dtypes(config)

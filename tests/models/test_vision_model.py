@@ -106,5 +106,7 @@ def test_other_models_with_images_are_refused_by_name(tmp_path: Path, refused: s
 
 def test_models_of_text_are_loaded_as_before(tiny: Path) -> None:
     check_image_model(str(tiny))
+    with pytest.raises(ConfigError, match="trainer.vision is train, .* which reads no images: remove trainer.vision"):
+        check_image_model(str(tiny), trains_vision=True)
     assert auto_class_of(str(tiny)) is transformers.AutoModelForCausalLM
     assert auto_class_of(str(tiny / "absent")) is transformers.AutoModelForCausalLM
