@@ -6,11 +6,11 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --no-compile
 KEEP := PYTHONDONTWRITEBYTECODE=
 AGENTS := .venv-agents
-# One thread per process, and none that spins while it waits: two processes of tests share the cores, and one waits for
-# servers to start while the other computes. Hundreds of processes start, so compiled bytecode is kept.
+# One thread per process, and none that spins while it waits: three processes of tests share two cores, and one waits for
+# servers to start while the others compute. Hundreds of processes start, so compiled bytecode is kept.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(KEEP)
 
-.PHONY: install demo test test-slow test-agents test-environments test-browser test-servers test-versions fuzz mutants lint format bench docs clean
+.PHONY: install demo test test-slow test-agents test-environments test-ray test-browser test-servers test-versions fuzz mutants lint format bench docs clean
 
 install: .venv/installed
 
@@ -32,12 +32,13 @@ demo: .venv/demo
 	$(KEEP) $(BIN)/python examples/demo.py
 
 test: install
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: install
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow
 
-# The SDKs of agents, in an environment of their own; npm's openai if there is a node.
+# The SDKs of agents, in an environment of their own; npm's openai and coding agents if there is a node.
+CLIS := @anthropic-ai/claude-code@2.1.197 @google/gemini-cli@0.61.0 @openai/codex@0.171.0
 test-agents: $(AGENTS)/installed
 	$(TEST_ENV) $(AGENTS)/bin/python -m pytest -m agents tests/agents/test_agent_examples.py
 
@@ -46,14 +47,19 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 	$(AGENTS)/bin/python -m pip install -q torch==2.13.0 -c constraints.txt
 	$(AGENTS)/bin/python -m pip install -q -e '.[agents]' hypothesis pytest pytest-timeout -c constraints.txt
 	mkdir -p $(AGENTS)/node
-	-npm install --silent --prefix $(AGENTS)/node openai@6.49.0
+	-npm install --silent --prefix $(AGENTS)/node openai@6.49.0 $(CLIS)
 	touch $@
 
 # Every task of the libraries behind env: PREFIX:NAME, which it installs. UPDATE_TABLE=1 writes docs/environments.md.
 test-environments: install
 	$(BIN)/python -m pip install -q -e '.[environments]' -c constraints.txt
 	-$(BIN)/python -m pip install -q skyrl-gym
-	$(TEST_ENV) $(BIN)/python -m pytest -m "environments or not environments" -s tests/environments
+	$(TEST_ENV) $(BIN)/python -m pytest -m "environments or not environments" -s tests/environments tests/tools/env_check
+
+# Ray's own cluster of several nodes on this machine.
+test-ray: install
+	$(BIN)/python -m pip install -q -e '.[ray]' -c constraints.txt
+	$(TEST_ENV) $(BIN)/python -m pytest -m ray -s tests/cluster
 
 # The page of areal-lite view in Chromium, which the system provides: apt-get install chromium.
 test-browser: install

@@ -4,14 +4,10 @@ Importing this package loads neither torch nor transformers, sets no environment
 installs no event loop policy.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import TYPE_CHECKING
-
-from areal_lite.areal import import_paths
-from areal_lite.areal.names import missing_name
+from areal_lite.areal import names
 
 if TYPE_CHECKING:
     from areal_lite import api
@@ -30,7 +26,7 @@ _LAZY = {
     "workflow_context": "areal_lite.rollout.workflow_context",
 }
 
-sys.meta_path.append(import_paths)  # asked last, for the import paths of AReaL
+sys.meta_path.append(names)  # asked last, for the import paths of AReaL
 
 if not TYPE_CHECKING:
 
@@ -38,7 +34,7 @@ if not TYPE_CHECKING:
         if name in _LAZY:
             module = importlib.import_module(_LAZY[name])
             return getattr(module, name, module)
-        raise missing_name(__name__, name)
+        raise names.missing_name(__name__, name)
 
 
 def __dir__() -> list[str]:

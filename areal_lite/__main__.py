@@ -1,7 +1,6 @@
 """``python -m areal_lite`` is ``areal-lite``."""
 
 import sys
-
 from areal_lite.cli.main import main
 
 if __name__ == "__main__":

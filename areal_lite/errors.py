@@ -12,8 +12,6 @@ ArealLiteError            70  base of all errors
 └── CheckpointError       78  no valid checkpoint to resume from
 """
 
-from __future__ import annotations
-
 
 class ArealLiteError(Exception):
     """Base class; ``exit_code`` is the exit code of the command line."""

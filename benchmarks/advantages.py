@@ -8,21 +8,19 @@ the median over repeats, in milliseconds of the core; `inputs` is the check of t
 """
 
 from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs, Turns
-from areal_lite.trainer.estimators.grouping import normalize_advantages
+from areal_lite.trainer.estimators.inputs import normalize_advantages
 from benchmarks.report import Figure, make_parser, write_figures
 
 GROUPS = [

@@ -12,7 +12,6 @@ Bars: at most 2 ms are added to the first token (median); no stream is dropped.
 """
 
 from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -25,7 +24,6 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
 import aiohttp
 import orjson
 from aiohttp import web

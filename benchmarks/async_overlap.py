@@ -30,7 +30,6 @@ mean staleness <= 1 at bound 2. docs/benchmarks.md has figures.
 """
 
 from __future__ import annotations
-
 import argparse
 import asyncio
 import random
@@ -45,7 +44,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
-
 import torch
 from aiohttp import web
 

@@ -16,14 +16,12 @@ distinct prefixes, the fewest that anyone could compute. The bar is ratio >= 0.8
 """
 
 from __future__ import annotations
-
 import multiprocessing
 import sys
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-
 import numpy as np
 import torch
 
@@ -165,11 +163,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     if args.smoke:
-        args.repeats = args.layers = args.groups = 1
-        args.members = 2
+        args.repeats = args.layers = args.groups = args.members = 1
     ways = ("path by path", "tree")
-    # Before this process computes anything, so that each peak is of one way alone.
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+    # A process for each: a peak never falls. Here nothing was computed yet, so that a fork of this one starts clean.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         peaks = dict(zip(ways, pool.imap(partial(memory, args), ways), strict=True))
     work = Workload(args)
     tokens = {way: num_tokens(work.plans[way]) for way in ways}

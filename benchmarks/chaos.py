@@ -22,7 +22,6 @@ Prints one JSON object; the exit code is 1 if a check failed. docs/benchmarks.md
 """
 
 from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -44,7 +43,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
 import orjson
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -5,7 +5,6 @@ truth. Faults of single replies are drawn from the seed; the others last as long
 """
 
 from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -15,7 +14,6 @@ import time
 from collections import deque
 from pathlib import Path
 from typing import Any
-
 import orjson
 import uvloop
 from aiohttp import web

@@ -5,7 +5,6 @@ weights. Its orders come on stdin and its news leave on stdout, both as JSON lin
 """
 
 from __future__ import annotations
-
 import asyncio
 import faulthandler
 import json
@@ -17,7 +16,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 import uvloop
@@ -233,7 +231,7 @@ def rows_of(settings: dict[str, Any]) -> list[dict[str, Any]]:
 def shorten_waits(settings: dict[str, Any]) -> None:
     """Give hung servers and episodes seconds instead of minutes, so that many faults fit into the run."""
     reconciler.SILENCE_S = 2.0
-    reconciler.STRAGGLER_S = 2.0
+    reconciler.STRAGGLER_S /= 15
     reconciler.IDLE_WATCH_S = 1.0
     server_requests.CONTROL_TIMEOUT_S = 2.0
     group_runner.CANCEL_GRACE_S = settings["grace_s"]

@@ -4,14 +4,12 @@ python benchmarks/data_source.py [--rows 1000000]
 """
 
 from __future__ import annotations
-
 import resource
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-
 import datasets
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

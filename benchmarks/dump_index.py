@@ -11,7 +11,6 @@ Bars at a million episodes: open <= 1 s, any filter's first page <= 0.2 s with i
 """
 
 from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -24,7 +23,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import orjson
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

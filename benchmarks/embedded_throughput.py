@@ -21,7 +21,6 @@ benchmarks/roofline.py.
 """
 
 from __future__ import annotations
-
 import argparse
 import asyncio
 import random
@@ -37,7 +36,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import aiohttp
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -47,10 +45,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.config.server_config import ServerConfig
+from areal_lite.processes.ports import free_ports
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.programs.server_group import check_servers, make_servers
-from areal_lite.servers.programs.server_process import free_ports
 from areal_lite.servers.programs.server_program import ServedModel
 from benchmarks.llama_cpp import in_bfloat16
 from benchmarks.report import Figure, make_parser, of_limit, write_figures

@@ -11,7 +11,6 @@ docs/benchmarks.md has the figures and the machine they are from.
 """
 
 from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -25,7 +24,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import aiohttp
 import orjson
 import torch

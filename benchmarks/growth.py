@@ -8,7 +8,6 @@ episodes.
 """
 
 from __future__ import annotations
-
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor

@@ -5,7 +5,6 @@ of this process; the stub server is another.
 """
 
 from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -17,12 +16,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import orjson
 import uvloop
 from aiohttp import web
-
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
@@ -135,7 +132,6 @@ def _serve(ready: Any, count: int) -> None:
 def in_flight(count: int) -> dict[int, Measured]:
     """Return rate, CPU and memory of ``rollout_batch`` with ``count`` episodes in flight, beside the bare loop's."""
     import torch
-
     from benchmarks.engine_throughput import bare_round, engine_round, timed
 
     torch.set_num_threads(1)
@@ -160,7 +156,6 @@ def in_flight(count: int) -> dict[int, Measured]:
 def episodes(total: int) -> dict[int, Measured]:
     """Return CPU and memory of one engine that trains ``total`` episodes in steps of 500, with a weight update each."""
     import torch
-
     from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
     from benchmarks.engine_throughput import OneCall
 
@@ -295,7 +290,6 @@ def _turn_costs(count: int, turn_s: float, end_s: float, memory_mb: float) -> Me
 def rows(count: int) -> dict[int, Measured]:
     """Return what a file of ``count`` rows costs: loading, first batch, draws, the saved state."""
     import datasets
-
     from areal_lite.data.rows.row_files import load_dataset
 
     datasets.disable_progress_bars()
@@ -410,7 +404,7 @@ def servers(count: int) -> dict[int, Measured]:
         await client.update_weights(WeightFolder("unused", next(versions)))
         examine = client._reconciler.examine
         checked = await async_cpu_s(asyncio.gather(*map(examine, client.pool.servers)))
-        client.gate.hold()
+        client.gate.hold("trainer")
         waiting = [asyncio.create_task(ask(1)) for _ in range(MAX_PER_SERVER * count)]
         await asyncio.sleep(0)
         published = await async_cpu_s(client.update_weights(WeightFolder("unused", next(versions))))

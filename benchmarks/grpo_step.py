@@ -10,7 +10,6 @@ training, by benchmarks/roofline.py.
 """
 
 from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -60,7 +59,6 @@ def limit_of(model: str, metrics: dict[str, Any], *, smoke: bool) -> float:
     """Return the least seconds of a step with these lengths on all cores, prompts computed once per group."""
     import torch
     from transformers import AutoConfig
-
     from benchmarks.roofline import decode_limit, limits, training_limit
 
     config = AutoConfig.from_pretrained(model)
@@ -85,7 +83,6 @@ def trl_steps(python: str, model: str, steps: int) -> list[float]:
 def run_trl(path: Path, model: str, steps: int) -> None:
     """Train with TRL and print the seconds of each step."""
     import re
-
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

@@ -6,7 +6,6 @@ Serves until its input ends. Flash attention, batch sizes and the cache of promp
 """
 
 from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

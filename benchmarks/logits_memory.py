@@ -4,14 +4,12 @@ python benchmarks/logits_memory.py [--tokens 8192] [--vocabulary 151936]
 """
 
 from __future__ import annotations
-
 import argparse
 import multiprocessing
 import resource
 import sys
 from functools import partial
 from pathlib import Path
-
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -24,14 +24,12 @@ One run on one core of an AMD EPYC (Zen 4, AVX512-BF16), torch 2.13, seconds of 
 """
 
 from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM

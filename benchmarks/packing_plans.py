@@ -9,14 +9,12 @@ long item can make that impossible.
 """
 
 from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import ParamSpec, TypeVar
-
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

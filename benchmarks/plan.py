@@ -10,9 +10,7 @@ in this process and judges nothing. docs/benchmarks.md has figures.
 """
 
 from __future__ import annotations
-
 import argparse
-import dataclasses
 import json
 import subprocess
 import sys
@@ -24,7 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import yaml
-
 from benchmarks.report import Figure, make_parser, write_figures
 from tests.fixtures.tiny_model import build_tiny_model
 
@@ -79,7 +76,7 @@ def figures_here(mode: str, config: str, *overrides: str) -> dict[str, Any]:
         measured = Measurements(warm_up_steps=1 + loaded.rollout.max_head_offpolicyness)
         measure(loaded, measured)
         made = predict(loaded, measured)
-    return dataclasses.asdict(made)
+    return made._asdict()
 
 
 def figures_of(mode: str, *arguments: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ files, and the tests read them at the smallest size. Figures are finite and abov
 """
 
 from __future__ import annotations
-
 import argparse
 import json
 import os

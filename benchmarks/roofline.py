@@ -11,7 +11,6 @@ matrix products and reading weights and keys and values, so that nothing can be 
 """
 
 from __future__ import annotations
-
 import itertools
 import sys
 import time
@@ -20,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

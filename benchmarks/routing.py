@@ -11,7 +11,6 @@ the emptiest tenth of the servers within 5 % of the mean.
 """
 
 from __future__ import annotations
-
 import heapq
 import random
 import statistics

@@ -6,7 +6,6 @@ Writes NAME.json of each and table.md to the folder. A benchmark that fails does
 """
 
 from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,7 +9,6 @@ The decode step is timed without the profiler too, beside its limit by benchmark
 """
 
 from __future__ import annotations
-
 import statistics
 import sys
 import tempfile
@@ -19,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig

@@ -14,7 +14,6 @@ with one thread, slower with two).
 """
 
 from __future__ import annotations
-
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM

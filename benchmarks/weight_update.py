@@ -46,7 +46,6 @@ began with.
 """
 
 from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics
@@ -63,7 +62,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from transformers import AutoModelForCausalLM
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.models.adapter_shape import AdapterShape

@@ -5,7 +5,6 @@ lists the names of ``__all__`` for mkdocstrings, which reads docstrings without 
 """
 
 from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

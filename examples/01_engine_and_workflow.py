@@ -4,12 +4,9 @@ python examples/01_engine_and_workflow.py [MODEL_FOLDER]
 """
 
 from __future__ import annotations
-
 import sys
 from typing import Any
-
 import torch
-
 from areal_lite.api import (
     GenerationHyperparameters,
     InferenceEngine,

@@ -6,12 +6,9 @@ Tokens are recorded exactly as sampled. The second call extends the first, so bo
 """
 
 from __future__ import annotations
-
 import sys
 from typing import Any
-
 from openai import AsyncOpenAI
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs.embedded_server import EmbeddedServer

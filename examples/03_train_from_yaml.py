@@ -6,11 +6,9 @@ PASSIVE lets idle threads of the trainer and the server sleep, not spin; `areal-
 """
 
 from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
-
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 

@@ -7,13 +7,10 @@ In a YAML, the filter is `should_accept_fn: my_file.rewards_differ`.
 """
 
 from __future__ import annotations
-
 import re
 import sys
 from typing import Any
-
 from openai import AsyncOpenAI
-
 from areal_lite.api import AsyncRewardWrapper, GenerationHyperparameters, InferenceEngineConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs.embedded_server import EmbeddedServer

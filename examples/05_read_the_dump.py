@@ -6,7 +6,6 @@ docs/trajectories.md describes every field; schemas 1 and 2 read alike.
 """
 
 from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

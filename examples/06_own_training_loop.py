@@ -4,12 +4,9 @@ OMP_WAIT_POLICY=PASSIVE python examples/06_own_training_loop.py [MODEL_FOLDER] [
 """
 
 from __future__ import annotations
-
 import sys
 import tempfile
-
 from openai import AsyncOpenAI
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data import RolloutDataSource, SourceSettings

@@ -4,14 +4,11 @@ OMP_WAIT_POLICY=PASSIVE python examples/07_sft.py [MODEL_FOLDER] [key=value ...]
 """
 
 from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
-
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from areal_lite.config.loader import load_config
 from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.data import load_rows

@@ -4,14 +4,11 @@ python examples/08_async_engine.py [MODEL_FOLDER]
 """
 
 from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-
 from openai import AsyncOpenAI
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs.embedded_server import EmbeddedServer

@@ -5,15 +5,12 @@ OMP_WAIT_POLICY=PASSIVE python examples/10_vision_sft.py [MODEL_FOLDER] [colour 
 """
 
 from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
 from typing import Any
-
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-
 from areal_lite.config.loader import load_config
 from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.data import load_rows

@@ -4,7 +4,6 @@ Trains SmolLM2-135M with configs/demo.yaml and the agent in workflows/largest_nu
 """
 
 from __future__ import annotations
-
 import os
 import sys
 import time
@@ -17,7 +16,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 sys.path.insert(0, str(Path.cwd()))
 
 from smollm2 import smollm2
-
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 from areal_lite.tools.inspect.plot import plot_metrics

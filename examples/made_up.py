@@ -1,7 +1,6 @@
 """Conversations about made-up animals, which a model can only know from training on them."""
 
 from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

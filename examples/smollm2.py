@@ -4,7 +4,6 @@ python examples/smollm2.py [FOLDER]        # default: runs/models/SmolLM2-135M-I
 """
 
 from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,12 +1,10 @@
 """Pictures of coloured squares, with a question that only the picture answers: which colour, or how many."""
 
 from __future__ import annotations
-
 import base64
 import io
 import random
 from typing import Any
-
 from openai import AsyncOpenAI
 from PIL import Image
 

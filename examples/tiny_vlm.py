@@ -4,10 +4,8 @@ Its tokenizer knows bytes; a picture of :mod:`examples.squares` has 4 tokens.
 """
 
 from __future__ import annotations
-
 import sys
 from pathlib import Path
-
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration

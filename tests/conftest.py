@@ -3,12 +3,10 @@
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
 import pytest
 from hypothesis import settings
-
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from tests import fork_server
 from tests.fixtures.tiny_model import build_tiny_model
@@ -37,16 +35,17 @@ def pytest_collection_finish() -> None:
 
 
 LONGEST = (
+    "benchmarks/test_smoke.py",
     "e2e/test_stopping.py",
     "e2e/test_training_run.py",
     "e2e/test_supervised.py",
+    "models/parallel/test_mesh.py",
+    "models/parallel/test_distributed.py",
     "examples/test_examples.py",
+    "e2e/test_smollm2.py",
     "rollout/workers/test_worker_pool.py",
     "e2e/test_exact_resume.py",
-    "e2e/test_smollm2.py",
     "e2e/test_resume.py",
-    "benchmarks/test_smoke.py",
-    "models/parallel/test_distributed.py",
     "trainer/checkpoint/test_crash_resume.py",
     "agents/isolation/test_agent_isolation.py",
     "cli/test_commands.py",
@@ -79,3 +78,16 @@ def tiny_server(tiny_model: Path) -> Iterator[str]:
     """
     with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
         yield server.address
+
+
+@pytest.fixture
+def stray_exceptions(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return the exceptions of tasks that nobody awaited since the test began, without those of tests before it."""
+    gc.collect()
+    caplog.clear()
+
+    def found() -> list[str]:
+        gc.collect()
+        return [message for message in caplog.messages if "never retrieved" in message]
+
+    return found

@@ -1,9 +1,9 @@
 """Forks Python programs from a process that has imported torch and transformers, which takes seconds in each new one.
 
-:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...``, torchrun itself and
-scripts of this repository then begin in a fork of the server below; every other command starts as always. To its
-starter and itself such a program is like one that was started: the same parent, process group, files, directory,
-variables, ``sys.argv`` and ``sys.path``, and it ends through the interpreter's own end.
+:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...``, torchrun itself,
+scripts of this repository, and workers and writers of dumps then begin in a fork of the server below; every other
+command starts as always. To its starter and itself such a program is like one that was started: the same parent,
+process group, files, directory, variables, ``sys.argv`` and ``sys.path``, and it ends through the interpreter's end.
 
 What makes that true, step by step, since none of it shows when it is wrong:
 
@@ -15,12 +15,12 @@ What makes that true, step by step, since none of it shows when it is wrong:
    program, whose end of their connection closes then.
 4. A fork cannot change what libraries read from the environment at import. A command whose variables differ there
    (``_READ_AT_IMPORT``) starts as always, as does one with another interpreter or with flags.
-5. Generators of random numbers are copied by a fork: Python's seeds itself again, numpy's is seeded here, and torch's
+5. A writer of dumps loads transformers as if torch were missing: what transformers keeps of finding torch is undone.
+6. Generators of random numbers are copied by a fork: Python's seeds itself again, numpy's is seeded here, and torch's
    begins with the same seed in every process anyway.
 """
 
 from __future__ import annotations
-
 import ctypes
 import fcntl
 import gc
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -42,10 +43,15 @@ _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TOR
 _PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",
+    "openai.resources.chat.completions",
+    "torch.distributed.run",
+    "areal_lite.agents.agent_workflow",
     "areal_lite.cli.main",
     "areal_lite.runs.entry_points",
     "areal_lite.runs.rl_run",
     "areal_lite.runs.supervised_run",
+    "areal_lite.rollout.dumps.dump_writer",
+    "areal_lite.rollout.workers.worker_process",
     "areal_lite.embedded.routes.control_routes",
     "areal_lite.embedded.routes.generation_routes",
 )
@@ -53,7 +59,8 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 _LENGTH = struct.Struct("!I")
 _MOST_DESCRIPTORS = 64
 _LONGEST_COMMAND = 4000
-_RealPopen = subprocess.Popen
+RealPopen = subprocess.Popen
+"""For a test whose programs must start as always."""
 
 
 def _read_at_import(environment: Any) -> dict[str, str]:
@@ -75,7 +82,9 @@ class _Client:
         """Return whether a fork does what the command would do."""
         if len(command) < 2 or command[0] != sys.executable:
             return False
-        if command[1] == "-m":
+        if command[1:3] == ["-P", "-c"]:  # as main_command() makes it; the other programs that it starts import little
+            ours = "; from areal_lite.rollout." in command[3]
+        elif command[1] == "-m":
             name = command[2] if len(command) > 2 else ""
             ours = name.partition(".")[0] == "areal_lite" or name == "torch.distributed.run"
         else:
@@ -103,14 +112,14 @@ class _Client:
         path = {"PYTHONPATH": str(ROOT)}
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), " " * _LONGEST_COMMAND]
-            self._process = _RealPopen(command, pass_fds=(theirs.fileno(),), env=os.environ | _ENVIRONMENT | path)
+            self._process = RealPopen(command, pass_fds=(theirs.fileno(),), env=os.environ | _ENVIRONMENT | path)
         return ours
 
 
 _client = _Client()
 
 
-class _Popen(_RealPopen):  # type: ignore[type-arg]
+class _Popen(RealPopen):  # type: ignore[type-arg]
     """``subprocess.Popen`` that forks where it can; all else, pipes included, is the base class's."""
 
     def _execute_child(  # type: ignore[no-untyped-def]
@@ -228,7 +237,16 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 def _run(arguments: list[str]) -> None:
     """Run the program as the interpreter would."""
-    if arguments[0] == "-m":
+    if arguments[0] == "-P":
+        if ".dump_writer " in arguments[2]:  # it loads its tokenizer as if there were no torch
+            from transformers.utils import generic, import_utils
+
+            import_utils.is_torch_available.cache_clear()
+            generic._is_torch_available = False
+        sys.argv = ["-c", *arguments[3:]]
+        program = sys.modules["__main__"] = ModuleType("__main__")
+        exec(arguments[2], vars(program))
+    elif arguments[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv = arguments[1:]
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ A run that was stopped continues: ``build/mutants.json`` keeps the calls of each
 """
 
 from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -30,7 +29,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
-
 import mutants_calls
 
 ROOT = Path(__file__).parents[1]

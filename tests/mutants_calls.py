@@ -6,7 +6,6 @@ program that a test starts imports it by ``sitecustomize.py``.
 """
 
 from __future__ import annotations
-
 import ast
 import builtins
 import importlib.machinery

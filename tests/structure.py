@@ -6,7 +6,6 @@ too, so the table stays as short as the truth.
 """
 
 from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Collection, Iterator

@@ -6,7 +6,6 @@ it is killed; in a test it runs in a thread of its own.
 """
 
 from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -14,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-
 import orjson
 from aiohttp import web
 
@@ -69,6 +67,8 @@ class StubServer:
         """Paths that say 503."""
         self.retry_after: str | None = None
         """Header of a 429."""
+        self.image_tokens = 1
+        """Tokens that each image of a prompt becomes."""
         self.told: dict[str, Any] = {"context_length": 4096}
         """What it reports about itself."""
         self.paths: Counter[str] = Counter()
@@ -188,7 +188,7 @@ class StubServer:
         meta: dict[str, Any] = {
             "id": body.get("rid"),
             "finish_reason": finish,
-            "prompt_tokens": len(body["input_ids"]),
+            "prompt_tokens": len(body["input_ids"]) + (self.image_tokens - 1) * len(body.get("image_data", ())),
             "completion_tokens": len(tokens),
             "output_token_logprobs": pairs,
         }

@@ -2,9 +2,7 @@
 
 import re
 from pathlib import Path
-
 import pytest
-
 from tests.structure import check, main
 
 ROOT = Path(__file__).parents[1]

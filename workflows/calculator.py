@@ -1,7 +1,6 @@
 """An agent with a calculator tool. Uses the plain OpenAI SDK only."""
 
 from __future__ import annotations
-
 import ast
 import json
 import math
@@ -9,7 +8,6 @@ import operator
 import random
 import re
 from typing import Any
-
 from openai import AsyncOpenAI
 
 SYSTEM = "Use the calculator for every calculation. End with the result, as a number and nothing else."

@@ -1,11 +1,9 @@
 """A minimal agent that asks for the largest of four numbers. Copy it and change ``run``."""
 
 from __future__ import annotations
-
 import random
 import re
 from typing import Any
-
 from openai import AsyncOpenAI
 
 

@@ -1,10 +1,8 @@
 """Let the model retry after a wrong answer: one sequence of exact tokens, and a reward discounted per retry."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
-
 from areal_lite.agents import ArealOpenAI
 from areal_lite.api import (
     AsyncRewardWrapper,

@@ -1,11 +1,8 @@
 """An agent for any reasoning-gym task; get rows with ``path: reasoning-gym:TASK``."""
 
 from __future__ import annotations
-
 from typing import Any
-
 from openai import AsyncOpenAI
-
 from areal_lite.api import AsyncRewardWrapper
 from areal_lite.environments.reasoning_gym import final_answer, score
 

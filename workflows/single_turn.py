@@ -1,12 +1,9 @@
 """The simplest workflow: one prompt, one answer, one reward, using the engine directly."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
-
 import torch
-
 from areal_lite.api import (
     AsyncRewardWrapper,
     GenerationHyperparameters,

@@ -5,8 +5,6 @@ ones. Imports api, config, data and processes; knows the engine only through api
 :class:`AgentWorkflow` like any other workflow. Read agent_workflow, then doors, session and parsers.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:

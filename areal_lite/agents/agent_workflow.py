@@ -1,20 +1,18 @@
 """The workflow around an agent: opens a session, runs the agent, and turns what it returns into rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import socket_client
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.isolation.agent_processes import pickled_agent, run_in_process
 from areal_lite.agents.isolation.agent_thread import run_in_thread
+from areal_lite.agents.isolation.episode_processes import EpisodeProcesses
 from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
 from areal_lite.agents.session.chat_history import Interactions
 from areal_lite.agents.session.chat_renderer import ChatRenderer, chat_renderer
@@ -25,7 +23,7 @@ from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.reward_value import as_reward
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig, RewardsConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.vision.image_encoder import image_encoder
 from areal_lite.errors import ConfigError, ContextOverflowError
@@ -69,10 +67,12 @@ class AgentWorkflow(RolloutWorkflow):
         session = ChatSession(
             engine, renderer, self._config.eval_gconfig if is_eval else self._config.gconfig, agent_samples=is_eval
         )
-        access = doors.access(doors.service.open(session))
+        access = replace(doors.access(doors.service.open(session)), sandbox=self._config.agents.sandbox)
+        processes = EpisodeProcesses(access.api_key)
         try:
             with access.given():
                 reward = await self._run_agent(data, access, session, shared)
+            await session.settle()
         except Exception as error:
             if session.error is not None:
                 raise session.error from error
@@ -84,6 +84,8 @@ class AgentWorkflow(RolloutWorkflow):
         finally:
             episode_context.record_counts(session.counts())
             doors.service.close(access.api_key)
+            if (killing := processes.end()) is not None:
+                await asyncio.shield(asyncio.wrap_future(killing))
             if context.shared is None:
                 await shared.aclose()
         if session.error is not None:  # a reward after a failed call says nothing about the model
@@ -97,7 +99,12 @@ class AgentWorkflow(RolloutWorkflow):
                 f"and http_client that run() is given, or return None to reject the episode{cause}"
             )
         with attributed_to(FailureKind.REWARD):
-            sequences, parts = rewarded(session, reward, self._config.rewards.weights, self._config.rewards.key)
+            sequences, parts = rewarded(session, reward, self._config.rewards, self._config.agents.train_agents)
+        if not sequences:
+            raise ValueError(
+                f"no answer is of rollout.agents.train_agents {self._config.agents.train_agents}: the episode's agents "
+                f"are {sorted({str(each.model_response.metadata['agent']) for each in session.interactions.values()})}"
+            )
         episode_context.record_counts({f"reward/{name}": value for name, value in parts.items()})
         return sequences
 
@@ -153,9 +160,10 @@ class AgentWorkflow(RolloutWorkflow):
 
 
 def rewarded(
-    session: ChatSession, reward: Any, weights: Mapping[str, float] | None = None, key: str | None = None
+    session: ChatSession, reward: Any, config: RewardsConfig, agents: Sequence[str] | None = None
 ) -> tuple[Interactions, dict[str, float]]:
-    """Return the sequences of an ended session with their rewards, and the parts of the reward by name.
+    """Return the sequences of an ended session with their rewards, those that train ``agents``, and the parts of the
+    reward by name.
 
     | ``run()`` returns | rewards |
     |---|---|
@@ -169,41 +177,38 @@ def rewarded(
     Raises:
         ValueError: If it is none of these.
     """
+    weights, key, parts = config.weights, config.key, {}
+    by_answer: Mapping[Any, Any] | None = None
     if isinstance(reward, Mapping):
         if not reward:
             raise ValueError("run() returned an empty dict: return None to reject the episode")
         if key is not None and key in reward:
-            total = as_reward(reward[key])
             numbers = {str(name): value for name, value in reward.items() if not isinstance(value, str | None)}
-            return _of_episode(session, total), {name: as_reward(value) for name, value in numbers.items()}
-        if weights and reward.keys() <= weights.keys():
+            parts = {name: as_reward(value) for name, value in numbers.items()}
+            reward = reward[key]
+        elif weights and reward.keys() <= weights.keys():
             parts = {str(name): as_reward(value) for name, value in reward.items()}
-            total = sum(weights[name] * value for name, value in parts.items())
-            return _of_episode(session, as_reward(total)), parts
-        return _of_answers(session, reward, weights), {}
-    if isinstance(reward, Sequence) and not isinstance(reward, str | bytes):
+            reward = sum(weights[name] * value for name, value in parts.items())
+        else:
+            by_answer = reward
+    elif isinstance(reward, Sequence) and not isinstance(reward, str | bytes):
         ids = list(session.interactions)
         if len(reward) != len(ids):
             raise ValueError(
                 f"run() returned {len(reward)} rewards for {len(ids)} answers: return one number or None for each"
             )
-        by_id = {key: value for key, value in zip(ids, reward, strict=True) if value is not None}
-        if not by_id:
+        by_answer = {name: value for name, value in zip(ids, reward, strict=True) if value is not None}
+        if not by_answer:
             raise ValueError("run() rewards no answer: return None to reject the episode")
-        return _of_answers(session, by_id, weights), {}
-    return _of_episode(session, as_reward(reward)), {}
-
-
-def _of_episode(session: ChatSession, reward: float) -> Interactions:
-    answers = session.history.export("concat")
-    return {key: replace(answer, reward=reward, episode_reward=reward) for key, answer in answers.items()}
-
-
-def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None) -> Interactions:
-    answers = session.history.export("individual")
-    if unknown := [key for key in rewards if key not in answers]:
+    if by_answer is None:
+        total = as_reward(reward)
+        answers = session.history.export("concat", agents)
+        return {name: replace(answer, reward=total, episode_reward=total) for name, answer in answers.items()}, parts
+    if unknown := [name for name in by_answer if name not in session.interactions]:
         raise ValueError(
-            f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}; "
+            f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(session.interactions)}; "
             f"rollout.rewards.weights names {list(weights) if weights else 'no parts of a reward'}"
         )
-    return {key: replace(answer, reward=as_reward(rewards[key])) for key, answer in answers.items() if key in rewards}
+    answers = session.history.export("individual", agents)
+    given = {name: answer for name, answer in answers.items() if name in by_answer}
+    return {name: replace(answer, reward=as_reward(by_answer[name])) for name, answer in given.items()}, parts

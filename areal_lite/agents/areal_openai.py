@@ -4,14 +4,10 @@ For workflows that call the model themselves. An agent with ``async run()`` uses
 ``ArealOpenAI`` are AReaL's.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
-
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
-
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import BASE_URL, SharedClient
 from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS
@@ -65,16 +61,16 @@ class ArealOpenAI(AsyncOpenAI):
         if engine_max_tokens is not None:
             gconfig = gconfig.new(max_tokens=engine_max_tokens)
         config = getattr(engine, "config", None) or InferenceEngineConfig()
-        if tools_in_system_prompt is None:
-            tools_in_system_prompt = config.agents.tools_in_system_prompt
+        in_prompt = config.agents.tools_in_system_prompt if tools_in_system_prompt is None else tools_in_system_prompt
         path = config.tokenizer_path
         renderer = chat_renderer(
             tokenizer,
             tool_parser=tool_call_parser if tool_call_parser in TOOL_FORMATS else config.agents.tool_parser,
             reasoning_parser="think" if reasoning_parser == "think" else "none",
-            tools_in_system_prompt=tools_in_system_prompt,
+            tools_in_system_prompt=in_prompt,
             images=None if path is None else image_encoder(path, tokenizer, config.run_dir),
         )
+        self.engine = engine
         self.session = ChatSession(engine, renderer, gconfig, agent_samples=True, prompt_ids=prompt_ids)
         self._discounted = self._exported = False
         service = AgentService()
@@ -84,12 +80,9 @@ class ArealOpenAI(AsyncOpenAI):
         completions.create = partial(completions.create, model="default")
 
     def get_interaction(self, completion_id: str) -> InteractionWithTokenLogpReward:
-        """Return the request and answer of a completion, with its tokens.
+        """Return the request and answer of a completion, with its tokens; KeyError if it is not one of this client's.
 
         ``completion`` is a ChatCompletion; of a streamed answer and of other APIs, a dict with its ``id``.
-
-        Raises:
-            KeyError: If the id is not one of this client's.
         """
         interaction = self._interaction(completion_id)
         if isinstance(interaction.completion, dict) and interaction.completion.get("object") == "chat.completion":
@@ -97,34 +90,19 @@ class ArealOpenAI(AsyncOpenAI):
         return interaction
 
     def set_reward(self, completion_id: str, reward: float) -> None:
-        """Set the reward of one completion.
-
-        Raises:
-            KeyError: If the id is not one of this client's.
-            ValueError: If the reward is not a finite number.
-        """
+        """Set the reward of one completion; KeyError if it is not this client's, ValueError if it is not finite."""
         self._interaction(completion_id).reward = as_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
-        """Set the reward of the latest completion.
-
-        Raises:
-            ValueError: If there is none yet, or the reward is not a finite number.
-        """
+        """Set the reward of the latest completion; ValueError if there is none, or the reward is not finite."""
         self.set_reward(self._last_id(), reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> Interactions:
         """Pass rewards back to earlier turns: ``r[i] += turn_discount * r[i + 1]``, from the last to the first.
 
-        Turns count in the order of creation, across branches. A turn without a reward counts as 0; the
-        last one must have one. The first turn's then holds all others, so it is the episode's reward.
-
-        Returns:
-            The interactions by completion id.
-
-        Raises:
-            ValueError: If the last turn has no reward.
-            RuntimeError: If called twice.
+        Turns count in the order of creation, across branches. A turn without a reward counts as 0; the last one must
+        have one, else it is a ValueError. The first turn's then holds all others, so it is the episode's reward. A
+        second call is a RuntimeError. Returns the interactions by completion id.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was called before: a second call would discount twice")
@@ -141,9 +119,8 @@ class ArealOpenAI(AsyncOpenAI):
     def export_interactions(self, style: Style = "individual") -> Interactions:
         """Return what ``arun_episode`` may return: sequences by completion id.
 
-        Args:
-            style: "individual": each answer with a reward is a sequence of its own. "concat": each conversation
-                is a sequence that trains all its answers, with the reward of the last one.
+        "individual": each answer with a reward is a sequence of its own. "concat": each conversation is a sequence
+        that trains all its answers, with the reward of the last one.
         """
         if not self._exported:
             record_counts(self.session.counts())
@@ -162,7 +139,6 @@ class ArealOpenAI(AsyncOpenAI):
             raise KeyError(f"{completion_id!r} is not a completion of this client; it has {known}") from None
 
     def _last_id(self) -> str:
-        try:
-            return next(reversed(self.session.interactions))
-        except StopIteration:
-            raise ValueError("there is no completion to reward yet: call chat.completions.create() first") from None
+        if not self.session.interactions:
+            raise ValueError("there is no completion to reward yet: call chat.completions.create() first")
+        return next(reversed(self.session.interactions))

@@ -1,12 +1,9 @@
 """Words and contracts: what users write against, and the records that all rooms pass on.
 
 Promises that importing it loads no torch; its names load with their first use. May import ``config``, ``processes`` and
-``errors``; called by every room above and by users' files.
-Read workflow_api (what users write), engine_api (what an episode calls), trajectory (what it leaves), turn_tree (how
-that comes about) and tensor_dict (AReaL's view of it).
+``errors``; called by every room above and by users' files. Read workflow_api (what users write), engine_api (what an
+episode calls), trajectory (what it leaves), turn_tree (how that comes about) and tensor_dict (AReaL's view of it).
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING

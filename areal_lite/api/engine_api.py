@@ -1,11 +1,8 @@
 """The inference engine as workflows see it, and what its callers give it beside a workflow: rows and filters."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 
 
@@ -35,6 +32,11 @@ class InferenceEngine(ABC):
             ConfigError: If the request breaks a rule of the server (too long, bad value).
             ServerError: If no server gave a usable answer within the retry budget.
         """
+
+    async def cut_short(self, rid: str) -> bool:
+        """Have the running call with this request id return the tokens that were sampled so far, with the stop reason
+        ``abort``; return whether the engine can."""
+        return False
 
     @abstractmethod
     def get_version(self) -> int:

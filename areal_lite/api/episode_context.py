@@ -1,12 +1,9 @@
 """The episode that the running code belongs to, and what it records there: a contextvar, isolated between episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.shared_resources import SharedResources
@@ -16,10 +13,8 @@ from areal_lite.api.turn_tree import unfinished_trajectory
 
 @dataclass(slots=True, eq=False)
 class Episode(Recorded):
-    """A running episode: its records, its model calls, and what the engine needs to make them.
-
-    It becomes a :class:`Trajectory` when it ends.
-    """
+    """A running episode, until it ends as a :class:`Trajectory`: its records and model calls, and what the engine needs
+    to make them."""
 
     member_idx: int = 0
     calls: list[ModelResponse] = field(default_factory=list)
@@ -57,8 +52,9 @@ class Episode(Recorded):
             calls = [*self.calls, *(answer for answers in self.recorded.values() for answer in answers)]
             self.trajectory = unfinished_trajectory(calls, member_idx=self.member_idx, status=status)
             self.trajectory.failure = failure
-        for name in RECORDED:
-            setattr(self.trajectory, name, getattr(self, name))
+        if self.trajectory.counts is not self.counts:
+            for name in RECORDED:
+                setattr(self.trajectory, name, getattr(self, name))
         return self.trajectory
 
 
@@ -116,14 +112,9 @@ def record_reward_facts(facts: Mapping[str, float | str | None]) -> None:
 
 
 def record_scalars(values: Mapping[str, float]) -> None:
-    """Record numbers of the running episode, by metric name.
-
-    Raises:
-        RuntimeError: Outside an episode, for example in a reward function's worker process.
-        TypeError, ValueError: If a value is not a number.
-    """
-    episode = current().episode
-    if episode is None:
+    """Record numbers of the running episode, by metric name. TypeError or ValueError if a value is not a number,
+    RuntimeError outside an episode, for example in a reward function's worker process."""
+    if (episode := current().episode) is None:
         raise RuntimeError(
             f"{', '.join(values)} cannot be recorded here: metrics belong to a running episode. Record them in "
             "arun_episode() or run(), not in a reward function, which runs in another process"

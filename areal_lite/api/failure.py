@@ -4,8 +4,6 @@ Each error is attributed once, where it crosses a boundary (:func:`attributed_to
 (``failure_kind`` in :mod:`areal_lite.errors`). No code matches on an error's text.
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class Failure:
     """Cause and fix that the message does not give: ``failure_hint`` of the exception."""
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> "Failure":
         """Return the failure of an exception; one without attribution is the agent's."""
         leaf, kind = error, _kind_of(error)
         while isinstance(leaf, BaseExceptionGroup):
@@ -69,7 +67,7 @@ class Failure:
         return cls(kind or FailureKind.AGENT, type(leaf).__name__, message, text, hint)
 
     @classmethod
-    def cancelled(cls, reason: str) -> Failure:
+    def cancelled(cls, reason: str) -> "Failure":
         """Return the failure of an episode that the run stopped."""
         return cls(FailureKind.CANCELLED, "", reason)
 
@@ -88,11 +86,9 @@ class Failure:
 
 
 class attributed_to:
-    """A context manager that attributes an exception raised inside to ``kind``, unless it is attributed already.
+    """A context manager that attributes an exception raised inside to ``kind``, unless it is attributed already."""
 
-    A class, because every episode passes through it: a generator costs several times as much.
-    """
-
+    # A class, because every episode passes through it: a generator costs several times as much.
     __slots__ = ("_kind",)
 
     def __init__(self, kind: FailureKind) -> None:

@@ -1,9 +1,5 @@
-"""Where an image stands in token ids, and which image it is. Its pixels are a file in the run's folder.
-
-An image is a recorded span and is never found by searching ids: a placeholder token that the model samples is text.
-"""
-
-from __future__ import annotations
+"""Where an image stands in token ids, and which image it is. Its pixels are a file in the run's folder. An image is a
+recorded span and is never found by searching ids: a placeholder token that the model samples is text."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +25,7 @@ class ImageSpan(NamedTuple):
     def end(self) -> int:
         return self.offset + self.length
 
-    def moved(self, by: int) -> ImageSpan:
+    def moved(self, by: int) -> "ImageSpan":
         return self._replace(offset=self.offset + by)
 
 
@@ -63,7 +59,7 @@ def plain_images(images: Sequence[ImageSpan]) -> list[dict[str, Any]]:
     return [span._asdict() for span in images]
 
 
-def check_images(images: Sequence[ImageSpan], length: int, loss_mask: NDArray[np.bool_] | None = None) -> None:
+def check_images(images: Sequence[ImageSpan], length: int, loss_mask: "NDArray[np.bool_] | None" = None) -> None:
     """Check that spans are sorted, apart and inside ``length`` tokens, none of which trains; raises ValueError."""
     end = 0
     for number, span in enumerate(images):
@@ -87,11 +83,8 @@ def keyed_ids(ids: Sequence[int], images: Sequence[ImageSpan]) -> list[int]:
 
 
 def images_between(images: Iterable[ImageSpan], start: int, end: int) -> Images:
-    """Return the spans inside the tokens ``start`` to ``end``, with offsets from ``start``.
-
-    Raises:
-        ValueError: If one of them crosses an end: an image is never cut.
-    """
+    """Return the spans in the tokens ``start`` to ``end``, with offsets from ``start``. ValueError if one crosses an
+    end: an image is never cut."""
     inside = tuple(span.moved(-start) for span in images if span.offset < end and span.end > start)
     for span in inside:
         if span.offset < 0 or span.end > end - start:

@@ -1,10 +1,7 @@
 """One captured request and answer, with its tokens and its reward."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
 from areal_lite.api.io_struct import ModelResponse
 
 if TYPE_CHECKING:
@@ -13,17 +10,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class InteractionWithTokenLogpReward:
-    """A chat completion that can be trained on.
-
-    ``parent`` is the interaction whose prompt and answer are an exact token prefix of this one's
-    prompt, so that the two are one sequence.
-    """
+    """A chat completion that can be trained on."""
 
     model_response: ModelResponse
     reward: float | None = None
     episode_reward: float | None = None
     """Reward of the whole episode, if ``reward`` is that or holds rewards of later answers; None: one answer's."""
-    parent: InteractionWithTokenLogpReward | None = None
+    parent: "InteractionWithTokenLogpReward | None" = None
+    """The one whose prompt and answer are an exact token prefix of this one's prompt: the two are one sequence."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     output_message_list: list[dict[str, Any]] = field(default_factory=list)
     completion: Any = None
@@ -32,14 +26,14 @@ class InteractionWithTokenLogpReward:
     trained: bool = True
     """False if another sequence of the episode trains this answer."""
 
-    def chain(self) -> list[InteractionWithTokenLogpReward]:
+    def chain(self) -> "list[InteractionWithTokenLogpReward]":
         """Return its ancestors and itself, oldest first."""
         chain = [self]
         while (parent := chain[-1].parent) is not None:
             chain.append(parent)
         return chain[::-1]
 
-    def trained_chain(self) -> list[InteractionWithTokenLogpReward]:
+    def trained_chain(self) -> "list[InteractionWithTokenLogpReward]":
         """Return those of :meth:`chain` whose answers this sequence trains."""
         nodes = self.chain() if self.concat else [self]
         return [node for node in nodes if node.trained]
@@ -58,12 +52,8 @@ class InteractionWithTokenLogpReward:
             loss_mask[here], logprobs[here], versions[here] = True, answer.output_logprobs, answer.output_versions
         return {"input_ids": ids, "loss_mask": loss_mask, "logprobs": logprobs, "versions": versions}
 
-    def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """Return this interaction as AReaL's tensor dict: ``[1, T]`` tensors and ``rewards`` ``[1]``.
-
-        Raises:
-            ValueError: If ``reward`` is None.
-        """
+    def to_tensor_dict(self) -> "dict[str, torch.Tensor]":
+        """Return AReaL's tensor dict: ``[1, T]`` tensors and ``rewards`` ``[1]``; ValueError if ``reward`` is None."""
         import torch
 
         if self.reward is None:
@@ -71,12 +61,10 @@ class InteractionWithTokenLogpReward:
             raise ValueError(
                 f"the interaction {name} has no reward: call set_reward() or set_last_reward() before exporting"
             )
-        columns = {name: torch.from_numpy(column)[None] for name, column in self.columns().items()}
-        rewards = {"rewards": self.reward, "episode_rewards": self.episode_reward}
-        return columns | {
-            "loss_mask": columns["loss_mask"].int(),
-            "attention_mask": torch.ones_like(columns["loss_mask"]),
-            **{
-                name: torch.tensor([value], dtype=torch.float32) for name, value in rewards.items() if value is not None
-            },
-        }
+        tensors = {name: torch.from_numpy(column)[None] for name, column in self.columns().items()}
+        tensors["attention_mask"] = torch.ones_like(tensors["loss_mask"])
+        tensors["loss_mask"] = tensors["loss_mask"].int()
+        for name, reward in (("rewards", self.reward), ("episode_rewards", self.episode_reward)):
+            if reward is not None:
+                tensors[name] = torch.tensor([reward], dtype=torch.float32)
+        return tensors

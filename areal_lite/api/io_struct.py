@@ -1,13 +1,11 @@
 """Requests to an inference engine and its responses, token by token."""
 
 from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
-
 from areal_lite.api.image_span import Images
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ def _default_gconfig() -> GenerationHyperparameters:
     return GenerationHyperparameters()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TokenPrefix:
     """The first ``length`` ids of a list that only grows: the turns of a conversation share one list."""
 
@@ -81,11 +79,8 @@ class ModelRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ModelResponse:
-    """The engine's answer; ids, log-probs and versions are as the server returned them.
-
-    ``output_tokens``, ``output_logprobs`` (nats) and ``output_versions`` have the same length; a
-    sampled stop token is their last entry.
-    """
+    """The engine's answer as the server returned it: ``output_tokens``, ``output_logprobs`` (nats) and
+    ``output_versions`` have the same length; a sampled stop token is their last entry."""
 
     input_tokens: list[int]
     output_tokens: list[int]
@@ -127,11 +122,7 @@ class ModelResponse:
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
-        """The sampled ids without the end or pad token that ended the answer.
-
-        Raises:
-            ValueError: If the request had no tokenizer.
-        """
+        """The sampled ids without the end or pad token that ended the answer; ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("output_tokens_without_stop needs a tokenizer: give ModelRequest(tokenizer=...)")
         ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}

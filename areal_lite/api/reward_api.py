@@ -5,21 +5,17 @@ finite numbers all raise. What a function returns beside its reward goes into th
 accidents (endless loops, memory, ``os._exit``); it is not a sandbox against an attacker.
 """
 
-from __future__ import annotations
-
 import asyncio
-import atexit
 import inspect
 import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.reward_value import Reward, read_reward, reward_of
 from areal_lite.config.dotted_path import load_object
 from areal_lite.errors import ConfigError
-from areal_lite.processes.call_pool import CallPool
+from areal_lite.processes.call_pool import shared_pool
 from areal_lite.processes.child_process import PickledObject, pickled_object
 
 
@@ -71,7 +67,6 @@ class AsyncRewardWrapper:
         self._max_workers = max_workers or max(2, (os.cpu_count() or 2) // 2)
         self._max_retries = max_retries
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        self._in_process = in_process
         self._sent: PickledObject | None = None
         if not self._is_async and not in_process:
             hint = (
@@ -125,25 +120,6 @@ class AsyncRewardWrapper:
                 raise TimeoutError(f"reward {self._name} gave no answer in {self._timeout_s:g} s") from None
         if self._sent is None:
             return read_reward(self._function(*args, **kwargs), key)
-        pool = _pool(self._max_workers)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // self._max_workers
+        pool = shared_pool(self._max_workers, max(4 << 30, memory))
         return read_reward(await pool.call(self._sent, (key, *args), kwargs, timeout_s=self._timeout_s), key)
-
-
-_pools: dict[tuple[int, int], CallPool] = {}
-
-
-def _pool(size: int) -> CallPool:
-    key = (os.getpid(), size)  # a forked child must not talk to its parent's workers
-    pool = _pools.get(key)
-    if pool is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // size
-        pool = _pools[key] = CallPool(size, memory_bytes=max(4 << 30, memory))
-    return pool
-
-
-@atexit.register
-def close_reward_workers() -> None:
-    """Kill all reward workers of this process; the next call starts new ones."""
-    for (pid, _), pool in _pools.items():
-        if pid == os.getpid():
-            pool.close()

@@ -1,12 +1,10 @@
 """A reward that a function returned, checked; imports little, because each process that computes rewards loads it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-LARGEST_REWARD = 3.4028234663852886e38  # numpy.finfo(numpy.float32).max, as in the tensor dict
+LARGEST_REWARD = 3.4028234663852886e38  # numpy.finfo(numpy.float32).max
 
 
 def as_reward(value: Any) -> float:

@@ -1,8 +1,7 @@
 """Objects that all episodes of an engine share, such as HTTP clients: made on first use, closed with the engine."""
 
-from __future__ import annotations
-
 import asyncio
+import importlib.metadata
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -39,3 +38,9 @@ class SharedResources:
             closing = resource.aclose() if hasattr(resource, "aclose") else resource.close()
             if closing is not None:
                 await closing
+
+
+def sdk_httpx() -> Any:
+    """Return the HTTP library of the installed OpenAI SDK: ``httpx`` up to its version 2, ``httpx2`` since."""
+    major = int(importlib.metadata.version("openai").partition(".")[0])
+    return importlib.import_module("httpx2" if major > 2 else "httpx")

@@ -15,16 +15,14 @@ Other keys pass through: tensors and lists with B entries are merged, anything e
 first. torch is loaded only when a dict is made or merged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
-
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.reward_value import LARGEST_REWARD
 
 TOKEN_KEYS = {
     "input_ids": ("iu", np.int32),
@@ -37,7 +35,6 @@ TOKEN_KEYS = {
 """Per-token keys, the numpy kinds they may have, and their dtypes in the view, which are AReaL's."""
 SEQUENCE_KEYS = {*TOKEN_KEYS, "rewards"}
 """Keys of the table that a sequence has; others pass through."""
-LARGEST_REWARD = float(np.finfo(np.float32).max)
 PADDING = {"versions": -1}
 """Right-padding value per key; 0 where not named."""
 
@@ -53,8 +50,7 @@ def check_returned(returned: Any) -> bool:
     if not is_interactions(returned):
         return False
     for name, interaction in returned.items():
-        reward = interaction.reward
-        if reward is None or not abs(reward) <= LARGEST_REWARD:
+        if (reward := interaction.reward) is None or not abs(reward) <= LARGEST_REWARD:
             raise ValueError(f"interaction {name} has the reward {reward}: give each a finite number with set_reward()")
     return True
 
@@ -65,18 +61,15 @@ def is_interactions(returned: dict[str, Any]) -> bool:
 
 
 def split_rows(returned: dict[str, Any], counts: Sequence[int]) -> list[dict[str, Any] | None]:
-    """Split a merged dict into one dict per episode, of ``counts`` sequences each, in order; None for 0.
-
-    Sequences beyond the counts belong to the last episode.
-    """
-    ends = np.cumsum(counts).tolist()
-    total = len(returned) if is_interactions(returned) else len(returned["input_ids"])
-    starts, ends[-1] = [0, *ends[:-1]], total
+    """Split a merged dict into one dict per episode, of ``counts`` sequences each, in order; None for 0. Sequences
+    beyond the counts belong to the last episode."""
+    whole = is_interactions(returned)
+    total = len(returned) if whole else len(returned["input_ids"])
     parts: list[dict[str, Any] | None] = []
-    for start, end in zip(starts, ends, strict=True):
+    for start, end in pairwise([0, *np.cumsum(counts).tolist()[:-1], total]):
         if start >= end:
             parts.append(None)
-        elif is_interactions(returned):
+        elif whole:
             parts.append(dict(list(returned.items())[start:end]))
         else:
             parts.append({key: _rows(value, start, end, total) for key, value in returned.items()})
@@ -209,11 +202,7 @@ def _as_numpy(key: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def concat_padded_tensors(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate tensor dicts along the batch, right-padding every other dimension.
-
-    Raises:
-        ValueError: If the dicts do not have the same keys.
-    """
+    """Concatenate tensor dicts along the batch, right-padding other dimensions; ValueError if their keys differ."""
     if len(dicts) == 1:
         return dict(dicts[0])
     check_same_keys(dicts)
@@ -223,16 +212,14 @@ def concat_padded_tensors(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _merged(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     import torch
 
-    merged: dict[str, Any] = {}
-    for key, value in dicts[0].items():
+    merged = dict(dicts[0])
+    for key, value in merged.items():
         values = [d[key] for d in dicts]
         if isinstance(value, torch.Tensor):
             most = [max(sizes) for sizes in zip(*(v.shape[1:] for v in values), strict=True)]
             merged[key] = torch.cat([_padded(v, most, PADDING.get(key, 0)) for v in values])
         elif isinstance(value, list):
             merged[key] = [item for part in values for item in part]
-        else:
-            merged[key] = value
     return merged
 
 

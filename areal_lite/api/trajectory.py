@@ -1,20 +1,18 @@
 """The record of an episode, and of the group of episodes of one dataset row.
 
-A model call becomes a :class:`Turn` when its episode ends; the turns of an episode are a tree, because an
-agent may continue a conversation in several ways. Each :class:`TokenSequence` is a path through that tree
-that trains; its columns and those of its turns share memory. Nothing is padded here, and nothing that was
-sampled is ever tokenized again. The tensor dict of AReaL is a view (:mod:`areal_lite.api.tensor_dict`).
+A model call becomes a :class:`Turn` when its episode ends; the turns of an episode are a tree, because an agent may
+continue a conversation in several ways. Each :class:`TokenSequence` is a path through that tree that trains; its
+columns and those of its turns share memory. Nothing is padded here, and nothing that was sampled is ever tokenized
+again. The tensor dict of AReaL is a view (:mod:`areal_lite.api.tensor_dict`).
 """
 
 from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
 from areal_lite.api.failure import Failure
 from areal_lite.api.image_span import Images, check_images
 
@@ -92,11 +90,8 @@ COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TokenSequence:
-    """One path of tokens that trains, unpadded; every column is aligned to the token itself.
-
-    Raises:
-        ValueError: If lengths differ, the loss mask has the first token, which nothing predicts, or spans are wrong.
-    """
+    """One path of tokens that trains, unpadded; every column is aligned to the token itself. ValueError if lengths
+    differ, spans are wrong, or the loss mask has the first token, which nothing predicts."""
 
     input_ids: NDArray[Any]
     """``[T]`` integer: prompt, answers, and the environment's tokens between them."""
@@ -111,6 +106,8 @@ class TokenSequence:
     """Reward of its episode; None: the mean of ``reward`` over the episode's sequences."""
     token_rewards: NDArray[Any] | None = None
     """``[T]`` float, whose sum is ``reward``, if tokens are rewarded one by one; then its episode has no other."""
+    reference_logprobs: NDArray[Any] | None = None
+    """``[T]`` float, log-probs in nats under a teacher, 0 at the first token; None if the trainer has the reference."""
     place: tuple[tuple[int, ...], int] | None = None
     """``path`` and ``turn_idx``, if known."""
     owner: weakref.ref[Trajectory] | None = None
@@ -126,24 +123,20 @@ class TokenSequence:
     """Images among its tokens, in order."""
 
     def __post_init__(self) -> None:
-        length = len(self.input_ids)
+        length, where = len(self.input_ids), f"task {self.task_id}: " if self.task_id else ""
         for name in COLUMNS:
             column = getattr(self, name)
             if column is not None and len(column) != length:
                 raise ValueError(
-                    f"{self._where}{name} has {len(column)} entries but input_ids has {length}: give one per token"
+                    f"{where}{name} has {len(column)} entries but input_ids has {length}: give one per token"
                 )
         if length and self.loss_mask[0]:
             raise ValueError(
-                f"{self._where}loss_mask is True at the first token, which no token predicts: "
+                f"{where}loss_mask is True at the first token, which no token predicts: "
                 "set it to False there, or start the sequence with a BOS token"
             )
         if self.images:
             check_images(self.images, length, self.loss_mask)
-
-    @property
-    def _where(self) -> str:
-        return f"task {self.task_id}: " if self.task_id else ""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -300,8 +293,6 @@ class Trajectory(Recorded):
 
 
 def _range_of(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
-    if len(ranges) == 1:
-        return ranges[0]
     known = [each for each in ranges if each is not None]
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 

@@ -1,19 +1,14 @@
-"""Make a trajectory from what a workflow returned and the model calls it made.
-
-Sequences are made when the episode ends; turns, which show how they came about, on first use.
-"""
-
-from __future__ import annotations
+"""Make a trajectory from what a workflow returned and the model calls it made: its sequences when the episode ends, its
+turns, which show how they came about, on first use."""
 
 import math
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
-
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.image_span import Images, images_between
 from areal_lite.api.io_struct import ModelResponse
@@ -29,11 +24,8 @@ Span = tuple[int, int, ModelResponse | None, bool]
 def trajectory_of(
     returned: dict[str, Any] | None, calls: Sequence[ModelResponse], *, member_idx: int = 0
 ) -> Trajectory:
-    """Return the trajectory of an episode that finished.
-
-    Sequences are what the workflow returned. Turns come from the recorded calls, matched to the sequences
-    token by token; where no call matches, the loss mask separates answers from the rest.
-    """
+    """Return the trajectory of an episode that finished. Its sequences are what the workflow returned, its turns the
+    recorded calls, matched token by token; where none matches, the loss mask separates answers from the rest."""
     status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
     trajectory = Trajectory(member_idx=member_idx, status=status)
     sequences = trajectory.sequences
@@ -65,12 +57,8 @@ def trajectory_of(
 
 
 def link_turns(trajectory: Trajectory, chains: Sequence[Chain], calls: Sequence[ModelResponse]) -> None:
-    """Have the trajectory make its turns when they are first asked for.
-
-    Args:
-        chains: The calls of each sequence; empty if sequences are matched to calls by their tokens.
-        calls: All calls in the order they ended.
-    """
+    """Have the trajectory make its turns when they are first asked for, of all ``calls`` in the order they ended.
+    ``chains`` are those of each sequence; empty if sequences are matched to calls by their tokens."""
     owner = weakref.ref(trajectory)
     for sequence in trajectory.sequences:
         sequence.owner = owner
@@ -112,27 +100,29 @@ class _TurnTree:
         """The turn of each call that a sequence holds, by identity."""
         self._places: dict[Hashable, int] = {}
 
-    def add_path(self, sequence: TokenSequence, spans: Iterator[Span]) -> None:
-        """Add the spans of a sequence as turns, and set its path.
-
-        Columns of the turns are views of the sequence's; where the sequence does not train a call or has no such
-        column, log-probs and versions are the call's own.
-        """
+    def add_path(
+        self, sequence: TokenSequence, spans: Iterable[Span], first: int = 0, parent: int | None = None
+    ) -> None:
+        """Add the spans of a sequence as turns, and set its path. The sequence begins at token ``first`` of its
+        conversation, after the turn ``parent``. Columns of the turns are views of the sequence's; where it does not
+        train a call or has no such column, log-probs and versions are the call's own."""
         path: list[int] = []
-        parent: int | None = None
         calls_before = -1
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
             images = images_between(sequence.images, start, end)
-            key = (parent, call_key(call)) if call is not None else (parent, sampled, _bytes(ids), images)
+            if call is not None:
+                key: Hashable = (parent, call_key(call))
+            else:
+                key = (parent, sampled, ids.astype(np.int32, copy=False).tobytes(), images)
             place = self._places.get(key)
             trained = sampled and _any(loss_mask)
             if place is None or (trained and not _any(self.turns[place].loss_mask)):
                 turn = Turn(
-                    role=_role(sampled, parent),
+                    role=TurnRole.ASSISTANT if sampled else TurnRole.PROMPT if parent is None else TurnRole.ENVIRONMENT,
                     parent=parent,
-                    start=start,
+                    start=first + start,
                     ids=ids,
                     loss_mask=loss_mask,
                     logprobs=None if sequence.logprobs is None else sequence.logprobs[here],
@@ -154,30 +144,22 @@ class _TurnTree:
 
     def add_calls(self, calls: Sequence[ModelResponse]) -> None:
         """Add the calls that no sequence holds, each after the longest call that its prompt extends."""
-        if all(map(self.calls.__contains__, map(call_key, calls))):
-            return
         known: list[tuple[ModelResponse, int]] = []
         for call in calls:
-            place = self.calls.get(call_key(call))
-            if place is None:
-                place = self._add_call(call, *_longest_prefix(known, call))
-            known.append((call, place))
-
-    def _add_call(self, call: ModelResponse, start: int, parent: int | None) -> int:
-        given = np.array(call.prompt.ids[start : call.input_len], np.int32)
-        if len(given):
-            images = images_between(call.images, start, call.input_len)
-            key = (parent, False, _bytes(given), images)
-            if key not in self._places:
-                self._places[key] = len(self.turns)
-                self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
-                self.turns[-1].images = images
-            parent = self._places[key]
-        answer = np.array(call.output_tokens, np.int32)
-        turn = _untrained(answer, call.input_len, parent, role=TurnRole.ASSISTANT)
-        _describe(turn, call, trained=False)
-        self.turns.append(turn)
-        return len(self.turns) - 1
+            if call_key(call) not in self.calls:
+                start, parent = _longest_prefix(known, call)
+                ids = np.array([*call.prompt.ids[start : call.input_len], *call.output_tokens], np.int32)
+                own = TokenSequence(  # the call and the end of its prompt, of which nothing trains
+                    input_ids=ids,
+                    loss_mask=np.zeros(len(ids), np.bool_),
+                    logprobs=np.zeros(len(ids), np.float32),
+                    versions=np.full(len(ids), -1, np.int32),
+                    images=images_between(call.images, start, call.input_len),
+                )
+                given = call.input_len - start
+                spans: list[Span] = [(0, given, None, False)] if given else []
+                self.add_path(own, [*spans, (given, len(ids), call, True)], start, parent)
+            known.append((call, self.calls[call_key(call)]))
 
 
 def call_key(call: ModelResponse) -> Hashable:
@@ -188,29 +170,6 @@ def call_key(call: ModelResponse) -> Hashable:
 def _any(mask: NDArray[np.bool_]) -> bool:
     """Return ``mask.any()``, faster for the length of a turn."""
     return b"\1" in mask.tobytes()
-
-
-def _bytes(ids: NDArray[Any]) -> bytes:
-    return ids.astype(np.int32, copy=False).tobytes()
-
-
-def _role(sampled: bool, parent: int | None) -> TurnRole:
-    if sampled:
-        return TurnRole.ASSISTANT
-    return TurnRole.PROMPT if parent is None else TurnRole.ENVIRONMENT
-
-
-def _untrained(ids: NDArray[np.int32], start: int, parent: int | None, *, role: TurnRole) -> Turn:
-    count = len(ids)
-    return Turn(
-        role=role,
-        parent=parent,
-        start=start,
-        ids=ids,
-        loss_mask=np.zeros(count, np.bool_),
-        logprobs=np.zeros(count, np.float32),
-        versions=np.full(count, -1, np.int32),
-    )
 
 
 def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
@@ -226,13 +185,10 @@ def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
 
 
 def _longest_prefix(known: Sequence[tuple[ModelResponse, int]], call: ModelResponse) -> tuple[int, int | None]:
-    """Return length and turn of the longest known call that the prompt of ``call`` begins with; 0 and None without one.
-
-    The latest is compared first: in a conversation it is the one.
-    """
+    """Return length and turn of the longest known call that the prompt of ``call`` begins with; 0 and None without."""
     longest, place = 0, None
     ids = call.prompt.ids
-    for other, turn in reversed(known):
+    for other, turn in reversed(known):  # in a conversation the latest is the one
         start, end = other.input_len, other.input_len + other.output_len
         if max(longest, 1) <= end <= call.input_len and ids[start:end] == other.output_tokens:
             before = other.prompt.ids
@@ -311,5 +267,5 @@ def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[Span]:
         return
     borders = np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1])
     edges = [start, *(borders + start + 1).tolist(), end]
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in pairwise(edges):
         yield first, last, None, bool(mask[first])

@@ -1,10 +1,7 @@
 """The classes that a user writes: a workflow, or any class with ``async def run()``."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 
@@ -22,7 +19,7 @@ class RolloutWorkflow(ABC):
     @abstractmethod
     async def arun_episode(
         self, engine: InferenceEngine, data: dict[str, Any]
-    ) -> dict[str, torch.Tensor] | dict[str, InteractionWithTokenLogpReward] | None:
+    ) -> "dict[str, torch.Tensor] | dict[str, InteractionWithTokenLogpReward] | None":
         """Run one episode on ``data``, one dataset row.
 
         Returns:

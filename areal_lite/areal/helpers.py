@@ -1,15 +1,13 @@
 """AReaL's helpers that areal_lite itself has no need for; those for tracing do nothing, as dumps have all times."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, TypeVar
-
 from areal_lite.config.dotted_path import load_object
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer
 from areal_lite.data.vision.image_source import png_of
@@ -37,14 +35,8 @@ def apply_chat_template(
 
 @functools.cache
 def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None) -> Any:
-    """Return the tokenizer of a folder or hub name; without a pad token, its end token pads.
-
-    Args:
-        fast_tokenizer: Ignored: the model's own kind is loaded.
-        padding_side: "left" or "right"; None is the tokenizer's own.
-
-    Raises:
-        ConfigError: If there is none.
+    """Return the tokenizer of a folder or hub name, ConfigError if there is none; without a pad token, its end token
+    pads. ``fast_tokenizer`` is ignored: the model's own kind is loaded. A ``padding_side`` None is the tokenizer's own.
     """
     tokenizer = copy.deepcopy(load_tokenizer(model_name_or_path))  # the shared one stays as it is
     if tokenizer.pad_token_id is None:
@@ -65,6 +57,11 @@ def load_hf_processor_and_tokenizer(
 def image2base64(images: Any) -> list[str]:
     """Return PIL images as base64 of PNG files."""
     return [base64.b64encode(png_of(image)).decode() for image in (images if isinstance(images, list) else [images])]
+
+
+AgentRequest = AgentResponse = SimpleNamespace
+AgentRunnable = EventEmitter = Any
+"""Types of chat agents of AReaL's Agent Service, whose ``run(request, emitter=...)`` returns a text."""
 
 
 class Category:

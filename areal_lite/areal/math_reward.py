@@ -1,7 +1,5 @@
 """AReaL's reward functions for mathematics, with the package math-verify (``pip install 'areal-lite[math]'``)."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from importlib.util import find_spec
@@ -32,11 +30,8 @@ class MathVerifyWorker:
         self._precision = precision
 
     def verify(self, response: str, ground_truth: str) -> float:
-        """Return 1.0 if the last answer in ``response`` equals the one in ``ground_truth``, else 0.0.
-
-        Raises:
-            ValueError: If ``ground_truth`` has no answer.
-        """
+        """Return 1.0 if the last answer in ``response`` equals the one in ``ground_truth``, else 0.0; ValueError if
+        ``ground_truth`` has none."""
         from math_verify import parse, verify
 
         truth, answer = (
@@ -50,7 +45,6 @@ class MathVerifyWorker:
 
 @functools.cache
 def get_math_verify_worker() -> MathVerifyWorker:
-    """Return the shared worker with default settings."""
     return MathVerifyWorker()
 
 

@@ -1,73 +1,70 @@
-"""AReaL's public names and modules that areal_lite does not have, and what replaces each."""
+"""AReaL's import paths and names, from areal.toml: an import hook for those that exist, and what replaces the rest.
 
-from __future__ import annotations
+No file has a path of the table. Importing one gives the module of ours that it stands for, or a namespace whose names
+load with their first use. Other modules of AReaL raise an ImportError that says what replaces them.
+"""
 
-_TRAIN = "`areal-lite train run.yaml` trains; from Python, areal_lite.Trainer(config).train(workflow=...)"
-_YAML = "write these settings in the run's YAML; `areal-lite train --help all` lists every key"
-_SERVERS = "set server.backend, server.replicas and server.args, or name running servers in rollout.addresses"
-_ENGINE = "use areal_lite.rollout.remote_inf_engine.RemoteInfEngine"
-_LAUNCH = "`areal-lite train run.yaml` starts all processes; `torchrun -m areal_lite train` uses several GPUs"
-
-REPLACEMENTS = {
-    "PPOTrainer": _TRAIN,
-    "SFTTrainer": "`areal-lite sft run.yaml` fine-tunes",
-    "DPOTrainer": "`areal-lite dpo run.yaml` trains on preference pairs",
-    "RWTrainer": "`areal-lite reward-model run.yaml` trains a reward model",
-    **dict.fromkeys(("RolloutController", "WorkflowExecutor", "RemoteSGLangEngine", "RemotevLLMEngine"), _ENGINE),
-    "TrainController": _TRAIN,
-    "TrainEngine": _TRAIN,
-    "StalenessManager": "set rollout.max_head_offpolicyness in the run's YAML",
-    "current_platform": "set trainer.device and server.device in the run's YAML",
-    "load_expr_config": "use areal_lite.config.loader.load_config, or run `areal-lite train run.yaml key=value`",
-    **dict.fromkeys(("BaseExperimentConfig", "GRPOConfig", "PPOConfig", "TrainDatasetConfig", "MicroBatchSpec"), _YAML),
-    "SFTConfig": "use areal_lite.config.supervised_config.SFTConfig",
-    "DPOConfig": "use areal_lite.config.supervised_config.DPOConfig",
-    "RWConfig": "use areal_lite.config.supervised_config.RewardModelConfig",
-    **dict.fromkeys(("SGLangConfig", "vLLMConfig", "ModelAllocation", "AllocationMode", "AllocationType"), _SERVERS),
-    **dict.fromkeys(("LocalScheduler", "RayScheduler", "SlurmScheduler", "Scheduler", "SchedulingSpec"), _LAUNCH),
-    **dict.fromkeys(("LocalLauncher", "RayLauncher", "SlurmLauncher"), _LAUNCH),
-    "AgentWorkflow": "no base class is needed: any class with `async def run(self, data, **extra_kwargs)` is an agent",
-    "WeightUpdateMeta": "call RemoteInfEngine.update_weights_from_disk(path, version)",
-    "get_custom_dataset": "name the rows as train_dataset.path in the run's YAML: files, a hub dataset or a function",
-    "get_custom_reward_fn": "give AsyncRewardWrapper the function, or its dotted path",
-    "OpenAIProxyWorkflow": "name the agent as `workflow` in the run's YAML",
-    "OpenAIProxyClient": "name the agent as `workflow` in the run's YAML",
-    **dict.fromkeys(("stat", "denominator"), "record numbers with stats_tracker.get(scope).scalar(name=value)"),
-    **dict.fromkeys(("export", "export_all"), "call RemoteInfEngine.take_scalars()"),
-}  # fmt: skip
-
-_LISTED = "docs/areal.md lists the names that exist here"
-MODULES = {
-    "workflow": "copy AReaL's file, rename `areal` to `areal_lite` in its imports, and name its class as `workflow`",
-    "experimental.workflow": "copy AReaL's file and rename `areal` to `areal_lite` in its imports",
-    "experimental": _LISTED,
-    **dict.fromkeys(("api.alloc_mode", "infra.platforms"), _SERVERS),
-    **dict.fromkeys(("api.scheduler_api", "infra.scheduler", "infra.launcher", "infra.rpc"), _LAUNCH),
-    **dict.fromkeys(("engine", "infra.async_task_runner", "infra.dist_rollout", "infra.controller"), _ENGINE),
-    "infra.staleness_manager": REPLACEMENTS["StalenessManager"],
-    "infra.sandbox": "an agent starts programs with workflow_context.get().agent.run_process (docs/agents.md)",
-    **dict.fromkeys(("trainer.rl_trainer", "trainer.ppo"), _TRAIN),
-    **dict.fromkeys(("trainer.sft_trainer", "trainer.sft"), REPLACEMENTS["SFTTrainer"]),
-    **dict.fromkeys(("trainer.dpo_trainer", "trainer.dpo"), REPLACEMENTS["DPOTrainer"]),
-    **dict.fromkeys(("trainer.rw_trainer", "trainer.rw"), REPLACEMENTS["RWTrainer"]),
-    "dataset": REPLACEMENTS["get_custom_dataset"],
-    "reward": "write the reward function in your project; " + _LISTED,
-    "utils.seeding": "set seed in the run's YAML",
-    "utils": _LISTED,
-}
-"""AReaL's modules, without ``areal.``; each stands for all below it."""
+import functools
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
-def check_module(module: str) -> None:
-    """Raise an ImportError with the replacement if ``module`` is one of AReaL's that areal_lite does not have."""
-    parts = module.split(".")[1:]
+@functools.cache
+def table() -> dict[str, Any]:
+    """Return areal.toml, read on the first import of a name that areal_lite itself does not have."""
+    import tomllib
+
+    return tomllib.loads(Path(__file__).with_name("areal.toml").read_text())
+
+
+def _replacement(kind: str, name: str) -> str | None:
+    """Return what replaces one of AReaL's ``names`` or ``modules`` that is not here; None if it has no such."""
+    return next((row["hint"] for row in table()["missing"] if name in row.get(kind, ())), None)
+
+
+class _Namespace(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        ours = table()["modules"][self.__name__.removeprefix("areal_lite.")]
+        for module, names in ours.items():
+            if name in names:
+                return getattr(importlib.import_module(module), name)
+        raise missing_name(self.__name__, name)
+
+
+class _Loader:
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        return _Namespace(spec.name)
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        if isinstance(ours := table()["modules"][module.__name__.removeprefix("areal_lite.")], str):
+            sys.modules[module.__name__] = importlib.import_module(ours)
+
+
+def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    """Return the spec of a module in the table, as an import finder; another one of AReaL's is an ImportError."""
+    if not name.startswith("areal_lite."):
+        return None
+    wanted = name.removeprefix("areal_lite.")
+    if (ours := table()["modules"].get(wanted)) is not None:
+        return ModuleSpec(name, _Loader, is_package=isinstance(ours, dict))  # type: ignore[arg-type]
+    parts = wanted.split(".")
     for end in range(len(parts), 0, -1):
-        if hint := MODULES.get(".".join(parts[:end])):
-            raise ImportError(f"there is no module {module}: {hint}", name=module)
+        if hint := _replacement("modules", ".".join(parts[:end])):
+            raise ImportError(f"there is no module {name}: {hint}", name=name)
+    return None
 
 
 def missing_name(module: str, name: str) -> Exception:
     """Return the error for a name that ``module`` does not have, with its replacement if AReaL has the name."""
-    if name in REPLACEMENTS:  # an ImportError, because ``from module import name`` hides the text of an AttributeError
-        return ImportError(f"{module} has no {name}: {REPLACEMENTS[name]}", name=module)
+    if hint := _replacement("names", name):
+        # An ImportError, because ``from module import name`` hides the text of an AttributeError.
+        return ImportError(f"{module} has no {name}: {hint}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}")

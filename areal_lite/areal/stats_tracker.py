@@ -1,9 +1,6 @@
 """AReaL's statistics: the mean of each value over the accepted episodes of a step is the metric ``scope/name``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-
 from areal_lite.api.episode_context import record_scalars
 
 
@@ -14,11 +11,7 @@ class StatsTracker:
     name: str = ""
 
     def scalar(self, **values: float) -> None:
-        """Record numbers of the running episode.
-
-        Raises:
-            RuntimeError: Outside an episode.
-        """
+        """Record numbers of the running episode; RuntimeError outside an episode."""
         prefix = f"{self.name.strip('/')}/" if self.name else ""
         record_scalars({prefix + key: value for key, value in values.items()})
 

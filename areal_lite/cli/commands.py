@@ -1,58 +1,31 @@
-"""The commands of ``areal-lite``, each in the module beside its feature, and the parser of their arguments.
+"""The commands of ``areal-lite``, which commands.toml lists, and the parser of their arguments.
 
 A command's module has ``add_arguments(parser)`` and ``run(options)``, which returns the exit code. It is imported only
 for its own command, so that ``areal-lite --help`` loads none of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib
+import tomllib
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import NamedTuple, NoReturn
-
 from areal_lite import __version__
 
 
 class Command(NamedTuple):
-    """One command: where its arguments and its function are, and its line in ``areal-lite --help``."""
-
     module: str
+    """Below ``areal_lite``."""
     help: str
+    description: str = ""
+    """Text of its own ``--help``, if it is not ``help``."""
     dry_run: bool = False
     """It has ``--dry-run``."""
 
 
-_TOOLS = "areal_lite.tools"
-COMMANDS = {
-    "train": Command(f"{_TOOLS}.run.train", "train by reinforcement learning and evaluate", dry_run=True),
-    "rollout": Command(f"{_TOOLS}.run.rollout", "run episodes on the training rows without training"),
-    "eval": Command(f"{_TOOLS}.run.rollout", "run episodes on the held-out rows"),
-    "config": Command(
-        f"{_TOOLS}.run.config",
-        "print any config file with its defaults filled in (for its keys: train, sft, dpo, reward-model --help)",
-    ),
-    "sft": Command(f"{_TOOLS}.run.train", "fine-tune on the answers in conversations", dry_run=True),
-    "dpo": Command(f"{_TOOLS}.run.train", "train a policy on preference pairs (DPO)", dry_run=True),
-    "reward-model": Command(f"{_TOOLS}.run.train", "train a reward model on preference pairs", dry_run=True),
-    "serve": Command(f"{_TOOLS}.serve.serve", "start SGLang, vLLM or embedded servers of a model"),
-    "inspect": Command(f"{_TOOLS}.inspect.terminal", "filter, sort and compare dumped episodes; also as JSON"),
-    "rescore": Command(f"{_TOOLS}.inspect.rescore", "compare the rewards of dumped episodes with a new function's"),
-    "export": Command(f"{_TOOLS}.export.export", "write dumped episodes as rows to train on, or as Parquet"),
-    "verify": Command(f"{_TOOLS}.verify.verify", "prove from a run's folder that it trained what it says"),
-    "replay": Command(f"{_TOOLS}.replay.replay_command", "train again from the dumps of a run, without servers"),
-    "continue": Command(f"{_TOOLS}.replay.continue_command", "run a dumped episode again from one of its turns"),
-    "init": Command(f"{_TOOLS}.init.new_project", "start a project: agent, config, test"),
-    "doctor": Command(f"{_TOOLS}.doctor.doctor", "check the machine, and what a run needs, step by step"),
-    "plan": Command(f"{_TOOLS}.plan.command", "predict time, tokens, memory and disk of a run"),
-    "sweep": Command(f"{_TOOLS}.sweep.sweep", "train over seeds; compare configs or values"),
-    "completion": Command(
-        "areal_lite.cli.completion", "print a script that completes commands, options and config keys"
-    ),
-    "view": Command(f"{_TOOLS}.view.command", "show dumped episodes and metrics in the browser"),
-    "plot": Command(f"{_TOOLS}.inspect.plot", "draw the metrics of one or several runs"),
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
+COMMANDS = {name: Command(**row) for name, row in _TABLE.items()}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,10 +39,11 @@ def command_parser(names: Collection[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     for name, command in COMMANDS.items():
+        text = command.description or command.help
         # A command that reads a config replaces -h by its own.
-        arguments = commands.add_parser(name, help=command.help, description=command.help, conflict_handler="resolve")
+        arguments = commands.add_parser(name, help=command.help, description=text, conflict_handler="resolve")
         if name in names:
-            module = importlib.import_module(command.module)
+            module = importlib.import_module(f"areal_lite.{command.module}")
             module.add_arguments(arguments)
             arguments.set_defaults(run=module.run)
             if command.dry_run:

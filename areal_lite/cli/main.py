@@ -1,11 +1,9 @@
 """``areal-lite``: signals, logging and exit codes. :mod:`areal_lite.cli.commands` names the commands.
 
-Exit codes: 0 done, 1 ``verify`` found something, 2 ``verify`` could not read a part, 64 bad arguments or config, 70
-internal error, 73 run folder busy, 74 disk error, 75 try again later, 78 no usable checkpoint, 130 and 143 stopped by
-SIGINT and SIGTERM.
+Exit codes: 0 done, 1 ``verify`` or ``env-check`` found something, 2 it could not read or run a part, 64 bad
+arguments or config, 70 internal error, 73 run folder busy, 74 disk error, 75 try again later, 78 no usable checkpoint,
+130 and 143 stopped by SIGINT and SIGTERM.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -13,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-
 from areal_lite.cli.commands import parse
 from areal_lite.cli.rank_end import end_with, is_rank
 from areal_lite.cli.stop_signals import DEBUG, stop_on_signals
@@ -22,9 +19,7 @@ from areal_lite.files.safe_text import SafeFormatter, printable, without_secrets
 from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.runs.stopping import stopping_signal
 
-# Threads that busy-wait take CPU time from the other processes on the machine.
-_THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-_PRINTS = {"completion", "config", "doctor", "inspect", "rescore", "verify", "view"}
+_PRINTS = {"completion", "config", "doctor", "env-check", "inspect", "rescore", "verify", "view"}
 """Commands that lose nothing if the reader of their output leaves early."""
 
 
@@ -37,10 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(argv: Sequence[str]) -> int:
     arguments = list(argv) or ["--help"]
-    for name, value in _THREAD_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    # Threads that busy-wait take CPU time from the other processes on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
     sys.path.insert(0, str(Path.cwd()))
-    _start_logging()
+    # What areal_lite logs is shown on stderr, with the time, unless handlers are configured; INFO of the first rank.
+    logging.getLogger("areal_lite").setLevel(logging.INFO if is_first_rank() else logging.WARNING)
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(logging.INFO)
+        logging.lastResort.setFormatter(SafeFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
     stop_on_signals()
     try:
         code = _run(arguments)
@@ -69,14 +69,6 @@ def _run(arguments: list[str]) -> int:
         return dry_run(options)
     code: int = options.run(options)
     return code
-
-
-def _start_logging() -> None:
-    """Show what areal_lite logs on stderr, with the time, unless handlers are configured; INFO of the first rank."""
-    logging.getLogger("areal_lite").setLevel(logging.INFO if is_first_rank() else logging.WARNING)
-    if logging.lastResort is not None:
-        logging.lastResort.setLevel(logging.INFO)
-        logging.lastResort.setFormatter(SafeFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
 
 
 def _report(error: ArealLiteError) -> None:

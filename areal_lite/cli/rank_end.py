@@ -9,8 +9,6 @@ So a rank waits for threads, calls what is registered with ``atexit`` and writes
 order, and then leaves at once, as the children of ``multiprocessing`` do.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -22,7 +20,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
-
 from areal_lite.runs.stopping import stopping_signal
 
 

@@ -5,8 +5,6 @@ tasks with ``-v``, and as one of several ranks, whose hang nobody sees. What sto
 :mod:`areal_lite.runs.stopping`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import gc
@@ -19,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-
 from areal_lite.cli.rank_end import is_rank
 from areal_lite.runs import stopping
 from areal_lite.runs.stopping import ask_to_stop, is_finishing, stop_for

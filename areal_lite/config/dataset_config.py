@@ -1,14 +1,10 @@
 """The sections of dataset rows: ``train_dataset:`` and ``eval_dataset:``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
-
 from pydantic.dataclasses import dataclass
-
-from areal_lite.config.schema import STRICT, Positive, refuse
+from areal_lite.config.schema import STRICT, Above0, Positive, refuse
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -19,6 +15,26 @@ class ClassConfig:
     """A Python file, or the dotted path of a module."""
     name: str
     """Name of the class in it."""
+
+
+MIXTURE = "areal_lite.environments.mixture.rows"
+"""Path of the rows that a list of environments becomes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MixturePart:
+    """An environment in a list that train_dataset and eval_dataset may be."""
+
+    env: str
+    """PREFIX:NAME of an environment with rows, or the dotted path of a class."""
+    name: str | None = None
+    """Its data_source in rows and metrics. Null is env."""
+    weight: Above0 = 1.0
+    """Share of the training rows, relative to the other parts."""
+    until: float | None = None
+    """Once its last 32 trained groups reach this mean reward, the others share its quota. The last parts continue."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its rows (size, seed, ...)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -44,8 +60,7 @@ class RowsConfig:
     tools_key: str = "tools"
     """Column of tool schemas for the chat template; may be missing."""
     tools_in_system_prompt: bool = False
-    """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
-    render tools."""
+    """Write tools into the system prompt, and calls and results as text (Hermes form), for templates without tools."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra chat template variables, or chat_template to replace the template."""
     image_urls: bool = False

@@ -1,8 +1,6 @@
 """Load objects by dotted path. Importing runs code, so a config that came with a folder is read under
 :func:`importing`, where nothing is loaded."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import hashlib
@@ -14,26 +12,16 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
-
 from areal_lite.config.dataset_config import ClassConfig
 from areal_lite.errors import ConfigError
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
-
-
 _allowed = ContextVar("areal_lite_importing", default=True)
-
-
-class UntrustedError(ConfigError):
-    """Something needs what a folder's config names, and nobody said that the config is trusted."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}: what a folder's config names is loaded only with --trust-config")
 
 
 @contextlib.contextmanager
 def importing(*, allowed: bool) -> Iterator[None]:
-    """Unless ``allowed``, let every load in this context raise UntrustedError. New threads are not in it."""
+    """Unless ``allowed``, let every load in this context raise ConfigError. New threads are not in it."""
     token = _allowed.set(allowed)
     try:
         yield
@@ -43,7 +31,7 @@ def importing(*, allowed: bool) -> Iterator[None]:
 
 def _check_allowed(path: str, where: str) -> None:
     if not _allowed.get():
-        raise UntrustedError(f"{where} is {path!r}")
+        raise ConfigError(f"{where} is {path!r}: what a folder's config names is loaded only with --trust-config")
 
 
 def load_object(path: str, *, where: str) -> Any:
@@ -76,11 +64,8 @@ def load_object(path: str, *, where: str) -> Any:
 
 
 def load_class(config: ClassConfig, base: type, *, where: str) -> type:
-    """Import the class that ``config`` names; raises ConfigError.
-
-    A file is executed once per process. Spawned worker processes do not know its module, so objects of its classes
-    cannot be sent to them; objects of classes from an importable module can.
-    """
+    """Import the class that ``config`` names; raises ConfigError. A file is executed once per process. Spawned workers
+    do not know its module, so objects of its classes cannot be sent to them; those of an importable module can."""
     _check_allowed(config.path, where)
     module = _file_module(config.path, where) if config.path.endswith(".py") else config.path
     cls = load_object(f"{module}.{config.name}", where=where)

@@ -1,13 +1,9 @@
 """A config as YAML text that loads back to an equal config, except that API keys and tokens are masked."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any
-
 import yaml
-
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.files.safe_text import HIDDEN, SECRET_KEY, without_secrets
 
@@ -32,7 +28,6 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 
 
 def dump_config(config: ExperimentConfig) -> str:
-    """Return ``config`` as YAML."""
     return write_yaml(plain(dataclasses.asdict(config)))
 
 
@@ -43,10 +38,8 @@ def write_yaml(values: Any, *, flow: bool = False) -> str:
 
 
 def plain(value: Any, key: Any = "") -> Any:
-    """Return nested values, ``value`` being that of ``key``, as a config file can hold them.
-
-    API keys and tokens are hidden, and no text is a reference to :mod:`areal_lite.config.interpolation`.
-    """
+    """Return nested values, ``value`` being that of ``key``, as a config file can hold them. API keys and tokens are
+    hidden, and no text is a reference to :mod:`areal_lite.config.interpolation`."""
     if isinstance(value, dict):
         return {name: plain(inner, name) for name, inner in value.items()}
     if isinstance(value, list | tuple):

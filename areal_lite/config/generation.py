@@ -1,15 +1,11 @@
 """Sampling parameters: one immutable record per request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Annotated, Any, Literal
-
+from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-
 from areal_lite.config.schema import STRICT, Count, Positive
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf")
@@ -84,11 +80,11 @@ class GenerationHyperparameters:
         """Whether a schema, a regex or a grammar limits the answer."""
         return self.json_schema is not None or self.regex is not None or self.ebnf is not None
 
-    def new(self, **changes: Any) -> GenerationHyperparameters:
+    def new(self, **changes: Any) -> Self:
         """Return a copy with ``changes``, validated like the constructor's arguments."""
         return type(self)(**{**vars(self), **changes})  # dataclasses.replace() takes twice the time
 
-    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> Self:
         """Return a copy whose ``stop_token_ids`` include the tokenizer's end and pad ids."""
         ids = list(self.stop_token_ids or [])
         for extra in (tokenizer.eos_token_id, tokenizer.pad_token_id):
@@ -99,12 +95,7 @@ class GenerationHyperparameters:
     def to_openai_args_dict(
         self, exclude_args: Sequence[str] = (), api_format: Literal["completions", "responses"] = "completions"
     ) -> dict[str, Any]:
-        """Return the keyword arguments for an OpenAI client's ``create``.
-
-        Args:
-            exclude_args: Fields of this record to leave out.
-            api_format: The OpenAI API; the two name the maximum answer length differently.
-        """
+        """Return the keyword arguments for an OpenAI client's ``create``, without the fields ``exclude_args``."""
         length = "max_completion_tokens" if api_format == "completions" else "max_output_tokens"
         biases = None if self.logit_bias is None else {str(token): bias for token, bias in self.logit_bias.items()}
         named = {
@@ -129,3 +120,9 @@ class GenerationHyperparameters:
     def effective_temperature(self) -> float:
         """Temperature sent to the server: 0 if ``greedy``."""
         return 0.0 if self.greedy else self.temperature
+
+
+_frozen = GenerationHyperparameters.__setattr__
+GenerationHyperparameters.__setattr__ = (  # type: ignore[method-assign]  # AReaL's workflows set n_samples
+    lambda self, name, value: (object.__setattr__ if name == "n_samples" else _frozen)(self, name, value)
+)

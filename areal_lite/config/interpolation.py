@@ -2,15 +2,12 @@
 
 ``${section.key}`` is another value of the config or its default, ``${oc.env:NAME}`` an environment variable,
 ``${oc.env:NAME,default}`` the variable or else the default, and ``\\${`` a literal ``${``. A value that is a single
-reference keeps its type; text for a key that does not take text is read as YAML.
+reference keeps its type; validation reads numbers, true and false from the text of a variable.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-
 from areal_lite.errors import ConfigError
 
 Key = tuple[str, ...]
@@ -30,9 +27,7 @@ class _Text(NamedTuple):
         return tuple(map(str, self.path))
 
 
-def resolve(
-    values: dict[Any, Any], *, where: str, default_of: Callable[[Key], Any], read_text: Callable[[Key, str], Any]
-) -> dict[str, str]:
+def resolve(values: dict[Any, Any], *, where: str, default_of: Callable[[Key], Any]) -> dict[str, str]:
     """Replace the references in ``values`` and return each value as it was written, by dotted key."""
     written = [one for one in _texts(values, ()) if "${" in one.text]
     if not written:
@@ -40,32 +35,21 @@ def resolve(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    errors: dict[str, None] = {}
-    replaced: list[Any] = []
-    for one in written:
-        try:  # a tree with a text that is no reference could not be made
-            OmegaConf.create({"text": one.text})
-        except OmegaConfBaseException:
-            errors[f"{_at(where, one)}: ${{ without its }}, or nothing to read in it: close it, or write \\${{"] = None
-    if errors:
-        raise ConfigError("\n".join(errors))
     try:
         tree = OmegaConf.create(values, flags={"allow_objects": True})
-    except OmegaConfBaseException as error:  # a key that is no text
-        raise ConfigError(f"{where}: {_reason(error)}") from None
+    except OmegaConfBaseException as error:  # a text that is no reference, or a key that is no text
+        raise ConfigError(f"{where}: {error.full_key}: {_reason(error)}".replace(": : ", ": ")) from None
+    errors: list[str] = []
     for one in written:
-        try:
-            value = _value(tree, one, default_of)
-            replaced.append(read_text(one.key, value) if isinstance(value, str) else value)
-        except ConfigError as error:
-            errors[str(error) if str(error).startswith(where) else f"{_at(where, one)}: {error}"] = None
-    if errors:
-        raise ConfigError("\n".join(errors))
-    for one, value in zip(written, replaced, strict=True):
         holder: Any = values
         for name in one.path[:-1]:
             holder = holder[name]
-        holder[one.path[-1]] = value
+        try:
+            holder[one.path[-1]] = _value(tree, one, default_of)
+        except ConfigError as error:
+            errors.append(f"{_at(where, one)}: {error}")
+    if errors:
+        raise ConfigError("\n".join(errors))
     return {".".join(one.key): one.text for one in written}
 
 
@@ -80,10 +64,14 @@ def _value(tree: Any, one: _Text, default_of: Callable[[Key], Any]) -> Any:
             value = tree
             for name in one.path:
                 value = value[name]
-            if not OmegaConf.is_config(value):
-                _check_single_values(tree, one.text)
-                return value
-            return OmegaConf.to_container(value, resolve=True)
+            if OmegaConf.is_config(value):
+                return OmegaConf.to_container(value, resolve=True)
+            for reference in _REFERENCE.finditer(one.text):  # OmegaConf writes a section or list in Python's form
+                inner = OmegaConf.select(tree, reference[1].strip())
+                if OmegaConf.is_config(inner):
+                    kind = "dict" if OmegaConf.is_dict(inner) else "list"
+                    raise ConfigError(f"{reference[0]} is a {kind}: text can hold only single values")
+            return value
         except OmegaConfBaseException as error:
             missing = _MISSING.search(str(error))
             if missing is None or missing[1] in added:
@@ -93,19 +81,13 @@ def _value(tree: Any, one: _Text, default_of: Callable[[Key], Any]) -> Any:
             added.add(missing[1])
 
 
-def _check_single_values(tree: Any, text: str) -> None:
-    """Refuse a section or list inside of other text, which OmegaConf writes in Python's form."""
-    from omegaconf import OmegaConf
-
-    for reference in _REFERENCE.finditer(text):
-        value = OmegaConf.select(tree, reference[1].strip())
-        if OmegaConf.is_config(value):
-            kind = "dict" if OmegaConf.is_dict(value) else "list"
-            raise ConfigError(f"{reference[0]} is a {kind}: text can hold only single values")
-
-
 def _reason(error: Exception) -> str:
+    from omegaconf.errors import GrammarParseError
+
     said = str(error).splitlines()[0]
+    if isinstance(error, GrammarParseError):
+        text = said.rpartition(" input ")[2]
+        return f"{text}: ${{ without its }}, or nothing to read in it: close it, or write \\${{"
     if unset := _UNSET.search(said):
         name = unset[1]
         return f"the environment variable {name!r} is not set: export it, or write ${{oc.env:{name},default}}"

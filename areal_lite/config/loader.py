@@ -1,11 +1,8 @@
 """Load a YAML file and ``key=value`` overrides into a validated config.
 
-All errors are reported at once, one per line with file, key, value, rule and fix. A config names code by
-dotted path, so it must be trusted; it is still parsed as plain data (``SafeLoader``). ``interpolation`` replaces
-``${...}`` before validation.
+All errors are reported at once, one per line with file, key, value, rule and fix. A config names code by dotted path,
+so it must be trusted; it is still parsed as plain data. ``interpolation`` replaces ``${...}`` before validation.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import difflib
@@ -13,12 +10,10 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
-
 from pydantic import TypeAdapter, ValidationError
-
 from areal_lite.config.dump import plain, write_yaml
 from areal_lite.config.interpolation import Key, check_resolved, resolve
-from areal_lite.config.keys import describe_fields, field_type, is_mapping, owners, section_of, takes_text
+from areal_lite.config.keys import describe_fields, field_type, owners, section_of
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig, RewardsConfig, RunIdentity
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.schema import meaning_of
@@ -35,7 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ...) -> RunConfig: 
 @overload
 def load_config(path: str | Path, overrides: Sequence[str] = ..., *, root: type[C]) -> C: ...
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[Any] = RunConfig) -> ExperimentConfig:
-    """Return the validated config of the file ``path`` with ``overrides`` applied.
+    """Return the validated config of the file ``path`` with ``overrides`` applied; raises ConfigError.
 
     The ``rollout`` of a RunConfig inherits the experiment name, trial name, fileroot and seed of the run, and the
     model's tokenizer unless it names another. The run takes from ``rollout`` what only ``rollout`` sets.
@@ -43,28 +38,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
     Args:
         path: A YAML file of at most 1 MiB. Its texts may refer to environment variables (``${oc.env:NAME,default}``)
             and to other values (``${section.key}``).
-        overrides: ``section.key=value`` each; the value is YAML (``null``, ``[a, b]``, ``0.5``). The
-            last override of a key wins.
+        overrides: ``section.key=value`` each; the value is YAML (``null``, ``[a, b]``, ``0.5``); the last one wins.
         root: Expected config class. ExperimentConfig accepts any file: its ``kind`` selects the class, and a file
             without ``kind`` is a RunConfig.
-
-    Raises:
-        ConfigError: With every error found, one per line.
     """
     return _load(path, overrides, root).config
 
 
 def load_recorded(run: Path, opened: Opener, overrides: Sequence[str] = (), *, root: type[C]) -> C:
     """Return the config that a run left in its folder, as :func:`load_config` does; it may be somebody else's folder.
-
     Keys that have moved since the run are read at their old place: the folder of a run stays readable. The config
-    refers to nothing outside of it.
-
-    Args:
-        opened: Opens the file, and refuses a link out of the folder.
-    """
-    config: Any = _load(run / "config.yaml", overrides, root, opened).config
-    return config  # type: ignore[no-any-return]
+    refers to nothing outside of it, and ``opened`` refuses a link out of the folder."""
+    return _load(run / "config.yaml", overrides, root, opened).config  # type: ignore[return-value]
 
 
 def describe_value(path: str | Path, overrides: Sequence[str], key: str, *, root: type[Any]) -> str:
@@ -108,26 +93,24 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any], opened: O
     root = _config_class(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}
     for override in overrides:
-        sources[_apply_override(values, override, root, where=str(path))] = f"{path}, override {override!r}"
-    references = resolve(
-        values,
-        where=str(path),
-        default_of=lambda key: _default_of(root, key),
-        read_text=lambda key, text: (
-            text if takes_text(root, key) else parse_yaml(text, where=f"{path}: {'.'.join(key)}")
-        ),
-    )
+        sources[_apply_override(values, override, where=str(path))] = f"{path}, override {override!r}"
+    references = resolve(values, where=str(path), default_of=lambda key: _default_of(root, key))
     for key, written in references.items():
         sources[key] = f"{sources.get(key, path)}, from {written!r}"
-    if issubclass(root, RunConfig) and values.get("env") is not None:
-        importlib.import_module("areal_lite.environments.catalog").fill(values, where=str(path))
     try:
+        if issubclass(root, RunConfig) and (_is_mixture(values) or values.get("env") is not None):
+            name = "mixture" if _is_mixture(values) else "catalog"
+            importlib.import_module(f"areal_lite.environments.{name}").fill(values, where=str(path))
         config: ExperimentConfig = TypeAdapter(root).validate_python(values)
         if isinstance(config, RunConfig):
             config = _with_run_identity(config, values, str(path))
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error, root, str(path), sources))) from None
     return _Loaded(config, values, sources)
+
+
+def _is_mixture(values: Mapping[Any, Any]) -> bool:
+    return any(isinstance(values.get(name), list) for name in ("train_dataset", "eval_dataset"))
 
 
 def class_of(kind: str) -> type[Any]:
@@ -141,7 +124,7 @@ def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[A
     kinds = [values["kind"]] if "kind" in values else []
     kinds += [override.removeprefix("kind=") for override in overrides if override.startswith("kind=")]
     if not kinds:
-        if root is ExperimentConfig and not {"workflow", "env"} & values.keys():
+        if root is ExperimentConfig and not ({"workflow", "env"} & values.keys() or _is_mixture(values)):
             raise ConfigError(
                 f"{where}: neither kind nor workflow: set kind: {' | '.join(KINDS)}, or a workflow or env for "
                 "reinforcement learning"
@@ -159,27 +142,19 @@ def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[A
     return class_of(kind)
 
 
-def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, where: str) -> str:
+def _apply_override(values: dict[Any, Any], override: str, *, where: str) -> str:
     where = f"{where}, override {override!r}"
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{where}: write section.key=value")
     *sections, last = key.split(".")
-    section: dict[Any, Any] = values
-    for depth, (owner, name) in enumerate(owners(root, [*sections, last])):  # no owner inside a mapping such as kwargs
-        annotation = None if owner is None else field_type(owner, name)
-        if owner is not None and annotation is None:
-            raise ConfigError(f"{where}: {_unknown(owner, name, root)}")
-        if depth == len(sections):
-            break
-        so_far = ".".join(sections[: depth + 1])
-        if owner is not None and section_of(annotation) is None and not is_mapping(annotation):
-            raise ConfigError(f"{where}: {so_far} is a value, not a section")
+    section: Any = values
+    for depth, name in enumerate(sections, 1):
         if section.get(name) is None:
             section[name] = {}
-        elif not isinstance(section[name], dict):
-            raise ConfigError(f"{where}: {so_far} is {_short(section[name])}, not a section")
         section = section[name]
+        if not isinstance(section, dict):
+            raise ConfigError(f"{where}: {'.'.join(sections[:depth])} is {_short(section)}, not a section")
     section[last] = parse_yaml(text, where=where)
     return key
 
@@ -188,8 +163,18 @@ def _messages(error: ValidationError, root: type[Any], path: str, sources: Mappi
     for entry in error.errors(include_url=False):
         keys = [str(part) for part in entry["loc"]]
         dotted = ".".join(keys)
-        source = next((s for key, s in sources.items() if f"{dotted}.".startswith(f"{key}.")), path)
-        owner, meaning = _locate(root, keys)
+        is_rule = entry["type"] == "value_error"  # of a section, whichever of its keys has the source
+        source = next(
+            (
+                source
+                for key, source in sources.items()
+                if f"{dotted}.".startswith(f"{key}.") or (key.startswith(f"{dotted}.") and not is_rule)
+            ),
+            path,
+        )
+        owner, meaning = None, ""
+        for owner, name in owners(root, keys):  # the meaning of the nearest known field
+            meaning = (meaning_of(owner, name) if owner else "") or meaning
         prefix = f"{source}: {'.'.join(keys[:-1])}: ".replace(": : ", ": ")
         if entry["type"] == "unexpected_keyword_argument" and owner is not None:
             yield prefix + _unknown(owner, keys[-1], root)
@@ -202,14 +187,6 @@ def _messages(error: ValidationError, root: type[Any], path: str, sources: Mappi
             # Our own validators already name the value.
             value = "" if entry["type"] == "value_error" else f"{_short(entry['input'])}: "
             yield f"{source}: {dotted}: {value}{rule}. {meaning}".rstrip(" ")
-
-
-def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str]:
-    """Return the class that holds the last of ``keys``, and the meaning of the nearest known field."""
-    owner, meaning = None, ""
-    for owner, name in owners(root, keys):
-        meaning = (meaning_of(owner, name) if owner else "") or meaning
-    return owner, meaning
 
 
 def _default_of(root: type[Any], key: Key) -> Any:

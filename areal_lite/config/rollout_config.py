@@ -1,15 +1,11 @@
 """The ``rollout:`` section: inference servers, scheduling, staleness, faults, agents and rewards."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
-
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
-
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.schema import STRICT, Above0, Count, Positive, refuse
 
@@ -96,11 +92,13 @@ class AgentsConfig:
     workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
     """Dotted path of the workflow that wraps an agent (any object with ``async run()``)."""
     isolation: Literal["inline", "thread", "process"] = "inline"
-    """Where an agent's run() is called: inline on the event loop of all episodes, where nothing may block; in a
-    thread of its own, which may block; or in a process of its own, killed at the deadline. thread and process also
-    take a plain ``def run()``."""
+    """Where an agent's run() is called: inline on the event loop of all episodes, where nothing may block; in its own
+    thread, which may; or in its own process, killed at the deadline. thread and process also take ``def run()``."""
     processes: Positive | None = None
     """Maximum number of processes with isolation: process, per worker; further episodes wait. Null: two per core."""
+    sandbox: Annotated[str, Field(pattern="^(none|bubblewrap|docker:.+)$")] = "none"
+    """Box for each program that an agent runs, an MCP server, and an environment in a process: bubblewrap, or
+    docker:IMAGE. No network, read-only files but for the program's folder, a /tmp of its own, limits for the box."""
     tool_parser: (
         Literal["hermes", "qwen3_coder", "function_tag", "llama3", "mistral", "deepseek", "glm45", "fenced_json"] | None
     ) = None
@@ -109,8 +107,9 @@ class AgentsConfig:
     """think moves <think>...</think> of an agent's answers into reasoning_content, none leaves it in the content. Null
     is think if the chat template mentions <think>."""
     tools_in_system_prompt: bool = False
-    """Write an agent's tools into the system prompt, and calls and results as text (Hermes form), for chat templates
-    that do not render tools."""
+    """Write tools into the system prompt, and calls and results as text (Hermes form), for templates without tools."""
+    train_agents: list[str] | None = None
+    """Names of the agents whose answers train, such as [main]; others are only dumped. Null: all train."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -155,9 +154,8 @@ class InferenceEngineConfig(RunIdentity):
     """Staleness bound: maximum policy versions between a trajectory's oldest trained token and the version
     that trains on it. 0 is on-policy: generation waits for every weight update."""
     over_sampling_groups: Count = 0
-    """Extra groups to start beyond a batch; the first to finish are trained. On-policy, the rest are stopped
-    when the batch is full and run first for the next; mask_offpolicy_in_partial_rollout resumes them from their
-    tokens."""
+    """Extra groups to start beyond a batch; the first to finish are trained. On-policy, a full batch stops the rest,
+    which run first for the next one: from their tokens with mask_offpolicy_in_partial_rollout."""
     gen_batch_size: Positive | None = None
     """Groups to generate at once for a batch; sets over_sampling_groups to what exceeds consumer_batch_size."""
     mask_offpolicy_in_partial_rollout: bool = False
@@ -208,6 +206,11 @@ class InferenceEngineConfig(RunIdentity):
                 "router": routed and self.weight_update == "adapter",
             }
         )
+
+    @property
+    def request_timeout(self) -> float:
+        """``faults.request_timeout_s``, by the name that AReaL's workflows read."""
+        return self.faults.request_timeout_s
 
     @property
     def extra_groups(self) -> int:

@@ -5,14 +5,12 @@ the command too (a greedy rollout is fine, a greedy training run is not), so a r
 anything: :func:`check_rollouts` for every run with rollouts, :func:`check_training` for one that trains.
 """
 
-from __future__ import annotations
-
 import logging
-
 from areal_lite.config.dataset_config import DatasetConfig, refuse_idle
 from areal_lite.config.generation import CONSTRAINTS, GenerationHyperparameters
-from areal_lite.config.run_config import RunConfig
+from areal_lite.config.run_config import ClusterConfig, ExperimentConfig, RayConfig, RunConfig
 from areal_lite.config.schema import refuse
+from areal_lite.config.server_config import ServerConfig, tensor_parallel_size
 from areal_lite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +24,7 @@ _TRAINING_ONLY = {
 def check_rollouts(config: RunConfig) -> None:
     """Check what every run with rollouts needs; raises ConfigError."""
     rollout, server, rewards = config.rollout, config.server, config.rollout.rewards
-    running = bool(rollout.addresses)
+    running, given = bool(rollout.addresses), config.workflow_kwargs
     refuse(
         {
             "server.router is true and rollout.weight_update is adapter: requests through a router cannot name the "
@@ -41,10 +39,16 @@ def check_rollouts(config: RunConfig) -> None:
             f"(rollout.addresses=[127.0.0.1:30000]), or have the run start them (server.backend={rollout.backend})": (
                 rollout.backend not in ("embedded", server.backend) and not running
             ),
+            f"rollout.agents.sandbox is {rollout.agents.sandbox}, which is for the programs of an agent alone, and "
+            f"workflow_kwargs has env {given.get('env')} and isolation {given.get('isolation')}: use bubblewrap": (
+                rollout.agents.sandbox.startswith("docker")
+                and (str(given.get("env")).startswith("mcp:") or given.get("isolation", "inline") != "inline")
+            ),
             f"rollout.rewards.key is {rewards.key!r} and rollout.rewards.weights {rewards.weights}: the reward is one "
             "part or a sum of parts; remove one of the two": rewards.key is not None and bool(rewards.weights),
         }
     )
+    check_launch(config)
     if not config.rollout_global_dataset:
         _check_generator(config)
     _check_rows(config)
@@ -64,6 +68,28 @@ def check_rows_end(config: RunConfig) -> None:
             "rollout_global_dataset is false: the rows of a generator do not end, so they cannot all be run. Use "
             "areal-lite train, or rollout_global_dataset: true with a function that returns a list"
         )
+
+
+def check_launch(config: ExperimentConfig) -> None:
+    """Refuse keys of a cluster that nothing reads, and keys of servers that their nodes choose."""
+    on_ray, gpus, ranks = config.launch == "ray", config.cluster.n_gpus_per_node, config.cluster.n_ranks
+    server = config.server if isinstance(config, RunConfig) else ServerConfig()
+    size = tensor_parallel_size(server)
+    starts = isinstance(config, RunConfig) and (not config.rollout.addresses or config.rollout.workers > 1)
+    refuse(
+        {
+            "cluster or ray is set, and launch is local, which starts everything on this machine: set launch: ray, or "
+            "remove them": not on_ray and (config.cluster != ClusterConfig() or config.ray != RayConfig()),
+            "launch is ray, and there is nothing to start: no servers, no rollout.workers and no ranks. Set "
+            "cluster.n_ranks, or remove launch": on_ray and not starts and not ranks,
+            "launch is ray, and server.host or server.port is set: servers listen on a free port of their node. "
+            "Remove both": on_ray and (server.host != ServerConfig.host or bool(server.port)),
+            f"cluster.n_gpus_per_node is {gpus}, and server.args gives each server {size} GPUs: a server runs on one "
+            "node": 0 < gpus < size,
+            f"cluster.n_ranks is {ranks}, and checkpoint.resume {config.checkpoint.resume}: ranks start again from the "
+            "newest checkpoint. Set resume: auto": ranks > 0 and config.checkpoint.resume != "auto",
+        }
+    )
 
 
 def _check_generator(config: RunConfig) -> None:
@@ -107,6 +133,10 @@ def check_training(config: RunConfig) -> None:
             "whole groups, so some would be empty. Use fewer minibatches, or more groups": minibatches > groups,
             "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
             "false and a temperature above 0": rollout.gconfig.effective_temperature == 0,
+            f"rollout.gconfig.temperature is {rollout.gconfig.effective_temperature:g}, and servers score a teacher's "
+            "tokens at temperature 1, so the two would not compare: set it to 1, or remove trainer.kl.teacher": (
+                trainer.kl is not None and trainer.kl.teacher is not None and rollout.gconfig.effective_temperature != 1
+            ),
             "rollout.weight_update is adapter, and there are no adapters: set trainer.lora, or weight_update: auto": (
                 rollout.weight_update == "adapter" and trainer.lora is None
             ),

@@ -1,17 +1,13 @@
 """The top of a run's YAML: its sections, when it evaluates and what it saves."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated, Any, Literal
-
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import FolderName, InferenceEngineConfig, RunIdentity
-from areal_lite.config.schema import STRICT, Above0, Positive
+from areal_lite.config.schema import STRICT, Above0, Count, Positive
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.config.trainer_config import TrainerConfig
 
@@ -52,6 +48,35 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ClusterConfig:
+    """The nodes of a run with ``launch: ray``."""
+
+    n_nodes: Positive = 1
+    """Nodes that the cluster must have before anything starts; the run waits ray.start_timeout_s for them."""
+    n_gpus_per_node: Count = 0
+    """GPUs of a node for the servers and ranks that the run starts; 0 starts them on CPUs."""
+    n_ranks: Count = 0
+    """Trainer ranks to start on the nodes, each with a GPU if nodes have some; all start again from the newest
+    checkpoint if one of them ends. 0 trains in the process of the command, or of torchrun."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RayConfig:
+    """The Ray cluster of a run with ``launch: ray``."""
+
+    address: str | None = None
+    """HOST:PORT of the cluster's head. Null: the environment variable RAY_ADDRESS, else a local Ray that the run starts
+    and stops. A cluster that neither names is never joined."""
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    """Runtime environment of the programs, as Ray defines it. Without working_dir, nodes have the working directory at
+    the same path; with it, Ray copies it to them, without .git, .venv and runs."""
+    start_timeout_s: Above0 = 120.0
+    """Seconds to wait for nodes and for free CPUs and GPUs, and for a program to start on its node."""
+    max_failures: Count = 3
+    """Times that the ranks of cluster.n_ranks start again after one of them has ended."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ExperimentConfig(RunIdentity):
     """Settings of every kind of run."""
 
@@ -66,6 +91,13 @@ class ExperimentConfig(RunIdentity):
     """Metric trackers beside metrics.jsonl; each needs its extra: pip install -e '.[wandb]'."""
     save_model: bool = True
     """Save the trained model and its tokenizer at the end."""
+    launch: Literal["local", "ray"] = "local"
+    """Where servers, rollout workers and cluster.n_ranks start: local on this machine, ray on the nodes of a Ray
+    cluster, which needs an extra: pip install -e '.[ray]'."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """The nodes of a run with launch: ray."""
+    ray: RayConfig = field(default_factory=RayConfig)
+    """The Ray cluster of a run with launch: ray."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -89,12 +121,12 @@ class RunConfig(ExperimentConfig):
     buffer_filter: str | None = None
     """Dotted path of a function that chooses which returned groups to run first. Null: oldest first."""
     train_dataset: DatasetConfig
-    """Training rows."""
+    """Training rows, or a list that mixes environments."""
     rollout_global_dataset: bool = True
     """true: train_dataset is a dataset, with epochs in a shuffled order. false: train_dataset.path names a generator
     function, whose rows come in its order; a resumed run skips as many as were drawn."""
     eval_dataset: DatasetConfig | None = None
-    """Held-out rows. Null skips evaluation."""
+    """Held-out rows, or such a list. Null skips evaluation."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """Inference servers and episode scheduling."""
     server: ServerConfig = field(default_factory=ServerConfig)

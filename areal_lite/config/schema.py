@@ -1,11 +1,7 @@
 """Strictness, number types, rules and docstrings, which all config records share."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
-
 from pydantic import ConfigDict, Field
-
 from areal_lite.errors import ConfigError
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True)

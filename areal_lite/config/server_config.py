@@ -1,13 +1,9 @@
 """The ``server:`` section: the servers that a run starts, and what must hold before their program is started."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated, Any, Literal
-
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-
 from areal_lite.config.schema import STRICT, Above0, Positive
 from areal_lite.errors import ConfigError
 
@@ -33,26 +29,22 @@ class EmbeddedServerConfig:
     """Settings of one embedded server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The server has no authentication: on anything but loopback, others can generate and
-    change weights."""
+    """Address to listen on. There is no authentication: beyond loopback, others can generate and change weights."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on, further replicas on the ports after it; 0 takes free ones."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the served weights. auto is that of the trainer. If nothing trains and trainer.dtype is auto
-    too, SGLang and vLLM take that of config.json, the embedded server bfloat16, or float32 on a CPU without
-    instructions for bfloat16."""
+    too, SGLang and vLLM take that of config.json, the embedded server bfloat16, or float32 on a CPU that lacks it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
     num_threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of the model; 0 takes half of the cores, or all of them in an on-policy run, where server and
-    trainer take turns."""
+    """CPU threads of the model; 0 takes half of the cores, or all if server and trainer take turns (on-policy)."""
     max_running_requests: Positive = 64
     """Requests decoded together; more wait in a queue."""
     max_total_tokens: Positive | None = None
     """Limit on prompt plus max_new_tokens, summed over running requests; null is what the KV cache holds."""
     max_prefill_tokens: Positive | None = None
-    """Prompt tokens computed in one step, padding included; running requests wait for it. null is 512 on a CPU and 8192
-    on a GPU."""
+    """Prompt tokens, with padding, of one step; running requests wait for it. null is 512 on a CPU, 8192 on a GPU."""
     context_length: Annotated[int, Field(ge=16)] | None = None
     """Maximum tokens of prompt and answer together; null is the model's own limit."""
 
@@ -62,8 +54,7 @@ class ServerConfig(EmbeddedServerConfig):
     """The servers that a run or ``areal-lite serve`` starts."""
 
     backend: Literal["sglang", "vllm", "embedded"] | None = None
-    """Program to start; rollout.backend follows it. Null: the embedded server, or nothing if rollout.addresses names
-    running servers."""
+    """Program to start; rollout.backend follows it. Null: embedded, or nothing if rollout.addresses names servers."""
     replicas: Positive = 1
     """Number of servers. On a machine with NVIDIA GPUs each gets as many as its tensor parallel size; together they get
     the last GPUs, because trainers use the first."""

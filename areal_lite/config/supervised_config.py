@@ -3,14 +3,10 @@
 ``kind`` at the top of a file selects one; a file without it is a reinforcement learning run.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated, Literal
-
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-
 from areal_lite.config.dataset_config import RowsConfig
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.config.schema import STRICT, Above0, Count, Positive
@@ -65,8 +61,7 @@ class SupervisedTrainerConfig(LearnerConfig):
     total_steps: Positive | None = None
     """Number of updates. Null trains for all epochs."""
     max_inference_length_per_device: Positive | None = None
-    """Maximum tokens, padding included, per forward pass and rank in evaluation, which needs less memory than training.
-    Null uses max_tokens_per_microbatch."""
+    """Maximum tokens, with padding, per forward pass and rank in evaluation. Null is max_tokens_per_microbatch."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Schedule after warm-up; linear and cosine decay to 0 at the last step."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -1,12 +1,9 @@
 """The ``trainer:`` section: optimizer, algorithm and losses."""
 
-from __future__ import annotations
-
 from dataclasses import field
-from typing import Any, Literal
-
+from typing import Annotated, Any, Literal
+from pydantic import Field
 from pydantic.dataclasses import dataclass
-
 from areal_lite.config.schema import STRICT, Above0, AtLeast0, Count, Fraction, Positive, refuse
 
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -51,16 +48,15 @@ class LearnerConfig(OptimizerConfig):
     max_tokens_per_microbatch: Positive = 4096
     """Maximum tokens, padding included, per forward pass and rank. Halved once when out of memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Autocast dtype; weights and optimizer state are float32. auto is bfloat16, or float32 on a CPU without
-    instructions for bfloat16."""
+    """Autocast dtype; weights and optimizer state are float32. auto is bfloat16, or float32 on a CPU that lacks it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses a GPU if there is one."""
     sp_size: Positive = 1
     """Ranks that read the same sequences together, each some of their tokens, for sequences too long for one rank. Must
     divide the ranks and the model's attention heads."""
-    tp_size: Literal[1] = 1
-    """Ranks that divide each layer among them: not supported. Weights are sharded over all ranks and gathered layer by
-    layer; for long sequences use sp_size."""
+    tp_size: Positive = 1
+    """Ranks that divide each layer among them, some heads and columns for each, for layers too large for one rank. Must
+    divide the ranks, the model's attention heads, heads of keys and sizes of layers."""
     num_threads: Count = 0
     """CPU threads of the trainer; 0 shares the cores with an embedded server."""
     gradient_checkpointing: bool = False
@@ -81,25 +77,39 @@ class LearnerConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class TeacherConfig:
+    """Running servers of another model with the same tokenizer, which score the sampled tokens."""
+
+    addresses: Annotated[list[str], Field(min_length=1)]
+    """host:port of each server."""
+    backend: Literal["sglang", "vllm", "embedded"] = "embedded"
+    """Protocol of the servers."""
+    tokenizer_path: str | None = None
+    """Folder or hub name of the teacher's tokenizer. Null: where the servers say that their model is."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class KLConfig:
-    """KL penalty against the frozen starting model."""
+    """KL penalty against a reference: the frozen starting model, or a teacher (on-policy distillation)."""
 
     coef: Above0
     """Coefficient of the penalty."""
-    place: Literal["loss", "reward"] = "loss"
-    """Add the penalty to the loss, or subtract it from each token's reward."""
+    teacher: TeacherConfig | None = None
+    """The reference is this model instead of the starting model."""
+    place: Literal["loss", "reward", "advantage"] = "loss"
+    """Add the penalty to the loss, or subtract it from each token's reward or, after everything else, from its
+    advantage: with a reward of 0 and k1 that is on-policy distillation."""
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     """Single-sample estimator of KL(policy || reference). k1+ and k3+ take their gradient from k2."""
     unbiased: bool = False
-    """For k1 and k3 in the loss: weight each token by policy / behaviour, which makes value and gradient unbiased for
-    off-policy tokens (DeepSeek-V3.2)."""
+    """For k1 and k3 in the loss: weight tokens by policy / behaviour, which removes off-policy bias (DeepSeek-V3.2)."""
     target: Above0 | None = None
     """For a penalty in the reward: adapt coef to this KL (nats per token). Null keeps coef fixed."""
     horizon: Above0 = 10000.0
     """Number of episodes over which coef adapts to target."""
 
     def __post_init__(self) -> None:
-        in_reward = self.place == "reward"
+        in_reward, in_loss = self.place == "reward", self.place == "loss"
         refuse(
             {
                 f"target is {self.target}, but only a penalty in the reward adapts: set place: reward, or remove "
@@ -107,11 +117,11 @@ class KLConfig:
                 f"horizon is {self.horizon}, but without target coef does not adapt: set target, or remove horizon": (
                     self.target is None and self.horizon != KLConfig.horizon
                 ),
-                f"estimator is {self.estimator}, but a reward has no gradient: use {self.estimator.rstrip('+')}": (
-                    in_reward and self.estimator.endswith("+")
+                f"estimator is {self.estimator}, but a {self.place} has no gradient: use {self.estimator[:-1]}": (
+                    not in_loss and self.estimator.endswith("+")
                 ),
                 f"unbiased is set with place {self.place} and estimator {self.estimator}: it needs place: loss and "
-                "estimator k1 or k3": self.unbiased and (in_reward or self.estimator not in ("k1", "k3")),
+                "estimator k1 or k3": self.unbiased and (not in_loss or self.estimator not in ("k1", "k3")),
             }
         )
 
@@ -121,8 +131,7 @@ class CorrectionConfig:
     """Off-policy correction between the behaviour and proximal policies (staleness, engine rounding)."""
 
     level: Literal["token", "sequence", "none"] = "token"
-    """Granularity of the importance weight proximal / behaviour: each token, or the whole episode (sequence). none
-    disables weighting."""
+    """Importance weight proximal / behaviour of each token, or of the whole episode (sequence); none disables it."""
     max_weight: Above0 = 5.0
     """Upper bound of the importance weights (truncated importance sampling)."""
     outside: Literal["truncate", "mask"] = "truncate"
@@ -134,8 +143,7 @@ class CorrectionConfig:
     reject: str | None = None
     """Rejection statistics, separated by commas: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ..."""
     reject_bounds: str | None = None
-    """Comma-separated bounds, one per statistic in reject: lower_upper of the ratio for k1, an upper bound for the
-    others."""
+    """Bounds, separated by commas, one per statistic: lower_upper of the ratio for k1, an upper bound for others."""
     max_episode_kl: Above0 | None = None
     """Mask episodes with negative advantage whose mean behaviour - policy log-prob (nats per token) is above this
     bound (off-policy sequence masking)."""
@@ -191,9 +199,8 @@ class TrainerConfig(LearnerConfig):
     minibatches_per_step: Positive = 1
     """Optimizer updates per batch; each uses an equal share of the batch's groups."""
     advantage: str = "grpo"
-    """Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, opo, gpg, optimal_token_baseline, turn_grpo, turn_returns, or the dotted path
-    of your own."""
+    """Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce, reinforce_plus_plus, remax, opo, gpg,
+    reinforce_plus_plus_baseline, optimal_token_baseline, turn_grpo, turn_returns, or a dotted path of yours."""
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the estimator, such as gamma and lam of gae."""
     advantage_mean: Literal["none", "group", "batch"] = "none"
@@ -201,8 +208,7 @@ class TrainerConfig(LearnerConfig):
     advantage_std: Literal["none", "group", "batch"] = "none"
     """Divide the advantages by their standard deviation over the tokens of the group or batch."""
     loss: str = "ppo"
-    """Policy loss: ppo, gspo, sapo, cispo, gpg, gmpo, clip_cov, kl_cov, m2po, reinforce, or the dotted path of your
-    own."""
+    """Policy loss: ppo, gspo, sapo, cispo, gpg, gmpo, clip_cov, kl_cov, m2po, reinforce, or a dotted path of yours."""
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the loss, such as clip_eps, clip_eps_high and dual_clip of ppo."""
     loss_aggregation: AggregationMode | None = None
@@ -210,14 +216,13 @@ class TrainerConfig(LearnerConfig):
     loss_scale: Positive | None = None
     """Divisor in tokens of seq-mean-token-sum-norm; required there and refused elsewhere."""
     proximal: Literal["trainer", "behaviour"] = "trainer"
-    """Center of the trust region: log-probs recomputed by the trainer at the start of the step, or those the engine
-    sampled with."""
+    """Center of the trust region: log-probs that the trainer computes when the step begins, or those of sampling."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction."""
     overlong_buffer: Count = 0
     """Reduce the reward linearly, by up to 1, over this many tokens before gconfig.max_new_tokens; 0 disables it."""
     kl: KLConfig | None = None
-    """KL penalty against the starting model. Null loads no reference model."""
+    """KL penalty against the starting model or a teacher. Null loads no reference model."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     critic: CriticConfig | None = None

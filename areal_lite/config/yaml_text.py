@@ -3,16 +3,12 @@
 Duplicate keys, aliases that repeat too much and files that are too large are refused.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
-
 import yaml
-
 from areal_lite.config.dump import FLOAT
 from areal_lite.errors import ConfigError
 

@@ -5,8 +5,6 @@ called by ``rollout``, ``trainer``, ``agents`` and ``runs``. Read in the order o
 batch; vision and supervised stand beside them.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,14 +1,11 @@
 """``python -m areal_lite.embedded MODEL``: serve a model until a signal, as :class:`EmbeddedServer` starts it."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
-
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.model_arguments import add_model_arguments
 from areal_lite.embedded.startup import Extend, serve
@@ -27,7 +24,7 @@ def _child_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, extend: Extend | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, extend: "Extend | None" = None) -> int:
     """Serve, with the routes that ``extend`` adds; return the exit code."""
     arguments = vars(_child_parser().parse_args(argv))
     ready_fd = arguments.pop("ready_fd")
@@ -40,8 +37,7 @@ def main(argv: Sequence[str] | None = None, *, extend: Extend | None = None) -> 
                 pipe.write(f"{port}\n")
 
     try:
-        config, served = split_arguments(arguments)
-        serve(config, served, on_ready=announce, extend=extend)
+        serve(*split_arguments(arguments), on_ready=announce, extend=extend)
     except ArealLiteError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -49,7 +45,6 @@ def main(argv: Sequence[str] | None = None, *, extend: Extend | None = None) -> 
 
 
 def split_arguments(arguments: dict[str, Any]) -> tuple[EmbeddedServerConfig, ServedModel]:
-    """Split parsed arguments into the server's settings and its model."""
     names = EmbeddedServerConfig.__dataclass_fields__
     config = checked_settings(EmbeddedServerConfig, {name: value for name, value in arguments.items() if name in names})
     return config, ServedModel(**{name: value for name, value in arguments.items() if name not in names})

@@ -3,17 +3,13 @@
 The model thread writes a ``GenerationRequest`` and the event loop reads it; ``finish_reason`` is written last.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
 import numpy as np
 import numpy.typing as npt
-
 from areal_lite.embedded.decoder.image_prompt import ImagePrompt
 from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams
@@ -22,9 +18,9 @@ FinishReason = dict[str, Any]
 Decode = Callable[[list[int], bool], str]  # ids, skip_special_tokens -> text
 
 
-def aborted(message: str = "Aborted") -> FinishReason:
-    """Return the finish reason of an aborted request."""
-    return {"type": "abort", "message": message, "status_code": None, "err_type": None}
+def aborted(message: str = "Aborted", *, status: int | None = None, kind: str | None = None) -> FinishReason:
+    """Return the finish reason of an aborted request, with ``status`` and ``kind`` of an error of HTTP."""
+    return {"type": "abort", "message": message, "status_code": status, "err_type": kind}
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -40,15 +36,10 @@ class GenerationRequest:
     stream: bool = False
     incremental: bool = False  # events of a stream hold new tokens only
     num_continued: int = 0  # prompt ids at the end that an earlier request sampled and this one continues
-
     grammar: Grammar | None = None  # constraint of the output, after ``num_continued`` ids
-
-    images: ImagePrompt | None = None
-    """Images of the prompt."""
-    output_ids: list[int] = field(default_factory=list)
-    """Sampled ids, including the stop token."""
-    output_logprobs: list[float] = field(default_factory=list)
-    """One per output id: log_softmax(logits / temperature), before any filter."""
+    images: ImagePrompt | None = None  # images of the prompt
+    output_ids: list[int] = field(default_factory=list)  # sampled ids, including the stop token
+    output_logprobs: list[float] = field(default_factory=list)  # log_softmax(logits / temperature), unfiltered
     output_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     version_spans: list[list[Any]] = field(default_factory=list)
     """``[version, start, end]`` ranges of the output ids, in order and without gaps."""
@@ -56,8 +47,7 @@ class GenerationRequest:
     num_retractions: int = 0
     finish_reason: FinishReason | None = None
     arrived_at: float = field(default_factory=time.perf_counter)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set on the event loop when the request ends or, if it streams, has new tokens."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end and, if it streams, at new tokens
     prompt_array: npt.NDArray[np.int64] = field(init=False)
     """The prompt's ids; those of images as :func:`~areal_lite.api.image_span.keyed_ids`."""
 
@@ -122,14 +112,20 @@ class GenerationRequest:
         return {"output_ids": self.output_ids[start:count], "meta_info": meta}
 
     def _meta(self, start: int, end: int, finished: FinishReason | None) -> dict[str, Any]:
-        meta = {
+        meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": finished,
             "prompt_tokens": len(self.prompt),
             "completion_tokens": end,
             "cached_tokens": self.cached_tokens,
         }
-        return meta | self._logprobs(start, end) if self.return_logprob else meta
+        if self.return_logprob:
+            pairs = zip(self.output_logprobs[start:end], self.output_ids[start:end], strict=True)
+            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+            if self.top_logprobs_num:
+                tops = self.output_top_logprobs[start:end]
+                meta["output_top_logprobs"] = [[(logprob, token, None) for logprob, token in top] for top in tops]
+        return meta
 
     def _versions(self, count: int) -> list[dict[str, Any]]:
         return [
@@ -137,14 +133,6 @@ class GenerationRequest:
             for version, start, end in self.version_spans
             if start < count
         ]
-
-    def _logprobs(self, start: int, end: int) -> dict[str, Any]:
-        pairs = zip(self.output_logprobs[start:end], self.output_ids[start:end], strict=True)
-        entries: dict[str, Any] = {"output_token_logprobs": [(logprob, token, None) for logprob, token in pairs]}
-        if self.top_logprobs_num:
-            tops = self.output_top_logprobs[start:end]
-            entries["output_top_logprobs"] = [[(logprob, token, None) for logprob, token in top] for top in tops]
-        return entries
 
     def _text(self, decode: Decode, count: int, finished: FinishReason | None) -> str:
         """Return the text of the first ``count`` ids, without the stop text and without incomplete characters."""

@@ -4,22 +4,16 @@ Guarantees that an answer that ends by itself satisfies its constraint. Imports 
 request.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import numpy.typing as npt
-
 from areal_lite.embedded.bad_request import invalid_value
 from areal_lite.embedded.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MAX_CACHED = 64
-_FORMATS: dict[str, Any] = {"regex": "regex", "ebnf": "gbnf"}  # our names of constraints -> llguidance's
 _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One line, as SGLang's and vLLM's flags give: a small model fills its budget with free white space."""
 
@@ -27,11 +21,11 @@ _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_
 class Grammar:
     """The constraint of one answer, at the position after its latest id."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
-    def copy(self) -> Grammar:
+    def copy(self) -> "Grammar":
         """Return a copy that advances on its own."""
         return Grammar(self._matcher.deep_copy(), self._vocab_size)
 
@@ -64,7 +58,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._tokenizer: LLTokenizer | None = None
-        self._compiled = lru_cache(_MAX_CACHED)(self._compile)
+        self._compiled = lru_cache(64)(self._compile)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of a request, None if it is unconstrained. Raises BadRequest if the constraint is invalid,
@@ -86,7 +80,7 @@ class GrammarCompiler:
             if name == "json_schema":
                 grammar = LLMatcher.grammar_from_json_schema(text, defaults=_JSON_LAYOUT)
             else:
-                grammar = grammar_from(_FORMATS[name], text)
+                grammar = grammar_from("gbnf" if name == "ebnf" else "regex", text)
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         except Exception as error:  # the library raises many kinds for texts it cannot read
             raise invalid_value(f"{name} cannot be used: {error}") from error

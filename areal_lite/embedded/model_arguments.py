@@ -1,9 +1,6 @@
 """Command-line arguments that ``areal-lite serve`` and the process of the embedded server share."""
 
-from __future__ import annotations
-
 import argparse
-
 from areal_lite.config.keys import describe_fields
 from areal_lite.config.server_config import EmbeddedServerConfig
 
@@ -16,12 +13,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, settings: type[Embedded
         help="folder with config.json, tokenizer and safetensors weights, or a name on the Hugging Face Hub",
     )
     for field in describe_fields(settings):
-        details = f"{field.type}; default {field.default}"
         parser.add_argument(
             f"--{field.key.replace('_', '-')}",
             metavar="VALUE",
             default=argparse.SUPPRESS,
-            help=f"{field.meaning} ({details})".replace("%", "%%"),
+            help=f"{field.meaning} ({field.type}; default {field.default})".replace("%", "%%"),
         )
     parser.add_argument(
         "--seed",

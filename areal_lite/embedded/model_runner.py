@@ -4,19 +4,15 @@ Guarantees that next-token logits equal those of a plain forward pass over the w
 model that fails this check is rejected at the start. The scheduler decides which request uses which slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig
-
 from areal_lite.data.vision.image_processor import ImageProcessor
-from areal_lite.embedded.adapter import Adapter
+from areal_lite.embedded.checked_weights import Adapter
 from areal_lite.embedded.decoder.image_prompt import ImagePrompt
 from areal_lite.embedded.decoder.lean_decoder import LeanDecoder
 from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, lean_decoder_operations
@@ -28,18 +24,14 @@ from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, wh
 from areal_lite.models.out_of_memory import is_out_of_memory
 from areal_lite.models.vision_model import auto_class_of, image_features, text_decoder
 
-_KEPT_TOKENS = 2**15
-"""Tokens of images whose embeddings are kept."""
+_SCORED_ROWS = 256  # tokens whose logits are float32 at a time
+_KEPT_TOKENS = 2**15  # tokens of images whose embeddings are kept
 
 
 class ModelRunner:
-    """A causal language model with a slot cache.
-
-    Args:
-        exact: Compute a token with the same bits as the trainer does, if it is alone in its batch.
-        compiled: Compile operations where that makes decoding faster.
-        image_processor: The model's, if it reads images.
-    """
+    """A causal language model with a slot cache. With ``exact`` a token that is alone in its batch gets the bits that
+    the trainer computes; with ``compiled`` operations are compiled where that makes decoding faster. A model that
+    reads images has an ``image_processor``."""
 
     def __init__(
         self,
@@ -57,10 +49,9 @@ class ModelRunner:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.slots = slots
         self.image_processor = image_processor
-        self._features: dict[str, Tensor] = {}
-        """Embeddings of the latest images, by sha256, the latest last."""
+        self._features: dict[str, Tensor] = {}  # embeddings of the latest images, by sha256, the latest last
         reader = text_decoder(model)
-        self._min_width = MIN_ROWS if exact and reader is None and read_exactly(model) else 0
+        self._min_width = MIN_ROWS if exact and read_exactly(model) else 0
         capacity = context_length + self._min_width  # padding must not overwrite the last token
         self.cache = SlotCache(model.config, slots=slots, capacity=capacity, device=self.device)
         self._lean: LeanDecoder | None = None
@@ -93,11 +84,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self,
-        slots: list[int],
-        tokens: list[list[int]],
-        past: list[int],
-        images: Sequence[ImagePrompt | None] = (),
+        self, slots: list[int], tokens: list[list[int]], past: list[int], images: Sequence[ImagePrompt | None] = ()
     ) -> Tensor:
         """Run ``tokens`` after the first ``past`` columns of each of the ``slots``, and store their KV.
 
@@ -117,8 +104,7 @@ class ModelRunner:
         width = whole_rows(max(lengths)) if self._min_width else max(lengths)
         plan = self.cache.plan
         plan.set(slots, past, width)
-        padded = [ids + [0] * (width - len(ids)) for ids in tokens]
-        input_ids = torch.tensor(padded, device=self.device)
+        input_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in tokens], device=self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         positions = plan.columns.clamp(max=self.context_length - 1)
         starts = range(0, len(slots) * width, width)
@@ -136,6 +122,16 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    @torch.inference_mode()
+    def score(self, ids: list[int]) -> list[float]:
+        """Return the log-prob of each of ``ids`` after the first, at temperature 1; takes the logits of all at once."""
+        self._last = None
+        inputs = torch.tensor([ids], device=self.device)
+        logits: Tensor = self.model(input_ids=inputs, use_cache=False).logits[0, :-1]
+        parts = zip(torch.split(logits, _SCORED_ROWS), torch.split(inputs[0, 1:], _SCORED_ROWS), strict=True)
+        scores = [rows.float().log_softmax(-1).gather(1, chosen[:, None]) for rows, chosen in parts]
+        return torch.cat(scores)[:, 0].tolist() if len(ids) > 1 else []
 
     def _forward_rows(self, decoder: LeanDecoder, slots: list[int], *batch: Any) -> Tensor:
         """Run a pass with each token in a row of its own; ``batch`` is tokens, past and images."""
@@ -221,15 +217,10 @@ class ModelRunner:
 
     def weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Return the shape of each weight by name, and a map from second to first names of tied weights."""
-        first_names: dict[int, str] = {}
-        tied: dict[str, str] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, tensor in self.model.state_dict().items():
-            shapes[name] = tuple(tensor.shape)
-            first = first_names.setdefault(tensor.data_ptr(), name)
-            if first != name:
-                tied[name] = first
-        return shapes, tied
+        state, names = self.model.state_dict(), dict[int, str]()
+        firsts = {name: names.setdefault(tensor.data_ptr(), name) for name, tensor in state.items()}
+        tied = {name: first for name, first in firsts.items() if first != name}
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}, tied
 
     @torch.inference_mode()
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], names: Collection[str]) -> None:

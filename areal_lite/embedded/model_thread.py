@@ -7,17 +7,13 @@ All three go through one queue, so they take effect in the order of the calls. W
 scheduler's queue itself, an abort of all requests could end one that was sent after it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
-
 import torch
-
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.scheduler import Scheduler
 
@@ -97,12 +93,9 @@ class ModelThread:
                     scheduler.step()
             except Exception as error:  # one failed batch must not end the server
                 scheduler.fail_running(error)
-            self._publish()
-
-    def _publish(self) -> None:
-        if self.scheduler.changed and self._loop is not None:
-            changed, self.scheduler.changed = self.scheduler.changed, []
-            self._loop.call_soon_threadsafe(_set_changed, changed)
+            if scheduler.changed and self._loop is not None:
+                changed, scheduler.changed = scheduler.changed, []
+                self._loop.call_soon_threadsafe(_set_changed, changed)
 
 
 def _set_changed(requests: list[GenerationRequest]) -> None:

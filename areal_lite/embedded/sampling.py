@@ -3,21 +3,16 @@
 Guarantees that a request's token depends only on its logits, parameters, seed and position, never on other requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
-
 from areal_lite.embedded.generation_request import GenerationRequest
 
 _BLOCK = 128
-_ROWS = 16
-"""Requests sampled together on a CPU: what a pass over their logits writes is still in its caches for the next one."""
+_ROWS = 16  # requests sampled together on a CPU: what one pass over their logits writes is in its caches for the next
 _FIRST_TRY = 1024  # enough for most top-p values; a full sort of the vocabulary costs 7 times as much
 
 
@@ -26,7 +21,7 @@ class Sampled(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]  # nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits
-    top: list[list[tuple[float, int]]]  # per request, the ``top_logprobs_num`` most probable ``(log-prob, id)``
+    top: list[list[tuple[float, int]]]  # the ``top_logprobs_num`` most probable ``(log-prob, id)``, best first
 
 
 def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
@@ -49,8 +44,7 @@ def _sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froz
     allowed = _shaped(logits, logprobs, requests, eos_ids)
     tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
     greedy = [i for i, temperature in enumerate(temperatures) if temperature == 0.0]
-    plain: list[int] = []
-    filtered: list[int] = []
+    plain, filtered = list[int](), list[int]()
     for i, request in enumerate(requests):
         params = request.params
         if params.temperature > 0.0:
@@ -64,18 +58,12 @@ def _sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froz
         chosen_requests = [requests[i] for i in filtered]
         tokens[filtered] = _pick_filtered(_take(allowed, filtered).exp(), uniforms[filtered], chosen_requests)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    top = _top_logprobs(logprobs, [request.top_logprobs_num for request in requests])
+    top: list[list[tuple[float, int]]] = [[] for _ in requests]
+    for i, request in enumerate(requests):
+        if count := min(request.top_logprobs_num, logprobs.shape[1]):
+            values, ids = logprobs[i].topk(count)
+            top[i] = list(zip(values.tolist(), ids.tolist(), strict=True))
     return Sampled(tokens.tolist(), chosen.tolist(), top)
-
-
-def _top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[float, int]]]:
-    """Return the ``counts[i]`` most probable ``(log-prob, id)`` of each ``logprobs[i]``, best first."""
-    tops: list[list[tuple[float, int]]] = [[] for _ in counts]
-    for i, count in enumerate(counts):
-        if count:
-            values, ids = logprobs[i].topk(min(count, logprobs.shape[1]))
-            tops[i] = list(zip(values.tolist(), ids.tolist(), strict=True))
-    return tops
 
 
 def _take(values: Tensor, numbers: list[int]) -> Tensor:

@@ -4,16 +4,12 @@ Guarantees that the sampler can use a ``SamplingParams`` without further checks.
 value raises ``BadRequest`` with the JSON body that SGLang would answer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from typing import Annotated, Any
-
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
-
-from areal_lite.embedded.bad_request import BadRequest, invalid_value, wrong_type
+from areal_lite.embedded.bad_request import STRICT, BadRequest, checked, invalid_value, wrong_type
 
 
 def _check_top_k(value: int) -> int:
@@ -27,27 +23,22 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(strict=True, allow_inf_nan=False))
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class SamplingParams:
     """How to sample one request; the defaults are SGLang's."""
 
-    max_new_tokens: Annotated[int, Field(ge=1, le=2**31)] = 128
-    """Most tokens to sample."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**31)] = 128  # most tokens to sample
     min_new_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Before this many tokens, EOS and stop ids cannot be sampled and stop strings are ignored. Like top-p this filters
     the choice only: reported log-probs are those of the unfiltered distribution."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits. 0 is greedy; log-probs are then those of the undivided logits."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Smallest probability mass to sample from, in (0, 1]. 1 is off."""
-    top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
-    """Sample from this many most probable tokens. -1 is off."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # smallest probability mass to sample from, in (0, 1]. 1 is off.
+    top_k: Annotated[int, AfterValidator(_check_top_k)] = -1  # sample from this many most probable tokens. -1 is off.
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Smallest probability relative to the most probable token, in [0, 1]. 0 is off."""
-    frequency_penalty: _Penalty = 0.0
-    """Subtracted from an id's logit for each time the output has it."""
-    presence_penalty: _Penalty = 0.0
-    """Subtracted from the logits of ids that the output has."""
+    frequency_penalty: _Penalty = 0.0  # subtracted from an id's logit for each time the output has it
+    presence_penalty: _Penalty = 0.0  # subtracted from the logits of ids that the output has
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides positive logits of ids that the output has, and multiplies negative ones. 1 is off."""
     logit_bias: dict[Annotated[_TokenId, Field(strict=False)], float] = dataclasses.field(default_factory=dict)
@@ -64,11 +55,10 @@ class SamplingParams:
     ] = ()
     """Texts that end the output. The returned text ends before them; the returned ids include them."""
     stop_token_ids: Annotated[frozenset[_TokenId], Field(strict=False)] = frozenset()
-    """Ids that end the output besides the model's own EOS, also under ``ignore_eos``."""
+    """Ids that end the output besides the model's own EOS; under ``ignore_eos`` neither does."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    no_stop_trim: bool = False
-    """Keep the stop token or stop text in the returned text."""
+    no_stop_trim: bool = False  # keep the stop token or stop text in the returned text
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """With a seed, prompt, weights and seed decide the sampled tokens whatever else is in the batch (to float
     tolerance). None: the server draws a seed."""
@@ -97,20 +87,15 @@ def parse_sampling_params(given: Any, vocab_size: int) -> SamplingParams:
         return SamplingParams()
     if not isinstance(given, dict):
         raise wrong_type(f"sampling_params must be an object, got {type(given).__name__}")
-    _check_names(given)
-    values = {name: value for name, value in given.items() if value is not None}
+    if unknown := [name for name in given if name not in KNOWN_PARAMS]:
+        close = difflib.get_close_matches(unknown[0], KNOWN_PARAMS, n=1)
+        hint = f" Did you mean `{close[0]}`?" if close else ""
+        known = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
+        raise BadRequest({"error": f"unknown field `{unknown[0]}`, expected one of {known}.{hint}"})
     for name, defaults in _UNSUPPORTED.items():
-        if values.pop(name, None) not in defaults:
+        if given.get(name) not in defaults:
             raise invalid_value(f"{name} is not supported by the embedded server; leave it out, or serve with SGLang.")
-    try:
-        params = SamplingParams(**values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        rule = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-        rule = rule.replace("tuple", "list").replace("frozenset", "list")
-        refuse = wrong_type if first["type"].endswith("_type") else invalid_value
-        raise refuse(f"{name} is {first['input']!r}: {rule}.") from None
+    params = checked(SamplingParams, given)
     if len(given_constraints := [name for name in CONSTRAINTS if getattr(params, name) is not None]) > 1:
         raise invalid_value(f"{' and '.join(given_constraints)} are both given; give one of them.")
     if odd := [token for token in (*params.stop_token_ids, *params.logit_bias) if token >= vocab_size]:
@@ -122,15 +107,6 @@ def parse_sampling_params(given: Any, vocab_size: int) -> SamplingParams:
             f"min_new_tokens must be in [0, max_new_tokens({params.max_new_tokens})], got {params.min_new_tokens}."
         )
     return params
-
-
-def _check_names(given: dict[str, Any]) -> None:
-    for name in given:
-        if name not in KNOWN_PARAMS:
-            close = difflib.get_close_matches(name, KNOWN_PARAMS, n=1)
-            hint = f" Did you mean `{close[0]}`?" if close else ""
-            known = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
-            raise BadRequest({"error": f"unknown field `{name}`, expected one of {known}.{hint}"})
 
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

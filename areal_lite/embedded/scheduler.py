@@ -11,17 +11,13 @@ and computes only the rest. Equal prompts that wait together are computed once.
 Transformers' own continuous batching is several times slower: ``benchmarks/embedded_throughput.py`` measures both.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
-
 from areal_lite.embedded.generation_request import Decode, FinishReason, GenerationRequest, aborted
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.embedded.sampling import sample
@@ -33,11 +29,8 @@ _MIN_SHARED_PREFIX = 16  # tokens; for less, a plain prefill is cheaper than cop
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLimits:
-    """Sizes of a batch."""
-
     max_running_requests: int
-    max_total_tokens: int
-    """Limit on prompt plus ``max_new_tokens``, summed over running requests. A request above the limit runs alone."""
+    max_total_tokens: int  # prompt plus ``max_new_tokens``, summed over running requests; one above it runs alone
     max_prefill_tokens: int  # tokens of the prompts of one step, with padding; a longer prompt is the only one
 
 
@@ -52,7 +45,7 @@ class _Prefill:
 
 
 class Scheduler:
-    """Runs requests on a model, step by step."""
+    """Runs requests on a model, step by step; the methods before ``can_step`` are commands between two steps."""
 
     def __init__(
         self,
@@ -81,8 +74,6 @@ class Scheduler:
         self.changed: list[GenerationRequest] = []
         """Requests that ended or, if they stream, have new tokens, since the thread last emptied this list."""
 
-    # -- commands -----------------------------------------------------------------------------------------------
-
     def abort(self, requests: Sequence[GenerationRequest]) -> None:
         """End these requests with their tokens so far; requests that already ended stay as they are."""
         unwanted = set(requests)
@@ -95,7 +86,6 @@ class Scheduler:
             self._leave(request)
 
     def abort_all(self) -> None:
-        """End every request with its tokens so far."""
         self.abort([*self.running, *self.waiting])
 
     def pause(self, mode: str) -> None:
@@ -133,8 +123,6 @@ class Scheduler:
         if version is not None:
             self.weight_version = version
 
-    # -- stepping -----------------------------------------------------------------------------------------------
-
     @property
     def can_step(self) -> bool:
         """True if there is work and no pause."""
@@ -143,8 +131,7 @@ class Scheduler:
     def fail_running(self, error: Exception) -> None:
         """End the running requests with status 500."""
         logger.exception("a step failed; its requests get status 500")
-        reason = aborted(f"{type(error).__name__}: {error}")
-        reason |= {"status_code": 500, "err_type": "InternalServerError"}
+        reason = aborted(f"{type(error).__name__}: {error}", status=500, kind="InternalServerError")
         for request in self.running:
             self._finish(request, reason)
         self.running = []
@@ -175,8 +162,6 @@ class Scheduler:
             logits = logits.repeat_interleave(torch.tensor([1] * len(requests) + sizes, device=logits.device), 0)
         requests += [request for prefill in prefills for request in prefill.requests]
         self._extend(requests, logits)
-
-    # -- admission ---------------------------------------------------------------------------------------------
 
     def _choose_prefills(self) -> list[_Prefill]:
         """Take requests from the head of the queue that fit into one prefill step."""
@@ -253,8 +238,6 @@ class Scheduler:
             self.runner.cache.copy_columns(list(donors), list(targets), max(prefill.past for prefill in prefills))
         return leaders
 
-    # -- growing and ending ------------------------------------------------------------------------------------
-
     def _extend(self, requests: list[GenerationRequest], logits: torch.Tensor) -> None:
         """Sample one token for each of these running requests and remove those that are done."""
         sampled = sample(logits, requests, self._eos_ids)
@@ -302,12 +285,11 @@ def _finish_reason(request: GenerationRequest, eos_ids: frozenset[int], decode: 
     params, count, token = request.params, len(request.output_ids), request.output_ids[-1]
     if request.grammar is not None:
         if fault := request.grammar.advance([token]):  # a limit of the library; the sampler obeys the grammar
-            reason = aborted(f"the constraint failed: {fault}")
-            return reason | {"status_code": 400, "err_type": "BadRequestError"}
+            return aborted(f"the constraint failed: {fault}", status=400, kind="BadRequestError")
         if request.grammar.is_complete and (token in eos_ids or params.ignore_eos or not eos_ids):
             return {"type": "stop", "matched": token if token in eos_ids else None}
     if count >= params.min_new_tokens:
-        if token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos):
+        if not params.ignore_eos and (token in params.stop_token_ids or token in eos_ids):
             return {"type": "stop", "matched": token}
         if params.stop:
             # A token has at least one byte, so a stop text spans at most as many tokens as it has bytes.

@@ -1,7 +1,6 @@
 """Bring up the server: load the model, start the model thread, answer requests until a signal."""
 
 from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -11,17 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
 from aiohttp import web
-
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.routes.http_server import Routes, application
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_image_model, check_model_path
 from areal_lite.processes.http_limits import HttpLimits, SurplusConnection
+from areal_lite.processes.ports import check_port
 from areal_lite.processes.quick_import import quick_import
-from areal_lite.servers.programs.embedded_program import cpu_threads
-from areal_lite.servers.programs.server_process import check_port
+from areal_lite.servers.programs.embedded_server import cpu_threads
 from areal_lite.servers.programs.server_program import ServedModel
 
 if TYPE_CHECKING:
@@ -65,11 +62,7 @@ def resolve_model_path(model_path: str) -> Path:
 
 
 def serve(
-    config: EmbeddedServerConfig,
-    served: ServedModel,
-    *,
-    on_ready: Callable[[str, int], None],
-    extend: Extend | None = None,
+    config: EmbeddedServerConfig, served: ServedModel, *, on_ready: Callable[[str, int], None], extend: Extend | None
 ) -> None:
     """Serve until SIGTERM or SIGINT; ``on_ready`` gets host and port once requests are answered. Raises ConfigError if
     model, port or device cannot be used; if possible before torch is imported."""
@@ -79,14 +72,22 @@ def serve(
     # Torch has threads for each thread that computes; more of them than cores sleep between operations. These end.
     with quick_import(), ThreadPoolExecutor(1) as loading:
         server = loading.submit(build, config, directory, served).result()
-    asyncio.run(_serve_until_signal(config, server, on_ready, extend))
+
+    async def until_signal() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with listening(server, host=config.host, port=config.port, extend=extend) as port:
+            on_ready(config.host, port)
+            await stop.wait()
+
+    asyncio.run(until_signal())
 
 
 def build(config: EmbeddedServerConfig, directory: Path, served: ServedModel) -> ModelServer:
     """Load the model in ``directory`` and connect the parts; ``listening`` starts them."""
     import torch
     from transformers import AutoTokenizer
-
     from areal_lite.data.vision.image_processor import load_image_processor
     from areal_lite.embedded.grammar import GrammarCompiler
     from areal_lite.embedded.model_runner import ModelRunner, load_model
@@ -172,18 +173,6 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     for given in (model.generation_config.eos_token_id, text_config.eos_token_id, tokenizer.eos_token_id):
         ids |= set(given) if isinstance(given, list) else {given} if given is not None else set()
     return frozenset(ids)
-
-
-async def _serve_until_signal(
-    config: EmbeddedServerConfig, server: ModelServer, on_ready: Callable[[str, int], None], extend: Extend | None
-) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with listening(server, host=config.host, port=config.port, extend=extend) as port:
-        on_ready(config.host, port)
-        await stop.wait()
 
 
 @asynccontextmanager

@@ -4,21 +4,18 @@
 its library, so that a finished run can be looked at where it is not installed.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-
 from areal_lite.config.dotted_path import load_object
 from areal_lite.environments.environment import Environment
 from areal_lite.errors import ConfigError
 
 AGENT = "areal_lite.environments.environment_agent.EnvironmentAgent"
-HELD_OUT = 1_000_000
-"""Number of the first held-out row."""
+NUMBERS = {"train_dataset": {"size": 1000, "seed": 0}, "eval_dataset": {"size": 100, "seed": 1_000_000}}
+"""How many rows an environment gives by default, and the number of the first."""
 OWN = "env"
 """Prefix of rows for an environment that is a dotted path, as in ``path: env:my_module.MyEnv``."""
 
@@ -50,19 +47,23 @@ def fill(values: dict[Any, Any], *, where: str) -> None:
             values["workflow_kwargs"] = {"env": env, "seed": values.get("seed", 1)} | kwargs
     if prefix != OWN and not ADAPTERS[prefix].has_rows:
         return
-    for name, size, first in (("train_dataset", 1000, 0), ("eval_dataset", 100, HELD_OUT)):
+    for name, numbers in NUMBERS.items():
         rows = values.get(name, {})
         if isinstance(rows, dict) and rows.get("path") is None:
             path = f"{OWN}:{env}" if prefix == OWN else env
-            numbers = {"size": size, "seed": first} | (rows.get("kwargs") or {})
-            values[name] = rows | {"path": path, "kwargs": numbers}
+            values[name] = rows | {"path": path, "kwargs": numbers | (rows.get("kwargs") or {})}
+
+
+def check_has_rows(env: str, *, where: str) -> None:
+    """Check the prefix of an environment, and that it has rows of its own; raises ConfigError."""
+    prefix = _prefix(env, where=where)
+    if prefix != OWN and not ADAPTERS[prefix].has_rows:
+        raise ConfigError(f"{where} is {env!r}, which has no rows of its own: train it by itself, with env and a path")
 
 
 def rows(path: str, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of an environment, ``size`` from number ``seed`` on; raises ConfigError.
-
-    An environment without rows of its own gets numbers, from which the seeds of its episodes follow.
-    """
+    """Return the rows of an environment, ``size`` from number ``seed`` on; raises ConfigError. An environment without
+    rows of its own gets numbers, from which the seeds of its episodes follow."""
     env = path.removeprefix(f"{OWN}:")
     made, name = _found(env, where="dataset path")
     try:

@@ -1,7 +1,5 @@
 """What an environment is: three methods that a class of the user's has, and the records that they return."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -58,8 +56,9 @@ class Environment(Protocol):
     """One episode; an object is made for each. No base class is needed.
 
     It may also have ``tools() -> list[dict]``, OpenAI's schemas of its tools after ``reset``; ``solution(row) -> str``,
-    an answer of full reward; ``players``, the number of seats after ``reset``, of which the model plays all; and a
-    static method ``rows(size, seed)``, the dataset rows.
+    an answer of full reward; ``players``, the number of seats after ``reset``, of which the model plays all;
+    ``reward_range``, the least and greatest reward of an episode; and a static method ``rows(size, seed)``, the dataset
+    rows.
     """
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation | Messages:

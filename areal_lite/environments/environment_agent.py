@@ -4,66 +4,72 @@ The model's wrong tool arguments and wrong actions are answered, and it acts aga
 environment raises, or does not answer in time, fails the episode with the kind ``environment``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
-
 from openai import AsyncOpenAI
-
 from areal_lite.api.episode_context import record_counts
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.environments.catalog import environment_maker
 from areal_lite.environments.environment import Environment, Messages, Observation, Step, ToolCall, WrongAction
+from areal_lite.environments.environment_process import ProcessEnvironment, interpreter_of, pickled_host
 from areal_lite.environments.random_state import OwnRandom
+from areal_lite.errors import ConfigError
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class EnvironmentAgent:
     """Plays the environment of a row until it is done; the rewards are those of the answers, one by one.
 
-    In a game of several players the model plays every seat, each with its own conversation. One seat trains; it follows
-    from the row, so that it is the same for all members of a group.
-
-    Args:
-        env: PREFIX:NAME, or the dotted path of an environment's class.
-        kwargs: Arguments of the environment.
-        max_turns: Answers per episode, of all players; then it is truncated.
-        system_prompt: First message of every conversation.
-        timeout_s: Limit on one call of the environment, in seconds. Code that never awaits cannot be interrupted:
-            run it with ``rollout.agents.isolation: process``, where the limit of the whole episode ends it.
-        seed: The run's seed. That of an episode follows from it and the row.
+    In a game of several players the model plays every seat, each with its own conversation. One seat trains, the same
+    for all members of a group, as it follows from the row.
     """
 
-    def __init__(
-        self,
-        env: str,
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        max_turns: int = 30,
-        system_prompt: str | None = None,
-        timeout_s: float = 60.0,
-        seed: int = 1,
-    ) -> None:
-        self.env, self.seed, self.timeout_s = env, seed, timeout_s
-        self.max_turns, self.system_prompt = max_turns, system_prompt
-        self._make = environment_maker(env, kwargs or {})
+    env: str | Sequence[str]
+    """PREFIX:NAME, or the dotted path of an environment's class; of a list, the row's column ``env`` names one."""
+    _: KW_ONLY
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the environment; with a list, those of each by its name."""
+    max_turns: int = 30
+    """Answers per episode, of all players; then it is truncated."""
+    system_prompt: str | None = None
+    """First message of every conversation."""
+    timeout_s: float = 60.0
+    """Limit on one call of the environment, in seconds. Inline, code that never awaits cannot be interrupted."""
+    seed: int = 1
+    """The run's seed. That of an episode follows from it and the row."""
+    isolation: str = "inline"
+    """Where the environment runs: inline, process (of this interpreter), or python:PATH (of another one)."""
+    processes: int | None = None
+    """Maximum number of its processes, each for one episode at a time; further episodes wait. None: two per core."""
+    lease_s: float = 3600.0
+    """Seconds after which an episode's process is killed, so that none is lost to an episode that hangs."""
+    idle_s: float = 600.0
+    """Seconds after which an unused process is ended."""
+    uses: int | None = 1000
+    """Episodes after which a process is replaced, with what its libraries keep; None keeps it."""
+
+    def __post_init__(self) -> None:
+        self._python = interpreter_of(self.isolation)
+        self._make: dict[str, Any] = {
+            name: environment_maker(name, own) if self._python is None else pickled_host(name, own, self._python)
+            for name, own in _by_name(self.env, self.kwargs).items()
+        }
+        """What makes the environment of each name, here or in a process."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> list[float | None] | None:
-        """Run one episode and return the reward of each answer, None for one that does not train.
-
-        Returns None, which rejects the episode, if the trained seat never acted.
-        """
+        """Run one episode and return the reward of each answer, None for one that does not train; None alone, which
+        rejects the episode, if the trained seat never acted."""
         seed = episode_seed(self.seed, data)
         own = OwnRandom(seed)
-        with attributed_to(FailureKind.ENVIRONMENT), own.in_place():
-            environment = self._make()
+        with attributed_to(FailureKind.ENVIRONMENT):
+            environment = await self._made(own, seed, self.env if isinstance(self.env, str) else data["env"])
         try:
             seen = await self.call("reset", own, environment.reset(data, seed))
             game = _Game(self, environment, seen if isinstance(seen, Observation) else Observation(seen), seed)
@@ -71,6 +77,14 @@ class EnvironmentAgent:
         finally:
             await self.call("close", own, environment.close())
         return rewards if any(reward is not None for reward in rewards) else None
+
+    async def _made(self, own: OwnRandom, seed: int, env: str) -> Environment:
+        make = self._make[env]
+        if self._python is not None:
+            return await ProcessEnvironment.make(self, make, self._python, seed)
+        with own.in_place():
+            environment: Environment = make()
+            return environment
 
     async def call(self, name: str, own: OwnRandom, call: Coroutine[Any, Any, T]) -> T:
         """Await a method of the environment: with its random state, within its time, its errors attributed."""
@@ -141,6 +155,18 @@ class _Game:
                 break
         self.seat = step.player
         self.talks[self.seat] += as_messages(step.messages)
+
+
+def _by_name(env: str | Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the arguments of each environment; raises ConfigError."""
+    if isinstance(env, str):
+        return {env: kwargs}
+    if unknown := kwargs.keys() - {*env}:
+        raise ConfigError(
+            f"workflow_kwargs.kwargs has {', '.join(sorted(unknown))}: of several environments it has the arguments of "
+            f"each by its name, {', '.join(env)}"
+        )
+    return {name: kwargs.get(name, {}) for name in env}
 
 
 def episode_seed(run_seed: int, row: Mapping[str, Any]) -> int:

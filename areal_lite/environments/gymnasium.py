@@ -5,18 +5,14 @@ else the numbers; an action is the last one that the model names, by name or num
 several numbers. Functions of the user's replace either.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
 import re
 from typing import Any
-
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-
 from areal_lite.config.dotted_path import load_object
 from areal_lite.environments.environment import Step, WrongAction
 from areal_lite.errors import ConfigError
@@ -49,6 +45,9 @@ class GymnasiumGame:
         self._to_text = self._text if to_text is None else load_object(to_text, where="workflow_kwargs.kwargs.to_text")
         self._to_action = load_object(to_action, where="to_action") if to_action else self._action
         self._names = _action_names(name, self._game)
+        start = int(getattr(self._game.action_space, "start", 0))
+        self._by_word = {str(number): number for number in range(start, start + len(self._names))}
+        self._by_word |= {name: number for number, name in enumerate(self._names, start)}
 
     @staticmethod
     def check(name: str) -> None:
@@ -62,12 +61,16 @@ class GymnasiumGame:
             raise ConfigError(f"env gymnasium:{name}: {error}") from None
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
+        self._over = False
         self._game.action_space.seed(seed)
         seen, _ = self._game.reset(seed=seed)
         return f"{self._to_text(seen)}\n\n{self._rule()}"
 
     async def step(self, action: Any) -> Step:
+        if self._over:
+            raise RuntimeError("step after the end: reset begins another episode")
         seen, reward, done, truncated, info = self._game.step(self._to_action(action))
+        self._over = bool(done or truncated)
         return Step(self._to_text(seen), float(reward), bool(done), bool(truncated), info)
 
     async def close(self) -> None:
@@ -76,11 +79,16 @@ class GymnasiumGame:
     def _rule(self) -> str:
         if self._names:
             return f"Reply with one action: {', '.join(self._names)}."
-        return f"Reply with one action as a JSON list of {_shape(self._game.action_space)}."
+        space: Any = self._game.action_space
+        numbers = math.prod(space.shape)
+        limits = f", from {np.min(space.low):g} to {np.max(space.high):g}" if hasattr(space, "low") else ""
+        return f"Reply with one action as a JSON list of {numbers} number{'s' if numbers > 1 else ''}{limits}."
 
     def _text(self, seen: Any) -> str:
         if self._game.render_mode == "ansi":
-            return _plain(str(self._game.render()))
+            # Without terminal colours; what has a background, as the player's place, is in brackets.
+            marked = re.sub(r"\x1b\[(?:\d+;)?4\dm(.*?)\x1b\[0m", r"[\1]", str(self._game.render()))
+            return re.sub(r"\x1b\[[\d;]*m", "", marked).strip("\n")
         if isinstance(seen, dict) and {"image", "direction", "mission"} <= seen.keys():
             return _minigrid_text(seen)
         return json.dumps(seen, default=lambda value: np.asarray(value).round(3).tolist())
@@ -101,12 +109,6 @@ class GymnasiumGame:
                 return action
         raise WrongAction(f"That is no action. {self._rule()}")
 
-    @property
-    def _by_word(self) -> dict[str, int]:
-        start = int(self._game.action_space.start)
-        numbers = {str(start + place): start + place for place in range(len(self._names))}
-        return numbers | {name: start + place for place, name in enumerate(self._names)}
-
 
 def _action_names(name: str, game: Any) -> list[str]:
     """Return the name of each action of a discrete space, in order; empty for another space."""
@@ -117,19 +119,6 @@ def _action_names(name: str, game: Any) -> list[str]:
         return [action.name for action in actions]
     known = next((names.split() for begin, names in _NAMES.items() if name.startswith(begin)), [])
     return known if len(known) == space.n else [str(space.start + place) for place in range(space.n)]
-
-
-def _shape(space: Any) -> str:
-    numbers = math.prod(space.shape)
-    low: Any = getattr(space, "low", None)
-    limits = "" if low is None else f", from {np.min(low):g} to {np.max(space.high):g}"
-    return f"{numbers} number{'s' if numbers > 1 else ''}{limits}"
-
-
-def _plain(drawn: str) -> str:
-    """Return a drawing without terminal colours; what has a background, as the player's place, is in brackets."""
-    marked = re.sub(r"\x1b\[(?:\d+;)?4\dm(.*?)\x1b\[0m", r"[\1]", drawn)
-    return re.sub(r"\x1b\[[\d;]*m", "", marked).strip("\n")
 
 
 def _minigrid_text(seen: dict[str, Any]) -> str:

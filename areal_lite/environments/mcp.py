@@ -7,22 +7,17 @@ The connection lives in a task of its own: when a server dies, its client cancel
 not be the episode's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import shlex
 from collections.abc import Callable
 from typing import Any
-
 from mcp import Client, MCPError, StdioServerParameters
-
+from areal_lite.api import episode_context
 from areal_lite.config.dotted_path import load_object
 from areal_lite.environments.environment import Messages, Step, ToolCall
+from areal_lite.environments.environment_process import box_around
 from areal_lite.errors import ConfigError
-
-_INVALID_PARAMS = -32602
-"""JSON-RPC's code for arguments that do not fit."""
 
 
 class McpServer:
@@ -61,7 +56,9 @@ class McpServer:
         cursor = None
         while True:
             listed = await self._client.list_tools(cursor=cursor)
-            self._schemas += [_schema(tool) for tool in listed.tools]
+            for tool in listed.tools:
+                about = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                self._schemas.append({"type": "function", "function": about})
             if (cursor := listed.next_cursor) is None:
                 prompt: Messages = row[self._prompt_key]
                 return prompt
@@ -83,7 +80,7 @@ class McpServer:
             await asyncio.wait({self._connection})
 
     async def _connect(self) -> None:
-        command, *arguments = shlex.split(self._server)
+        command, *arguments = [*box_around(episode_context.current().agent), *shlex.split(self._server)]
         is_address = self._server.startswith(("http://", "https://"))
         server = self._server if is_address else StdioServerParameters(command=command, args=arguments)
         try:
@@ -98,13 +95,8 @@ class McpServer:
         try:
             result = await self._client.call_tool(call.name, call.arguments)
         except MCPError as error:
-            if error.error.code != _INVALID_PARAMS:
+            if error.error.code != -32602:  # JSON-RPC's code for arguments that do not fit
                 raise
             return f"Error: {error}"
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         return f"Error: {text}" if result.is_error else text
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}

@@ -1,12 +1,8 @@
 """``openenv:URL``: a server of OpenEnv's protocol, a WebSocket session per episode; its package is not needed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
-
 import aiohttp
-
 from areal_lite.environments.environment import Step, WrongAction
 
 _ABOUT = ("done", "reward", "metadata")

@@ -7,14 +7,12 @@ because another episode may run there. One lock for the process keeps threads (`
 from seeing each other's; code outside of environments that draws in another thread at that moment is not kept away.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading
+import types
 from collections.abc import Coroutine, Generator, Iterator
-from typing import Any, Generic, TypeVar
-
+from typing import Any, TypeVar
 import numpy as np
 
 T = TypeVar("T")
@@ -40,31 +38,26 @@ class OwnRandom:
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await ``coroutine``, with these states in place whenever its code runs."""
-        return await _Steps(self, coroutine)
+        return await self._pieces(coroutine)
+
+    @types.coroutine
+    def _pieces(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+        """Run a coroutine piece by piece, each up to the next wait."""
+        resume, value = coroutine.send, None
+        while True:
+            try:
+                with self.in_place():
+                    waits_for = resume(value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                value, resume = (yield waits_for), coroutine.send
+            except BaseException as error:  # its cancellation, above all; the coroutine may handle it
+                value, resume = error, coroutine.throw
 
     def _exchange(self) -> None:
         plain, numpy = random.getstate(), np.random.get_state()
         random.setstate(self._plain)
         np.random.set_state(self._numpy)
         self._plain, self._numpy = plain, numpy
-
-
-class _Steps(Generic[T]):
-    """Awaits a coroutine piece by piece: each runs up to the next wait."""
-
-    def __init__(self, own: OwnRandom, coroutine: Coroutine[Any, Any, T]) -> None:
-        self._own, self._coroutine = own, coroutine
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        resume, value = self._coroutine.send, None
-        while True:
-            try:
-                with self._own.in_place():
-                    waits_for = resume(value)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            try:
-                value, resume = (yield waits_for), self._coroutine.send
-            except BaseException as error:  # its cancellation, above all; the coroutine may handle it
-                value, resume = error, self._coroutine.throw

@@ -1,15 +1,11 @@
 """``reasoning-gym:TASK``: questions with a verifier, one answer each. Rows are generated: row i from ``seed + i``."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from functools import cache, partial
 from typing import Any
-
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
-
 from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.environments.environment import Step
 from areal_lite.environments.random_state import OwnRandom
@@ -46,8 +42,7 @@ class ReasoningGymTask:
         path = f"reasoning-gym:{task}"
         if task not in DATASETS:
             close = difflib.get_close_matches(task, DATASETS, 3)
-            tasks = f"the tasks are {', '.join(sorted(DATASETS))}"
-            hint = f"did you mean {' or '.join(close)}?" if close else tasks
+            hint = f"did you mean {' or '.join(close)}?" if close else f"the tasks are {', '.join(sorted(DATASETS))}"
             raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}; {hint}")
         if "seed" not in kwargs:
             raise ConfigError(

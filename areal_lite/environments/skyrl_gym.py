@@ -1,11 +1,7 @@
 """``skyrl-gym:ID``: environments of SkyRL's gym, around rows in SkyRL's form."""
 
-from __future__ import annotations
-
 from typing import Any
-
 import skyrl_gym
-
 from areal_lite.environments.environment import Messages, Step
 
 

@@ -1,15 +1,9 @@
-"""``textarena:ID``: TextArena's games, alone or with the model in every seat.
-
-Each seat reads only what is new to it. The rewards of all seats come with the end of the game.
-"""
-
-from __future__ import annotations
+"""``textarena:ID``: TextArena's games, alone or with the model in every seat. Each seat reads only what is new to it.
+The rewards of all seats come with the end of the game."""
 
 import difflib
 from typing import Any
-
 import textarena
-
 from areal_lite.environments.environment import Observation, Step
 from areal_lite.errors import ConfigError
 

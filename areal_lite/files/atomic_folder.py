@@ -1,12 +1,9 @@
 """Folders that are written atomically and can be verified later.
 
 A folder is written under a temporary name, flushed to disk, described by ``manifest.json``, which is written last, and
-renamed: under its final name it is always complete, even after a crash. The manifest is
-``{"schema": 1, "version": n, "files": {name: {"size": bytes, "sha256": hex}}}``. Only one process at a time may write
-below a parent folder.
+renamed: under its final name it is always complete, even after a crash. The manifest is ``{"schema": 1, "version": n,
+"files": {name: {"size": bytes, "sha256": hex}}}``. One process at a time may write below its parent.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -16,20 +13,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-
 from safetensors import SafetensorError
-
 from areal_lite.errors import CheckpointError, StorageError
 from areal_lite.files.crash_points import crash_point
 
 Kind = Literal["weights", "model", "checkpoint"]
-
-_TEMPORARY = ".areal-lite-tmp-"
-"""Prefix of folders that are being written or deleted."""
+_TEMPORARY = ".areal-lite-tmp-"  # prefix of folders that are being written or deleted
 MANIFEST = "manifest.json"
 _SCHEMA = 1
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Errors that reading a damaged manifest may raise."""
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # errors that reading a damaged manifest may raise
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, version: int | None) -> None:
@@ -70,11 +62,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, ver
 
 
 def check_folder(folder: Path, manifest: Any = None) -> None:
-    """Compare the files of a folder of :func:`write_folder` with its manifest; raises CheckpointError.
-
-    Args:
-        manifest: Its content, for a caller that has read it as a file of somebody else.
-    """
+    """Compare the files of a folder with its manifest, which a caller may have read already; raises CheckpointError."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes()) if manifest is None else manifest
         if manifest["schema"] != _SCHEMA:

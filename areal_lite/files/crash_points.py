@@ -4,8 +4,6 @@
 first without a number). Without the variable a crash point does nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,11 +1,9 @@
 """Models, by folder or by name on the Hugging Face Hub, checked before anything loads them. Imports no torch.
 
-A name that cannot be had is an error within two seconds: huggingface_hub retries for 23 s to get a file that its cache
-lacks, and this asks once.
+A name that cannot be had is an error within two seconds: huggingface_hub retries for 23 s, and this asks once.
 """
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import json
 import re
@@ -13,14 +11,11 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
 from safetensors import SafetensorError, safe_open
-
 from areal_lite.errors import ConfigError
 
 TIMEOUT_S = 1.5
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "idefics3")
-"""Models that read images here, by ``model_type``."""
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "idefics3")  # models that read images here, by ``model_type``
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -68,9 +63,8 @@ def check_hub_name(name: str, *, key: str = "model_path") -> None:
 
     def ask() -> None:
         try:
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=TIMEOUT_S)
-            answers.append(None)
-        except EntryNotFoundError:  # the model is there; loading it says what it lacks
+            with contextlib.suppress(EntryNotFoundError):  # the model is there; loading it says what it lacks
+                get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=TIMEOUT_S)
             answers.append(None)
         except Exception as error:  # judged below
             answers.append(error)
@@ -91,8 +85,7 @@ def check_hub_name(name: str, *, key: str = "model_path") -> None:
 
 
 def stored_config(model_path: str) -> dict[str, Any]:
-    """Return what the config.json of a model says, by its folder or its name on the hub; nothing if it cannot be read,
-    of which loading the model gives the reason."""
+    """Return the config.json of a model, by folder or name on the hub; nothing if loading the model will say why."""
     from transformers import PretrainedConfig
 
     try:
@@ -134,11 +127,8 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in the safetensors files of a directory by their names, file by file.
-
-    Raises:
-        ConfigError: If there are no such files, one is not complete, or the index names a tensor that no file has.
-    """
+    """Return the tensors in the safetensors files of a directory by their names, file by file. ConfigError if there are
+    no such files, one is not complete, or the index names a tensor that no file has."""
     if not path.is_dir():
         raise ConfigError(f"model_path {str(path)!r} is not a directory; give one that a trainer wrote.")
     index = path / "model.safetensors.index.json"
@@ -153,19 +143,17 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"Cannot find any model weights with `{path}`: it has no *.safetensors file.")
-    tensors = {name: tensor for file in files for name, tensor in _tensors_of(file).items()}
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(str(file), framework="np") as opened:  # compares the header with the size of the file
+                for name in opened.keys():  # noqa: SIM118
+                    tensors[name] = StoredTensor(file, tuple(opened.get_slice(name).get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"{file} is not a complete safetensors file: {error}. It was changed or is cut off. Save the "
+                "checkpoint again."
+            ) from error
     if missing := sorted(indexed.keys() - tensors.keys()):
         raise ConfigError(f"{index} lists {missing[0]!r}, but no file has it; save the checkpoint again.")
     return tensors
-
-
-def _tensors_of(file: Path) -> dict[str, StoredTensor]:
-    try:
-        with safe_open(str(file), framework="np") as opened:  # compares the header with the size of the file
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: StoredTensor(file, tuple(slice_.get_shape())) for name, slice_ in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{file} is not a complete safetensors file: {error}. It was changed or is cut off. Save the checkpoint "
-            "again."
-        ) from error

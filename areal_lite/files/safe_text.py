@@ -4,8 +4,6 @@ A secret is a text with the form of a known kind of key, the password or token o
 or the value of an environment variable of this process whose name says that it is one.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -16,11 +14,9 @@ HIDDEN = "***"
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except newline and tab, and marks that reverse the reading direction."""
 _NAME = r"(?:api[_-]?key|passwd|password|secret|(?:secret|access)[_-]key|(?:access|api|auth|hf)[_-]?token)"
-SECRET_KEY = re.compile(rf"(?:{_NAME}|^token)$", re.IGNORECASE)
-"""Names of config keys whose value is a secret."""
+SECRET_KEY = re.compile(rf"(?:{_NAME}|^token)$", re.IGNORECASE)  # names of config keys whose value is a secret
 _VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
-_SHORTEST = 8
-"""Characters of a variable's value that is looked for; a shorter one may be part of any text."""
+_SHORTEST = 8  # characters of a variable's value that is looked for; a shorter one may be part of any text
 _PREFIXED = r"(?:sk-|al_|hf_|gh[opsu]_|github_pat_|xox[abprs]-)[\w-]{8,}"
 _KINDS = rf"{_PREFIXED}|AKIA[A-Z0-9]{{16}}|AIza[\w-]{{30,}}|eyJ[\w-]{{9,}}\.[\w.-]{{9,}}"
 _FORMS = (

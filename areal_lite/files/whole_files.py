@@ -1,10 +1,7 @@
 """Files written whole: atomic replacement, and a cache of remote files and of tables made from text files.
 
-A file under its final name is complete: it is written under a temporary name and then renamed. Does not notice when a
-remote file changes; delete the copy to download it again.
+A file under its final name is complete. Changes of a remote file go unnoticed until its copy is deleted.
 """
-
-from __future__ import annotations
 
 import errno
 import hashlib
@@ -15,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
 from areal_lite.errors import ConfigError, StorageError
 
 
@@ -28,8 +24,8 @@ def storing(what: object, fix: str = "free disk space") -> Iterator[None]:
         raise StorageError(f"{what} cannot be written: {error}: {fix}") from error
 
 
-def append_line(path: Path, line: bytes) -> None:
-    with storing(path), path.open("ab") as file:
+def append_line(path: Path, line: bytes, *, fix: str = "free disk space") -> None:
+    with storing(path, fix), path.open("ab") as file:
         file.write(line)
 
 

@@ -1,7 +1,5 @@
 """Size of a LoRA adapter, which servers must know before they start. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,12 +4,9 @@ A token of a windowed layer sees itself and the ``window - 1`` tokens before it;
 before it. Guarantees that a model with layers of any other kind is refused by name, not computed approximately.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
 import torch
 from torch import Tensor
 

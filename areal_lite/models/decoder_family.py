@@ -4,11 +4,8 @@ The server's :mod:`lean_decoder` and the trainer's :mod:`fused_decoder` read mod
 other families run their own forward pass. Layers may have a sliding window, but the trainer does not fuse such models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
+from typing import Any, NamedTuple, Self
 from torch import nn
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen2VLText", "Qwen2_5_VLText", "Qwen3", "Gemma")
@@ -41,7 +38,7 @@ class DecoderLayer(NamedTuple):
 
     attention: Any  # the model's own, for its sizes and norms
     input_norm: Any
-    qkv: Any  # three linear layers, or the product that stands for them; so are the other linear layers
+    qkv: Any  # a tuple of linear layers, or the product that stands for them; so are the other linear layers
     output: Any
     mlp_norm: Any
     gate_up: Any
@@ -49,31 +46,23 @@ class DecoderLayer(NamedTuple):
     activation: nn.Module
 
     @classmethod
-    def of(cls, layer: Any) -> DecoderLayer:
+    def of(cls, layer: Any, product_of: Callable[..., Any] = lambda *linears: linears) -> Self:
+        """Return the parts of a layer, with a product in place of the linear layers that read the same input."""
         attention, mlp = layer.self_attn, layer.mlp
         return cls(
             attention=attention,
             input_norm=layer.input_layernorm,
-            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
-            output=attention.o_proj,
+            qkv=product_of(attention.q_proj, attention.k_proj, attention.v_proj),
+            output=product_of(attention.o_proj),
             mlp_norm=layer.post_attention_layernorm,
-            gate_up=(mlp.gate_proj, mlp.up_proj),
-            down=mlp.down_proj,
+            gate_up=product_of(mlp.gate_proj, mlp.up_proj),
+            down=product_of(mlp.down_proj),
             activation=mlp.act_fn,
-        )
-
-    def with_products(self, product_of: Callable[..., Any]) -> DecoderLayer:
-        """Return the layer with one product in place of the linear layers that read the same input."""
-        return self._replace(
-            qkv=product_of(*self.qkv),
-            output=product_of(self.output),
-            gate_up=product_of(*self.gate_up),
-            down=product_of(self.down),
         )
 
     @property
     def linears(self) -> list[nn.Linear]:
-        return [*self.qkv, self.output, *self.gate_up, self.down]
+        return [*self.qkv, *self.output, *self.gate_up, *self.down]
 
     @property
     def heads(self) -> Heads:

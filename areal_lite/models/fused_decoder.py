@@ -5,16 +5,12 @@ angles, attention scores and softmax are float32. Weights are rounded once per u
 product, and the last layer computes the chosen tokens only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
 from areal_lite.models.attention_windows import window_of
 from areal_lite.models.decoder_family import DecoderLayer, fits_kernels, query_key_norms
 from areal_lite.models.kernels.fused_decoder_kernels import DecoderOperations, Tokens, fused_decoder_operations
@@ -28,13 +24,11 @@ class FusedDecoder:
     def __init__(self, decoder: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         self._decoder = decoder
         self._dtype = dtype
-        layers = [DecoderLayer.of(layer) for layer in decoder.layers]
-        self._heads = layers[0].heads
-        self._layers = [layer.with_products(partial(_Product, dtype)) for layer in layers]
+        self._heads = DecoderLayer.of(decoder.layers[0]).heads
+        self._layers = [DecoderLayer.of(layer, partial(_Product, dtype)) for layer in decoder.layers]
 
     @staticmethod
     def fits(decoder: Any) -> bool:
-        """Return whether the decoder's layers have the form that is computed here."""
         return (
             fits_kernels(decoder)
             and window_of(decoder.config) is None
@@ -45,12 +39,7 @@ class FusedDecoder:
         )
 
     def states(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        lengths: Sequence[int],
-        segments: Segments | None,
-        at: Tensor,
+        self, hidden: Tensor, position_ids: Tensor, lengths: Sequence[int], segments: Segments | None, at: Tensor
     ) -> Tensor:
         """Return the states ``[N, hidden]`` at the chosen tokens, float32.
 
@@ -66,21 +55,18 @@ class FusedDecoder:
         added, operations = torch.zeros_like(hidden, dtype=self._dtype), fused_decoder_operations(self._dtype)
         for layer in self._layers:
             hidden, normed = _add_norm(hidden, added, layer.input_norm, operations)
-            read = _attend(layer, layer.qkv(normed), tokens, operations)
+            joined = layer.qkv(normed)
+            if (norms := query_key_norms(layer.attention)) is not None:
+                parts = [self._heads.queries, self._heads.keys, self._heads.keys]
+                query, key, value = torch.split(joined.view(len(joined), -1, self._heads.width), parts, 1)
+                joined = torch.cat([norms[0](query), norms[1](key), value], 1).flatten(1).to(joined.dtype)
+            read = operations.attend(joined, tokens)
             if layer is self._layers[-1]:
                 hidden, read = hidden[at], read[at]
             hidden, normed = _add_norm(hidden, layer.output(read), layer.mlp_norm, operations)
             added = layer.down(operations.gate(layer.gate_up(normed)))
         states: Tensor = self._decoder.norm(hidden + added)
         return states
-
-
-def _attend(layer: DecoderLayer, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
-    if (norms := query_key_norms(layer.attention)) is not None:
-        queries, keys, width, _ = tokens.heads
-        query, key, value = torch.split(states.view(len(states), -1, width), [queries, keys, keys], 1)
-        states = torch.cat([norms[0](query), norms[1](key), value], 1).flatten(1).to(states.dtype)
-    return operations.attend(states, tokens)
 
 
 class _Product:

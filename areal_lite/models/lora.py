@@ -4,25 +4,20 @@ Guarantees that the initial weights never change: with adapters disabled the mod
 and merged weights are separate tensors. The model keeps its class.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
-
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.files.model_path import stored_tensors
 from areal_lite.models.adapter_shape import AdapterShape
-from areal_lite.models.parallel.shard_loading import weights_of
-from areal_lite.models.parallel.sharding import full_tensors, shard_like
+from areal_lite.models.parallel.sharding import full_tensors, read_into, weights_of
 from areal_lite.models.vision_model import auto_class_of, vision_parameters
 
 _ADAPTER = "default"
@@ -94,17 +89,15 @@ def load_adapters(model: Any, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     own = {f"{_PREFIX}{name}": value for name, value in get_peft_model_state_dict(model).items()}
-    saved = load_file(folder / "adapter_model.safetensors")
+    saved = stored_tensors(folder)
     alpha = json.loads((folder / "adapter_config.json").read_bytes())["lora_alpha"]
-    shapes = {name: value.shape for name, value in own.items()}
-    if alpha != model.peft_config[_ADAPTER].lora_alpha or shapes != {n: v.shape for n, v in saved.items()}:
+    shapes = {name: tuple(value.shape) for name, value in own.items()}
+    if alpha != model.peft_config[_ADAPTER].lora_alpha or shapes != {name: one.shape for name, one in saved.items()}:
         raise CheckpointError(
             f"the adapters in {folder} have other layers, rank or alpha than the model's: use the trainer.lora "
             "they were trained with"
         )
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(shard_like(value, saved[name]))
+    read_into(own, saved)
 
 
 def adapter_shape(model: Any) -> AdapterShape:

@@ -1,9 +1,6 @@
 """Whether an error says that memory ran out."""
 
-from __future__ import annotations
-
 import errno
-
 import torch
 
 

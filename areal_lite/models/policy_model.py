@@ -1,7 +1,5 @@
 """Loads Hugging Face models for training: in float32, without dropout, with every weight from the folder."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re
@@ -9,25 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
-
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging as transformers_logging
-
-from areal_lite.config.trainer_config import LoRAConfig
+from areal_lite.config.trainer_config import LearnerConfig, LoRAConfig
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_hub_name, is_hub_name, stored_config
 from areal_lite.models.lora import add_adapters
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.models.parallel.sequence_parallel import refuse_heads
-from areal_lite.models.parallel.shard_loading import empty_model, is_empty
+from areal_lite.models.parallel.sequence_parallel import refuse_heads, refuse_images
+from areal_lite.models.parallel.sharding import empty_model, is_empty
+from areal_lite.models.parallel.tensor_parallel import refuse_plan
 from areal_lite.models.vision_model import auto_class_of, vision_parameters
 
 logger = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")  # lists the instructions of each CPU core, on Linux
-
 _NOT_SCORABLE = {
     "falcon with alibi": "which takes no mask for several sequences",
     **dict.fromkeys(("llama4", "llama4_text", "modernbert-decoder"), "which does not give its decoder"),
@@ -43,13 +40,9 @@ def load_policy(
     lora: LoRAConfig | None = None,
     vision: Literal["frozen", "train"] = "frozen",
 ) -> Any:
-    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train, and
-    without ``vision: train`` neither the vision tower nor its connector.
-
-    Raises:
-        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights,
-            or adapters cannot be added.
-    """
+    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train, and without
+    ``vision: train`` neither the vision tower nor its connector. Raises ConfigError if ``model_path`` is neither a
+    model folder nor a model on the hub or in its cache, lacks weights, or adapters cannot be added."""
     model, missing = load_pretrained(auto_class_of(model_path), model_path, what="causal LM", by_shard=True)
     if missing:
         raise ConfigError(
@@ -93,17 +86,23 @@ def load_pretrained(
                 model_path, dtype=torch.float32, output_loading_info=True, use_safetensors=True, **options
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0][:200]
         raise ConfigError(
-            f"model_path {model_path!r} cannot be loaded as a {what} ({_first_line(error)}): "
+            f"model_path {model_path!r} cannot be loaded as a {what} ({reason}): "
             "give a folder with config.json and model.safetensors, or a hub name"
         ) from error
     return model, sorted(report["missing_keys"])
 
 
-def check_heads(model_path: str, sp_size: int) -> None:
-    """Check that ``sp_size`` ranks can divide a model's attention heads, by its config alone; raises ConfigError."""
-    config = stored_config(model_path)
-    refuse_heads(config.get("text_config", config).get("num_attention_heads"), sp_size, f"model_path {model_path!r}")
+def check_mesh(model_path: str, trainer: LearnerConfig) -> None:
+    """Check that the ranks of ``trainer`` can divide a model's heads and layers, by its config alone; raises
+    ConfigError."""
+    config, name = stored_config(model_path), f"model_path {model_path!r}"
+    if "vision_config" in config:
+        refuse_images(trainer.sp_size, trainer.tp_size, name)
+    if trainer.tp_size > 1 and config.get("model_type") in CONFIG_MAPPING:
+        refuse_plan(AutoConfig.for_model(**config).get_text_config(), trainer.tp_size, name)
+    refuse_heads(config.get("text_config", config).get("num_attention_heads"), trainer.sp_size, trainer.tp_size, name)
 
 
 def check_scorable(model_path: str, *, key: str = "model_path") -> None:
@@ -120,8 +119,13 @@ def check_scorable(model_path: str, *, key: str = "model_path") -> None:
 
 
 def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -> Any:
-    """Switch off dropout, optionally enable activation checkpointing, and return the model on ``device``."""
-    _switch_off_dropout(model)
+    """Switch off dropout, optionally enable activation checkpointing, and return the model on ``device``. With dropout,
+    two passes over the same tokens would differ, and their ratio would be noise."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):  # a plain attribute of HF attention
+            module.attention_dropout = 0.0
     model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -165,16 +169,3 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def has_bfloat16() -> bool:
     """Return whether this CPU has instructions for products in bfloat16, as far as Linux tells."""
     return CPU_INFO.exists() and bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", CPU_INFO.read_text()))
-
-
-def _switch_off_dropout(model: nn.Module) -> None:
-    """Switch off dropout: with it, two passes over the same tokens would differ, and their ratio would be noise."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 -- a plain attribute of HF attention
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]

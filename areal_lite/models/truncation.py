@@ -5,11 +5,8 @@ the same probabilities, after the temperature, and the rest is renormalized. Tok
 kept.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 

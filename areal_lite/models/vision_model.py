@@ -6,31 +6,24 @@ pixels are what an image processor made.
 """
 
 from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.data.vision.rope_positions import positions_of_spans
 from areal_lite.errors import TrainingError
 from areal_lite.files.model_path import check_vision_family, stored_config
 
-Pixels = Mapping[str, Tensor]
-"""A model's inputs of one image, such as ``pixel_values`` and ``image_grid_thw``."""
+Pixels = Mapping[str, Tensor]  # a model's inputs of one image, such as ``pixel_values`` and ``image_grid_thw``
 TOWERS = ("model.visual.", "model.vision_model.", "model.connector.")
 """Beginnings of the names of weights that make embeddings of images."""
 
 
 def auto_class_of(model_path: str) -> Any:
-    """Return transformers' class that loads the language model of a folder, with its tower if it has one.
-
-    Raises:
-        ConfigError: If it reads images in a way that is not computed here.
-    """
+    """Return transformers' class that loads the language model of a folder, with its tower if it has one. Raises
+    ConfigError if it reads images in a way that is not computed here."""
     reads_images = check_vision_family(stored_config(model_path), model_path)
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
@@ -79,11 +72,8 @@ class VisionTower:
         return positions_of_spans(length, images, merge_size=self._merge) if self._has_axes else None
 
     def features(self, images: Sequence[tuple[ImageSpan, Pixels]], *, one_by_one: bool = False) -> Tensor:
-        """Return ``[tokens, hidden]``, image after image, with gradient only if tower or connector train.
-
-        Raises:
-            TrainingError: If an image has another number of tokens than its span.
-        """
+        """Return ``[tokens, hidden]``, image after image, with gradient only if tower or connector train. Raises
+        TrainingError if an image has another number of tokens than its span."""
         pixels = [one for _, one in images]
         trains = any(parameter.requires_grad for parameter in vision_parameters(self._model).values())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):

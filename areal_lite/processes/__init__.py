@@ -2,5 +2,5 @@
 
 Promises that a child ends with the process that started it, however that ends, and that nothing a child sends is
 unpickled in the run. Also what HTTP servers in this process refuse: browser_guard, http_limits. May import ``errors``
-and ``files``; called by every room that starts something. Read child_process, channel, call_pool.
+and ``files``; called by every room that starts something. Read child_process, channel, call_pool, sandbox.
 """

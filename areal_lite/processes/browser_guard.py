@@ -5,8 +5,6 @@ or Sec-Fetch-Site header, cannot send JSON's content type without a preflight re
 their own Host. A server of pages is used only by its own. Knows no HTTP library.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Its first imports are few, because a pool starts it while an episode waits. Each
 or arguments to call it with. Each reply is JSON (:mod:`areal_lite.processes.channel`).
 """
 
-from __future__ import annotations
-
 import pickle
 import resource
 import socket
@@ -13,9 +11,7 @@ from collections.abc import Callable
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
-
-from areal_lite.processes.channel import encode_reply, framed, read_message
-from areal_lite.processes.sent_error import describe
+from areal_lite.processes.channel import describe, encode_reply, framed, read_message
 
 
 def main(descriptor: int, memory_bytes: int) -> None:

@@ -1,9 +1,13 @@
-"""A pool of child processes that answer calls: agents and reward functions run in them.
+"""A pool of child processes that answer calls: agents, environments and reward functions run in them.
 
 Guarantees that a process whose call was stopped, timed out or broke is killed with all that it started, and that the
 next call finds a replacement. A call cannot be taken back from Python code that computes, so there is no gentler way to
 stop it: asking the process to drop a call, as a thread pool would, leaves the loop that never ends, and the next call
 waits behind it. An exception is an answer like any other; its process goes on.
+
+A lease lends a slot for several calls, which share what they keep in its process. So that a holder that never returns
+does not keep it, it can be retired: its process is killed, and a new slot takes its place. The holder's calls fail, and
+its release frees nothing. The socket stays open until then, because an event loop may be waiting for it.
 
 Calls may come from the event loops of several threads: an engine's, and those that users run. Waiting calls therefore
 stand in a queue under a lock and are woken on their own loops; an ``asyncio.Semaphore`` belongs to one loop. A slot
@@ -12,23 +16,25 @@ waited is passed over. What can still fail: a slot's process may die between two
 says how it ended.
 """
 
-from __future__ import annotations
-
 import asyncio
+import atexit
+import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
-
-from areal_lite.processes.channel import MAX_MESSAGE, BrokenMessageError, MessageSplitter, decode_reply, framed
+from areal_lite.processes.channel import MAX_MESSAGE, BrokenMessageError, MessageSplitter, decode_reply, framed, rebuilt
 from areal_lite.processes.child_process import ChildProcess, PickledObject, start_python
-from areal_lite.processes.sent_error import rebuilt
 
 LOAD_S = 120.0
 """Limit on starting a process and importing what a call needs, where calls have a limit."""
+_CHILD = "areal_lite.processes.call_child"
 _MAX_PIECE = 2**16
 
 
@@ -38,13 +44,15 @@ class CallPool:
     Args:
         size: Maximum number of processes.
         memory_bytes: Limit on the data memory of each; 0 is unlimited.
+        python: Command of their interpreter, which may be another one, or in a box.
     """
 
-    def __init__(self, size: int, *, memory_bytes: int = 0) -> None:
-        self._slots = [_Slot(memory_bytes) for _ in range(size)]
+    def __init__(self, size: int, *, memory_bytes: int = 0, python: Sequence[str] = (sys.executable,)) -> None:
+        self._new = partial(Slot, memory_bytes, python)
+        self._slots = [self._new() for _ in range(size)]
         self._idle = deque(self._slots)
         """Warm ones at the end."""
-        self._waiting: deque[asyncio.Future[_Slot]] = deque()
+        self._waiting: deque[tuple[asyncio.AbstractEventLoop, Future[Slot]]] = deque()
         self._lock = threading.Lock()
 
     async def call(
@@ -57,61 +65,83 @@ class CallPool:
     ) -> Any:
         """Return ``target(*args, **kwargs)`` as JSON gives it, or raise its exception; kill it after ``timeout_s``."""
         call = pickle.dumps((args, kwargs or {}), pickle.HIGHEST_PROTOCOL)
-        slot = await self._acquire()
+        slot = await self.lease()
         try:
             return await slot.call(target, call, timeout_s)
         finally:
-            self._release(slot)
+            self.release(slot)
+
+    def retire(self, slot: "Slot", lease: int, why: str) -> None:
+        """Kill the process of a slot unless a later lease than this uses it; replace a slot that is lent."""
+        with self._lock:
+            if slot.leases != lease or slot.end:
+                return
+            if slot in self._idle:
+                slot.kill()
+                self._idle.remove(slot)
+                return self._idle.appendleft(slot)
+            slot.end = why
+            if slot.running is not None:
+                slot.running[0].kill()
+            new = self._slots[self._slots.index(slot)] = self._new()
+        self.release(new)
 
     def close(self) -> None:
         for slot in self._slots:
             slot.kill()
 
-    async def _acquire(self) -> _Slot:
+    def release(self, slot: "Slot", *, reuse: bool = True) -> None:
+        """Pass a slot on, unless it is retired; without ``reuse`` its process is killed."""
+        if slot.end or not reuse:
+            slot.kill()
+        with self._lock:
+            while self._waiting and not slot.end:
+                loop, turn = self._waiting.popleft()
+                if not loop.is_closed() and turn.set_running_or_notify_cancel():
+                    slot.leases += 1
+                    turn.set_result(slot)
+                    return
+            if not slot.end:
+                self._idle.append(slot) if slot.is_warm else self._idle.appendleft(slot)
+
+    async def lease(self) -> "Slot":
+        """Wait for a slot and lend it until one :meth:`release`."""
         with self._lock:
             if self._idle:
+                self._idle[-1].leases += 1
                 return self._idle.pop()
-            turn: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            turn = Future[Slot]()
+            self._waiting.append((asyncio.get_running_loop(), turn))
         try:
-            return await turn
+            return await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._release(turn.result())
+            if not turn.cancel():  # granted in the same moment: the lease was not used, and is none
+                turn.result().leases -= 1
+                self.release(turn.result())
             raise
 
-    def _release(self, slot: _Slot) -> None:
-        with self._lock:
-            while self._waiting:
-                turn = self._waiting.popleft()
-                try:
-                    turn.get_loop().call_soon_threadsafe(self._grant, turn, slot)
-                    return
-                except RuntimeError:  # that loop is closed
-                    continue
-            self._idle.append(slot) if slot.is_warm else self._idle.appendleft(slot)
 
-    def _grant(self, turn: asyncio.Future[_Slot], slot: _Slot) -> None:
-        if turn.done():
-            self._release(slot)
-        else:
-            turn.set_result(slot)
-
-
-class _Slot:
+class Slot:
     """One process of the pool, started by the first call and by the first one after a kill."""
 
-    def __init__(self, memory_bytes: int) -> None:
-        self._memory_bytes = memory_bytes
-        self._running: tuple[ChildProcess, socket.socket] | None = None
+    def __init__(self, memory_bytes: int, python: Sequence[str]) -> None:
+        self._memory_bytes, self._python = memory_bytes, python
+        self.leases, self.uses = 0, 0
+        """How often it was lent, and what users count since its process started."""
+        self.end = ""
+        """Why it was retired."""
+        self.running: tuple[ChildProcess, socket.socket] | None = None
         self._loaded: set[bytes] = set()
 
     @property
     def is_warm(self) -> bool:
-        return self._running is not None
+        return self.running is not None and self.running[0].wait(0) is None
 
-    async def call(self, target: PickledObject, call: bytes, timeout_s: float | None) -> Any:
-        connection = self._start() if self._running is None else self._running[1]
+    async def call(self, target: PickledObject, call: bytes, timeout_s: float | None = None) -> Any:
+        """Do what :meth:`CallPool.call` does; ``call`` is the pickled pair of its ``args`` and ``kwargs``."""
+        if self.end:
+            raise RuntimeError(f"{target.name}: its worker process died ({self.end})")
+        connection = self._start() if self.running is None else self.running[1]
         if target.key not in self._loaded:
             load = (target.preparation, target.pickled)
             load_s = None if timeout_s is None else LOAD_S
@@ -134,7 +164,7 @@ class _Slot:
         except OSError:
             process = self.kill()
             code = 0 if process is None else process.wait() or 0  # at once: it closed its socket because it ended
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            how = self.end or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
             raise RuntimeError(f"{name}: its worker process died ({how})") from None
         except BaseException:  # cancelled: the call still runs
             self.kill()
@@ -147,14 +177,14 @@ class _Slot:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
-            process = start_python("areal_lite.processes.call_child", [theirs.fileno()], self._memory_bytes)
-        self._running, self._loaded = (process, ours), set()
+            process = start_python(_CHILD, [theirs.fileno()], self._memory_bytes, python=self._python)
+        self.running, self._loaded = (process, ours), set()
         return ours
 
     def kill(self) -> ChildProcess | None:
-        if self._running is None:
+        if self.running is None:
             return None
-        (process, connection), self._running = self._running, None
+        (process, connection), self.running, self.uses = self.running, None, 0
         process.kill()
         connection.close()  # after the kill: the child would report a broken connection
         return process
@@ -167,3 +197,22 @@ async def receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, *,
         if bodies := [bytes(body) for body in messages.feed(piece)]:
             return bodies[0]
     raise BrokenMessageError("the stream ended")
+
+
+_shared: dict[tuple[Any, ...], CallPool] = {}
+
+
+def shared_pool(size: int, memory_bytes: int = 0, python: Sequence[str] = (sys.executable,)) -> CallPool:
+    """Return this process's pool with these arguments; it is closed when the process ends."""
+    key = (os.getpid(), size, memory_bytes, *python)  # a forked child must not talk to its parent's workers
+    if key not in _shared:
+        _shared[key] = CallPool(size, memory_bytes=memory_bytes, python=python)
+    return _shared[key]
+
+
+@atexit.register
+def close_shared_pools() -> None:
+    """Kill the processes of all shared pools; their next calls start new ones."""
+    for (pid, *_), pool in _shared.items():
+        if pid == os.getpid():
+            pool.close()

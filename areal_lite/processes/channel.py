@@ -1,4 +1,4 @@
-"""Messages between the run and a child process: one framing, and one rule about who may send what.
+"""Messages between the run and a child process: one framing, one rule about who may send what, and exceptions.
 
 A message is eight bytes of length and a body. Its end is known before its content is read, so a reader never depends on
 what the body holds, and a child that dies in the middle of a message is seen as the end of the stream.
@@ -17,10 +17,11 @@ that cannot wait set a timeout.
 Imports only what starts quickly, and no asyncio: reward and agent processes load this module first.
 """
 
-from __future__ import annotations
-
+import builtins
+import contextlib
 import json
 import struct
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def framed(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def read_message(stream: IO[bytes] | socket.SocketIO, *, max_bytes: int | None = None) -> bytes | None:
+def read_message(stream: "IO[bytes] | socket.SocketIO", *, max_bytes: int | None = None) -> bytes | None:
     """Return the next body of a blocking stream; None at its end. The run's messages to a child have no bound."""
     header = _read(stream, _LENGTH.size)
     if not header:
@@ -53,7 +54,7 @@ def read_message(stream: IO[bytes] | socket.SocketIO, *, max_bytes: int | None =
     return body
 
 
-def _read(stream: IO[bytes] | socket.SocketIO, size: int) -> bytes:
+def _read(stream: "IO[bytes] | socket.SocketIO", size: int) -> bytes:
     data = stream.read(size) or b""
     while data and len(data) < size and (more := stream.read(size - len(data))):  # an unbuffered stream reads less
         data += more
@@ -129,3 +130,36 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = json.JSONEncoder(default=_plain)
+
+
+_MAX_ERROR_TEXT = 8192
+_FACTS = "failure_kind", "failure_hint"
+"""Attributes of an exception that it keeps."""
+
+
+def describe(error: BaseException) -> list[str | None]:
+    """Return what :func:`rebuilt` makes an exception of again, in the run."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        message = str(error.args[0] if len(error.args) == 1 else error)  # str() of a KeyError has quotes
+    except Exception:  # a user's class may break its own text
+        message = "(its text cannot be read)"
+    facts = [fact if isinstance(fact := getattr(error, name, None), str) else None for name in _FACTS]
+    return [type(error).__name__, message[:_MAX_ERROR_TEXT], text[-_MAX_ERROR_TEXT:], *facts]
+
+
+def rebuilt(name: str, message: str, text: str, *facts: str | None) -> Exception:
+    """Return the exception: its builtin class, or a RuntimeError of the same name; a note has the child's traceback."""
+    known = getattr(builtins, name, None)
+    error: Any = None
+    if isinstance(known, type) and issubclass(known, Exception):
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError and its like take more than a text
+            error = known(message)
+    if error is None:
+        error = type(name, (RuntimeError,), {})(message)
+    for attribute, fact in zip(_FACTS, facts, strict=True):
+        if fact is not None:
+            setattr(error, attribute, fact)
+    error.add_note(f"in its worker process:\n{text}")
+    raised: Exception = error
+    return raised

@@ -7,8 +7,6 @@ reaped the leader, its id names the group and no other process, so a signal cann
 the group for a session of its own survives, unless the program is the script :mod:`.process_tree`.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import fcntl
@@ -21,17 +19,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from multiprocessing import spawn
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
 from areal_lite.errors import ConfigError
 
 
-def main_command(module: str, *arguments: int) -> list[str]:
-    """Return the command that calls ``main(*arguments)`` of ``module``, which it finds where this process does."""
-    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main{arguments}"
-    return [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
+def main_command(module: str, *arguments: int | str, python: Sequence[str] = (sys.executable,)) -> list[str]:
+    """Return the command that calls ``main(*arguments)`` of ``module``; ``python`` ends with the interpreter.
+
+    This one finds modules where this process does; another one where it does itself, or beside this package.
+    """
+    others = f"['', *sys.path, {str(Path(__file__).parents[2])!r}]"
+    path = "json.loads(sys.argv[1])" if python[-1] == sys.executable else others
+    program = f"import json, sys; sys.path[:] = {path}; from {module} import main; main{arguments}"
+    return [*python, "-P", "-c", program, json.dumps(sys.path)]
 
 
 class PickledObject(NamedTuple):
@@ -91,7 +94,8 @@ class ChildProcess:
     ) -> None:
         life_line, self._held_open = os.pipe()  # one for each: the kernel signals one group per pipe
         try:
-            self._process = subprocess.Popen(
+            self._process = Context().run(  # of no episode, whoever needs it first
+                subprocess.Popen,
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -149,11 +153,15 @@ class ChildProcess:
 
 
 def start_python(
-    module: str, descriptors: Sequence[int], *arguments: int, on_end: Callable[[], object] = bool
+    module: str,
+    descriptors: Sequence[int],
+    *arguments: int,
+    on_end: Callable[[], object] = bool,
+    python: Sequence[str] = (sys.executable,),
 ) -> ChildProcess:
     """Start a process that calls ``main(*descriptors, *arguments)`` of ``module`` and shares this one's output."""
     return ChildProcess(
-        main_command(module, *descriptors, *arguments),
+        main_command(module, *descriptors, *arguments, python=python),
         environment={"OMP_NUM_THREADS": "1", **os.environ},  # many of them share the cores
         output=None,
         pass_fds=descriptors,

@@ -1,7 +1,5 @@
 """Many deadlines with one timeout."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -12,29 +10,44 @@ Key = TypeVar("Key")
 class Deadlines(Generic[Key]):
     """Calls ``on_expire(key)`` for each key still there ``timeout_s`` seconds after it was added.
 
-    Lives on the running event loop.
+    Lives on the running event loop. Keys expire in the order in which they were added, so one timer serves them all.
     """
 
     def __init__(self, timeout_s: float, on_expire: Callable[[Key], None]) -> None:
         self._timeout_s = timeout_s
         self._on_expire = on_expire
-        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self._ends: dict[Key, float] = {}  # on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
 
     def add(self, key: Key) -> None:
         """Start the timeout of ``key``, which must be new."""
-        self._timers[key] = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, key)
+        loop = asyncio.get_running_loop()
+        end = self._ends[key] = loop.time() + self._timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(end, self._expire)
 
     def discard(self, key: Key) -> None:
-        if (timer := self._timers.pop(key, None)) is not None:
-            timer.cancel()
+        self._ends.pop(key, None)
 
     def pending(self) -> list[Key]:
-        return list(self._timers)
+        return list(self._ends)
 
     def close(self) -> None:
-        for key in self.pending():
-            self.discard(key)
+        self._ends.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _expire(self, key: Key) -> None:
-        del self._timers[key]
-        self._on_expire(key)  # may add keys
+    def _expire(self) -> None:
+        """End the first key if it is due, and come again for the next."""
+        self._timer = None
+        if not self._ends:
+            return
+        loop = asyncio.get_running_loop()
+        key, end = next(iter(self._ends.items()))
+        if is_due := end <= loop.time():
+            del self._ends[key]
+        if self._ends:
+            self._timer = loop.call_at(next(iter(self._ends.values())), self._expire)
+        if is_due:
+            self._on_expire(key)  # may add keys

@@ -4,12 +4,9 @@ aiohttp's keepalive timeout closes connections that are idle or wait for the res
 of a body nor the number of connections.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Any
-
 from aiohttp import web
 
 

@@ -1,7 +1,5 @@
 """Before torch is loaded: imports of large libraries without the garbage collector, and the rank under torchrun."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,11 +1,8 @@
 """The line of a user's code that a thread is at."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -20,20 +17,12 @@ def place_of(thread: threading.Thread) -> tuple[str, str] | None:
     User code is neither the standard library nor an installed package nor areal_lite. The function is the outermost
     one, as ``Class.method``.
     """
-    frame = sys._current_frames().get(thread.ident or 0)
-    users = [each for each in frames(frame) if _is_users(each.f_code.co_filename)]
+    frame, users = sys._current_frames().get(thread.ident or 0), list[FrameType]()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(("<", _OURS, *_STDLIB)) or any(folder in file for folder in _PACKAGES)):
+            users.append(frame)
+        frame = frame.f_back
     if not users:
         return None
     return users[-1].f_code.co_qualname, f"{users[0].f_code.co_filename}:{users[0].f_lineno}"
-
-
-def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_users(file: str) -> bool:
-    if file.startswith(("<", _OURS, *_STDLIB)):
-        return False
-    return not any(folder in file for folder in _PACKAGES)

@@ -12,18 +12,16 @@ An error that ends the run (too many servers gone, a broken worker, a full disk)
 nobody to raise to. :meth:`EngineLifecycle.fail` passes it to all calls that wait, and to every later one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
-
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.trajectory import Group
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, StorageError
+from areal_lite.processes.place import Places, here
 from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.rollout.episodes.ended_groups import FailureTally
@@ -42,9 +40,11 @@ logger = logging.getLogger(__name__)
 class EngineLifecycle(InferenceEngine):
     """Starts and stops the parts; :class:`~areal_lite.rollout.remote_inf_engine.RemoteInfEngine` has the calls."""
 
-    def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:
-        """Start unconnected; servers must serve the model ``model_path`` (folder or hub name), if given."""
+    def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None, places: Places = here) -> None:
+        """Start unconnected; servers must serve the model ``model_path`` (folder or hub name), if given. Each rollout
+        worker starts at its one of ``places``."""
         self.config = config
+        self._places = places
         self._identity = None if model_path is None else ModelIdentity(model_path)
         self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
         self._dumper: TrajectoryDumper | None = None
@@ -74,7 +74,8 @@ class EngineLifecycle(InferenceEngine):
                 self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
             self._loop.call(self._client.open())
             if config.workers > 1:
-                self._workers = Workers(self, config, self._executor.runner.shared, on_broken=self.fail)
+                shared = self._executor.runner.shared
+                self._workers = Workers(self, config, shared, on_broken=self.fail, places=self._places)
                 self._executor.runner.workers = self._workers
                 self._loop.call(self._workers.open())
         except BaseException:
@@ -153,6 +154,11 @@ class EngineLifecycle(InferenceEngine):
         with contextlib.suppress(RuntimeError, ConfigError):  # the engine was destroyed meanwhile
             self.running_loop.call_soon(self._executor.pause)
             self.running_loop.fail(error)
+
+    def move_server(self, former: str, address: str) -> None:
+        """Reach the server that was at ``former`` at ``address``, from any thread; it gets the newest weights first."""
+        with contextlib.suppress(RuntimeError, ConfigError):  # the engine was destroyed meanwhile
+            self.running_loop.call_soon(self._client.move_server, former, address)
 
     def export_stats(self) -> dict[str, int]:
         """Return ended groups by status, and ``abandoned``: episodes that swallowed their cancellation."""

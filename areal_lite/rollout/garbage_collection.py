@@ -1,13 +1,8 @@
 """Python's cyclic garbage collector, paced for thousands of live episodes."""
 
-from __future__ import annotations
-
 import gc
 
-_ALLOCATIONS = 50_000
-"""Net allocations between two collections. The default, 700, collects every few episodes; scanning all live
-ones each time took a fifth of the engine's CPU."""
-
+_ALLOCATIONS = 50_000  # net, between two collections; with the default of 700 they took a fifth of the engine's CPU
 _engines = 0
 _before: tuple[int, int, int] | None = None
 

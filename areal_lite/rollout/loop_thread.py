@@ -1,25 +1,30 @@
 """One event loop in one thread, and the bridge to it from other threads and loops."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from typing import Any, TypeVar
-
 import uvloop
 
 T = TypeVar("T")
 WAKE_S = 1.0  # a waiting thread wakes this often: a signal that came just before it began to wait is handled then
 
 
+class _ContextExecutor(ThreadPoolExecutor):
+    """Runs what an episode gives to ``run_in_executor`` in its context, as ``asyncio.to_thread`` does."""
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        return super().submit(copy_context().run, function, *args, **kwargs)
+
+
 class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
-        self._calls: dict[asyncio.Task[Any], Exception | None] = {}
-        """The calls that run, and the error with which :meth:`fail` ended each."""
+        self._loop.set_default_executor(_ContextExecutor(thread_name_prefix="asyncio"))
+        self._calls: dict[asyncio.Task[Any], Exception | None] = {}  # running calls, and the error of :meth:`fail`
         self._error: Exception | None = None
         self._can_fail = True
         self._stopping = False
@@ -41,8 +46,7 @@ class LoopThread:
 
     def call(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
         """Run ``coroutine`` on the loop and return its result; blocks the calling thread. An interrupt of that thread
-        (Ctrl-C) cancels the coroutine; if it has already finished, its result is passed to ``unclaimed``, on the loop.
-        """
+        (Ctrl-C) cancels the coroutine; if it has already finished, its result goes to ``unclaimed``, on the loop."""
         if self.is_current():
             coroutine.close()
             raise RuntimeError(

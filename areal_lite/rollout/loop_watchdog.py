@@ -10,8 +10,6 @@ long as an episode may last. Python cannot interrupt a call into C, such as ``ti
 longer, the process ends with exit code 70.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc
@@ -21,8 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any
-
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.shared_resources import SharedResources
@@ -31,7 +27,6 @@ from areal_lite.processes.user_code import place_of
 from areal_lite.rollout.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
-
 BLOCKED_S = 1.0  # seconds without an answer after which the loop counts as blocked
 EXIT_AFTER_S = 60.0  # seconds after the deadline of an episode that cannot be interrupted until the process ends
 _BEAT_S = 0.25
@@ -94,7 +89,8 @@ class LoopWatchdog:
             return
         name, line = place
         task = self._loop.current_task()
-        context = _context_of(task)
+        contexts = [held for held in gc.get_referents(task) if isinstance(held, Context)]
+        context = episode_context.of(contexts[0]) if contexts else EpisodeContext()
         agent = context.agent
         fix = "set rollout.agents.isolation: thread" if agent else "move it into asyncio.to_thread"
         message = f"{name} blocks the event loop of all episodes at {line}: await an async call there, or {fix}"
@@ -104,10 +100,9 @@ class LoopWatchdog:
         for refuse in self._shared.while_blocked:
             refuse(agent, message)
         deadline = None if context.task_id is None else self._deadline_of(context.task_id)
-        if task is None or context.task_id is not None:
-            self._enforce(time.monotonic() - (deadline or asked + self._timeout_s), message)
-
-    def _enforce(self, late_s: float, message: str) -> None:
+        if task is not None and context.task_id is None:
+            return
+        late_s = time.monotonic() - (deadline or asked + self._timeout_s)
         if late_s > EXIT_AFTER_S:
             logger.error("%s. It cannot be interrupted %.0f s after its deadline: ending the process", message, late_s)
             os._exit(70)
@@ -115,8 +110,3 @@ class LoopWatchdog:
             self._raised_at = time.monotonic()
             thread = ctypes.c_ulong(self._loop.thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(DeadlineError))
-
-
-def _context_of(task: asyncio.Task[Any] | None) -> EpisodeContext:
-    contexts = [] if task is None else [held for held in gc.get_referents(task) if isinstance(held, Context)]
-    return episode_context.of(contexts[0]) if contexts else EpisodeContext()

@@ -1,19 +1,18 @@
 """The inference engine that users hold: calls from any thread or event loop run on the engine's own loop."""
 
-from __future__ import annotations
-
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any
-
+import inspect
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin
 from areal_lite.api.engine_api import Row, ShouldAcceptFn
 from areal_lite.api.episode_context import EpisodeContext
+from areal_lite.api.image_span import Images
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.trajectory import Group, TaskId, TurnRewards
 from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.dotted_path import load_object
 from areal_lite.data.vision.image_encoder import with_spans
 from areal_lite.errors import ConfigError
-from areal_lite.rollout.blocking_and_async import also_async, blocking_and_async
 from areal_lite.rollout.engine_lifecycle import EngineLifecycle
 from areal_lite.rollout.episodes.group_runner import EpisodeRecipe
 from areal_lite.rollout.episodes.grouped_rollout import GroupedRolloutWorkflow
@@ -21,16 +20,60 @@ from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow, re
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightFolder
 
 __all__ = ["GroupedRolloutWorkflow", "RemoteInfEngine"]
+P = ParamSpec("P")
+T = TypeVar("T")
+E = TypeVar("E", bound=EngineLifecycle)
+
+
+def blocking_and_async(
+    operation: Callable[Concatenate[E, P], Coroutine[Any, Any, T]],
+    async_name: str = "",
+    *,
+    unclaimed: Callable[[E, T], object] | None = None,
+) -> tuple[Callable[Concatenate[E, P], T], Callable[Concatenate[E, P], Coroutine[Any, Any, T]]]:
+    """Return the blocking and the async method of an operation, with its signature and documentation. ``unclaimed``
+    gets the engine and the result if the caller was cancelled before it arrived.
+
+    An operation that loads a workflow is a function that returns a coroutine: what it does before that, it does in the
+    thread that calls it. On the loop, the imports of a workflow would stop all episodes that run."""
+
+    def blocking(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.running_loop.call(operation(self, *args, **kwargs), unclaimed and partial(unclaimed, self))
+
+    async def asynchronous(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.running_loop.acall(operation(self, *args, **kwargs), unclaimed and partial(unclaimed, self))
+
+    name = operation.__name__.removeprefix("_")
+    return _named(blocking, name, operation), _named(asynchronous, async_name or f"a{name}", operation)
+
+
+def also_async(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], Coroutine[Any, Any, T]]:
+    """Return the async form of a method that returns at once."""
+
+    async def asynchronous(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self, *args, **kwargs)
+
+    form: Callable[Concatenate[E, P], Coroutine[Any, Any, T]] = _named(asynchronous, f"a{method.__name__}", method)
+    return form
+
+
+def _named(form: Any, name: str, operation: Callable[..., Any]) -> Any:
+    returned: Any = operation.__annotations__["return"]
+    if get_origin(returned) is Coroutine:
+        returned = get_args(returned)[2]
+    form.__name__, form.__qualname__, form.__doc__ = name, f"RemoteInfEngine.{name}", operation.__doc__
+    form.__signature__ = inspect.signature(operation).replace(return_annotation=returned)
+    form.__annotations__ = operation.__annotations__ | {"return": returned}
+    form.__wrapped__ = operation  # where tools find the source
+    return form
 
 
 class RemoteInfEngine(EngineLifecycle):
     """Runs episodes against inference servers. A context manager, or ``initialize`` and ``destroy``.
 
     Every blocking method has an async form for callers inside an event loop: ``asubmit``, ``await_results``,
-    ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``,
-    ``aset_version``, ``aupdate_weights``, ``aupdate_weights_from_disk``, ``aprobe``. Both forms are one
-    operation that runs on the engine's loop.
-    """
+    ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``, ``aset_version``,
+    ``aupdate_weights``, ``aupdate_weights_from_disk``, ``aprobe``. Both run on the engine's loop."""
 
     turn_discount = 1.0  # of ``rollout.turn_rewards: sum``
 
@@ -61,8 +104,15 @@ class RemoteInfEngine(EngineLifecycle):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer to ``req``; see ``InferenceEngine.agenerate``."""
-        req = await with_spans(req, self.config)
-        return await self.running_loop.acall(self._client.generate(req))
+        if req.image_data:
+            req = await with_spans(req, self.config)
+        loop, call = self.running_loop, self._client.generate(req)
+        return await (call if loop.is_current() else loop.acall(call))
+
+    async def cut_short(self, rid: str) -> bool:
+        """End a running call early; see ``InferenceEngine.cut_short``."""
+        await self.running_loop.acall(self._client.cut_short(rid))
+        return True
 
     def submit(
         self,
@@ -82,12 +132,8 @@ class RemoteInfEngine(EngineLifecycle):
         return submission.task_id
 
     async def _wait(self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True) -> list[Group]:
-        """Return ``count`` groups of :meth:`submit`, whatever their status.
-
-        Raises:
-            ConfigError: Without ``timeout``, if none of them runs and the staleness bound lets none start.
-            TimeoutError: After ``timeout`` seconds; nothing that had finished is lost.
-        """
+        """Return ``count`` groups of :meth:`submit`, whatever their status. TimeoutError after ``timeout`` seconds;
+        nothing finished is lost. Without it, ConfigError if none runs and the staleness bound lets none start."""
         try:
             return await self._executor.wait(count, timeout)
         except TimeoutError:
@@ -116,11 +162,9 @@ class RemoteInfEngine(EngineLifecycle):
         should_accept_fn: ShouldAcceptFn | str | None = None,
         group_size: int | None = None,
     ) -> Coroutine[Any, Any, list[Group]]:
-        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
-
-        Groups are drawn from ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so generation
-        continues while the caller trains. A ``RolloutDataSource`` decides how many episodes a group has. Raises
-        ConfigError if ``group_size`` differs from the size of the source's groups."""
+        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound. They are drawn from
+        ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so generation continues while the
+        caller trains. ConfigError if ``group_size`` is given and a ``RolloutDataSource`` has groups of another size."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn)
         return self._executor.batches.prepare(source, recipe, group_size)
 
@@ -132,12 +176,12 @@ class RemoteInfEngine(EngineLifecycle):
         """Start no episode and send no request until :meth:`resume`; finished work is delivered."""
         if not self._executor.gate.paused:
             self._executor.pause()
-            self._client.gate.hold()
+            self._client.gate.hold("trainer")
 
     async def _resume(self) -> None:
         """End :meth:`pause`."""
         if self._executor.gate.paused:
-            self._client.gate.release()
+            self._client.gate.release("trainer")
             self._executor.resume()
 
     def get_version(self) -> int:
@@ -160,9 +204,11 @@ class RemoteInfEngine(EngineLifecycle):
         """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version."""
         await self._update_weights(WeightFolder(path, version))
 
-    async def _probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
+    async def _probe(
+        self, input_ids: list[int], num_tokens: int, images: Images = ()
+    ) -> list[tuple[str, list[int], list[float]]]:
         """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
-        return await self._client.probe(input_ids, num_tokens)
+        return await self._client.probe(input_ids, num_tokens, images)
 
     asubmit = also_async(submit)
     wait, await_results = blocking_and_async(

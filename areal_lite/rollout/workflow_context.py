@@ -3,15 +3,12 @@
 Each episode has its own context, also each member of a group; tasks that it starts inherit a copy.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
-
 from areal_lite.api.episode_context import EpisodeContext as WorkflowContext
 from areal_lite.api.episode_context import current as get
 from areal_lite.api.episode_context import enter as set
 from areal_lite.api.episode_context import record_scalars
-from areal_lite.api.shared_resources import SharedResources
+from areal_lite.api.shared_resources import SharedResources, sdk_httpx
 from areal_lite.api.trajectory import scope_name
 
 if TYPE_CHECKING:
@@ -31,10 +28,10 @@ def record(**values: float) -> None:
     record_scalars({f"{stat_scope()}/{name}": value for name, value in values.items()})
 
 
-async def get_aiohttp_session() -> aiohttp.ClientSession:
+async def get_aiohttp_session() -> "aiohttp.ClientSession":
     """Return the engine's shared aiohttp session, inside an episode; never close it."""
 
-    async def make() -> aiohttp.ClientSession:
+    async def make() -> "aiohttp.ClientSession":
         import aiohttp
 
         return aiohttp.ClientSession()
@@ -42,13 +39,13 @@ async def get_aiohttp_session() -> aiohttp.ClientSession:
     return await _shared().get("aiohttp", make)
 
 
-async def get_httpx_client() -> httpx2.AsyncClient:
-    """Return the engine's shared httpx client, inside an episode; never close it."""
+async def get_httpx_client() -> "httpx2.AsyncClient":
+    """Return the engine's shared client of :func:`sdk_httpx`, inside an episode; never close it."""
 
-    async def make() -> httpx2.AsyncClient:
-        import httpx2
-
-        return httpx2.AsyncClient(limits=httpx2.Limits(max_connections=4096), timeout=600)
+    async def make() -> "httpx2.AsyncClient":
+        httpx = sdk_httpx()
+        client: httpx2.AsyncClient = httpx.AsyncClient(limits=httpx.Limits(max_connections=4096), timeout=600)
+        return client
 
     return await _shared().get("httpx", make)
 

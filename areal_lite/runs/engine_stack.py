@@ -1,16 +1,14 @@
 """The inference engine of a run, with the servers behind it if no running ones are named, and its metrics."""
 
-from __future__ import annotations
-
+import importlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-
 from areal_lite.config.run_config import RunConfig
-from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.processes.place import Places, here
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs.server_group import ServerGroup, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
@@ -44,8 +42,15 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
     it ends, also after an error."""
     rollout, group = config.rollout, None
     with ExitStack() as stack:
+        places: Places = here
+        if config.launch == "ray":
+            on_ray = importlib.import_module("areal_lite.cluster.ray_places")
+            nodes = stack.enter_context(on_ray.ray_places(config, run_dir / "logs", on_ray.bundles_of(config)))
+            places = nodes.__getitem__
+            if rollout.weight_update == "auto" and not rollout.addresses:
+                rollout = replace(rollout, weight_update=nodes.weight_update(run_dir))
         if not rollout.addresses:
-            group = stack.enter_context(_servers(config, run_dir / "servers"))
+            group = stack.enter_context(_servers(config, run_dir / "logs", places))
             # A restart of all of them takes as long as their start.
             patience = max(rollout.faults.outage_patience_s, config.server.start_timeout_s)
             rollout = replace(
@@ -55,7 +60,7 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
                 router=group.router,
                 faults=replace(rollout.faults, outage_patience_s=patience),
             )
-        engine = stack.enter_context(RemoteInfEngine(rollout, model_path=config.model_path))
+        engine = stack.enter_context(RemoteInfEngine(rollout, model_path=config.model_path, places=places))
         if config.trainer.advantage == "turn_returns":  # the one estimator with a discount per turn
             engine.turn_discount = config.trainer.advantage_kwargs.get("gamma", 1.0)
         if group is not None:
@@ -84,26 +89,22 @@ def with_scalars(metrics: Mapping[str, float], scalars: Mapping[str, float]) -> 
     return {**scalars, **metrics}
 
 
-def _servers(config: RunConfig, log_dir: Path) -> ServerGroup:
+def _servers(config: RunConfig, log_dir: Path, places: Places) -> ServerGroup:
     # A run that trains has resolved both dtypes; without a trainer, auto is left to the server, which knows its device.
     dtype = config.trainer.dtype if config.server.dtype == "auto" else config.server.dtype
     settings = replace(config.server, dtype=dtype)
+    adapters = None
     if settings.backend in (None, "embedded"):
         threads = settings.num_threads or max(1, thread_budget(config).server // settings.replicas)
         settings = replace(settings, num_threads=threads)
+    elif config.rollout.weight_update == "adapter" and config.trainer.lora is not None:
+        from areal_lite.models.lora import planned_shape
+
+        adapters = planned_shape(config.model_path, config.trainer.lora)
     model = ServedModel(
         model_path=config.model_path,
         seed=config.seed,
         deterministic=config.trainer.deterministic,
-        adapters=_adapters(config),
+        adapters=adapters,
     )
-    return ServerGroup(make_servers(settings, model, log_dir))
-
-
-def _adapters(config: RunConfig) -> AdapterShape | None:
-    lora = config.trainer.lora
-    if config.rollout.weight_update != "adapter" or lora is None or config.server.backend in (None, "embedded"):
-        return None
-    from areal_lite.models.lora import planned_shape
-
-    return planned_shape(config.model_path, lora)
+    return ServerGroup(make_servers(settings, model, log_dir, places=places))

@@ -1,78 +1,70 @@
 """Profiles and memory snapshots of chosen steps; consecutive steps share one trace."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 
-class StepProfiler:
-    """Writes ``steps_FIRST-LAST.json`` for Perfetto or chrome://tracing; later ranks add their number to the name. As a
-    context manager around all steps, it also ends a trace that is still open at the end: torch crashes a process that
-    exits with an open trace."""
+class StepProfiler(ExitStack):
+    """Writes ``steps_FIRST-LAST.json`` for Perfetto or chrome://tracing; later ranks add their number. As a context
+    manager around all steps, it also ends a trace that is still open: torch crashes a process that exits with one."""
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
+        super().__init__()
         self._steps = set(steps)
         self._folder = folder
-        self._first = self._last = 0
-        self._profile: Any = None
+        self._last = -1
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
         if step in self._steps:
+            if self._last != step - 1:
+                self.enter_context(self._trace(step))
             self._last = step
-            if self._profile is None:
-                from torch.profiler import profile
-
-                self._first = step
-                self._profile = profile(record_shapes=True)
-                self._profile.start()
         continues = False
         try:
             yield
             continues = step + 1 in self._steps
         finally:
             if not continues:
-                self._end()
+                self.close()
 
-    def __enter__(self) -> Self:
-        return self
+    @contextmanager
+    def _trace(self, first: int) -> Iterator[None]:
+        from torch.profiler import profile
 
-    def __exit__(self, *error: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if self._profile is None:
-            return
-        profile, self._profile = self._profile, None
-        profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self._folder / f"steps_{self._first}-{self._last}{_of_rank()}.json"))
+        trace = profile(record_shapes=True)
+        try:
+            with trace:
+                yield
+        finally:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(self._folder / f"steps_{first}-{self._last}{_of_rank()}.json"))
 
 
+@dataclass(frozen=True)
 class MemorySnapshots:
     """Writes what holds memory at the end of a step; later ranks add their number to the names. ``step_N.json`` has the
     bytes of the process and of its tensors by device, dtype and shape. On a GPU, ``step_N.pickle`` has all allocations
     of the step for https://pytorch.org/memory_viz."""
 
-    def __init__(self, steps: Sequence[int], folder: Path) -> None:
-        self._steps = set(steps)
-        self._folder = folder
+    steps: Sequence[int]
+    folder: Path
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        if step not in self._steps:
+        if step not in self.steps:
             yield
             return
         import orjson
         import torch
 
-        path = self._folder / f"step_{step}{_of_rank()}.json"
+        path = self.folder / f"step_{step}{_of_rank()}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not torch.cuda.is_available():
             yield

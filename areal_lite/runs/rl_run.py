@@ -4,8 +4,6 @@ The first rank also drives rollouts and owns engine, data source and files; the 
 broadcasts.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -13,13 +11,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
-
 import torch
 from transformers.utils.logging import disable_progress_bar
-
 from areal_lite.config.run_config import RunConfig
+from areal_lite.config.server_config import tensor_parallel_size
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.data.source.data_source_state import state_bytes, state_path
+from areal_lite.data.source.rollout_data_source import state_bytes, state_path
 from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.models.truncation import Truncation
@@ -36,6 +33,7 @@ from areal_lite.runs.training_run import (
     StepMetrics,
     Summary,
     TrainingRun,
+    give_images,
     open_run_files,
     summary_of_finished,
     with_dtypes,
@@ -93,11 +91,13 @@ class RLRun(TrainingRun[Evaluation]):
             self.evaluate_if_due()
 
     def generate(self) -> Batch:
+        self.files.check_start()
         return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
 
     def publish(self) -> None:
         """Publish the weights as policy version ``step`` and have the servers load them. A run that is asked to stop
         does not wait for the servers."""
+        self.files.check_start()
         weights = self.publish_version(self.step)
         if self.driver is not None:
             with suppress(Stopped), interruptible():
@@ -198,6 +198,8 @@ def run_rl(
         started = time.monotonic()
         dtype = getattr(torch, config.server.dtype)
         trainer = open_trainer(config, files, stack)
+        way = broadcast_json(driver and driver.engine.config.weight_update)  # nodes may need another one
+        rollout = replace(config.rollout, weight_update=way)
         return make_run(
             config=config,
             files=files,
@@ -209,7 +211,7 @@ def run_rl(
             started=started,
             driver=driver,
             publish_version=stack.enter_context(
-                weight_publisher(config.rollout, trainer.model, files.run_dir / "weights", dtype)
+                weight_publisher(rollout, trainer.model, files.run_dir / "weights", dtype)
             ),
             profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
             snapshots=MemorySnapshots(config.memory_snapshot_steps, files.run_dir / "memory"),
@@ -217,7 +219,10 @@ def run_rl(
 
 
 def num_devices(config: RunConfig) -> int:
-    started = [] if config.rollout.addresses else gpu_groups(config.server)
+    on_nodes = config.launch == "ray"
+    if on_nodes and config.cluster.n_gpus_per_node and not config.rollout.addresses:
+        return Ranks.current().size + tensor_parallel_size(config.server) * config.server.replicas
+    started = [] if on_nodes or config.rollout.addresses else gpu_groups(config.server)
     return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
 
 
@@ -234,7 +239,7 @@ def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = 
     truncation = Truncation(
         top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=config.reports_truncated
     )
-    return PolicyTrainer(
+    trainer = PolicyTrainer(
         replace(config.trainer, num_threads=thread_budget(config).trainer),
         model_path=config.model_path,
         seed=config.seed,
@@ -246,3 +251,5 @@ def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = 
         on_skip=on_skip,
         on_facts=on_facts,
     )
+    give_images(trainer, config.model_path, config.run_dir)
+    return trainer

@@ -1,11 +1,9 @@
 """Drives rollouts on the first rank: data source and engine in, batches with rewards out."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
-
 from areal_lite.api.trajectory import Group, TurnRewards
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.batch.data_proto import DataProto, object_array
@@ -16,6 +14,8 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.row_streams import CurriculumRows
+from areal_lite.errors import ConfigError
+from areal_lite.files.model_path import VISION_MODELS, stored_config
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.engine_stack import engine_metrics
@@ -23,6 +23,7 @@ from areal_lite.runs.evaluation import Evaluation, evaluate
 from areal_lite.runs.folder.resuming import Start
 from areal_lite.runs.folder.run_directory import append_batch
 from areal_lite.runs.run_data import TrainingData, tokenizer_path, workflow_rows
+from areal_lite.servers.client.teacher import Teacher
 from areal_lite.trainer.forward.scalar_model import ValueScorer, load_reward_model, rewards_of
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.policy_step import Batch
@@ -48,12 +49,12 @@ class RolloutDriver:
         self._baselines = "baselines" in algorithm.needs
         self._cache = _batch_cache(config, baselines=self._baselines)
         self._reward_model = make_reward_model(config)
+        self._teacher = make_teacher(config)
         self._groups: list[Group] = []
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step: whole groups with rewards, and baselines if the estimator needs them. A
-        ``DataProto`` if it went through the user's own packer or, with ``rollout_cache``, through a file. It is
-        generated only if the file is missing."""
+        ``DataProto`` if it went through the user's own packer or, with ``rollout_cache``, a file."""
         self._groups = []
         packer = self.data.packer
         if self._cache is None:
@@ -67,8 +68,7 @@ class RolloutDriver:
 
     def mark_trained(self, step: int, batch: Batch) -> None:
         """Tell the data source, curriculum and dataset that a step's batch was trained; dump its ids and scores. The
-        curriculum and the dataset get a ``DataProto``, with the dataset row of each sequence as ``rows`` unless the
-        batch was cached."""
+        last two get a ``DataProto``, with the dataset row of each sequence as ``rows`` unless it was cached."""
         self.data.source.mark_trained(group.samples for group in self._groups)
         if self._config.rollout.dump_to_file and self._groups:
             append_batch(self._config.run_dir, step, self._groups)
@@ -93,8 +93,13 @@ class RolloutDriver:
 
     def metrics(self) -> dict[str, float]:
         source = self.data.source
+        rewards: dict[str, list[float]] = defaultdict(list)
+        for group in self._groups:
+            if (part := group.data.get("data_source")) is not None:
+                rewards[f"rollout/env/{part}/reward"] += group.rewards
         metadata = {name: value for name, value in source.get_metadata().items() if isinstance(value, int | float)}
         return {
+            **{name: sum(own) / len(own) for name, own in rewards.items() if own},
             **{f"data/metadata/{name}": float(value) for name, value in metadata.items()},
             "data/epoch": float(source.epoch_id),
             "data/owed_groups": float(source.num_owed),
@@ -115,6 +120,8 @@ class RolloutDriver:
             self.engine.close_source(self.data.source)
         self._groups = groups
         apply_reward_model(self._reward_model, groups, config)
+        if self._teacher is not None:
+            self._teacher.score([sequence for group in groups for sequence in group.sequences])
         if self._baselines:
             self._generate_baselines(groups)
         return groups
@@ -156,6 +163,15 @@ def make_reward_model(config: RunConfig) -> ValueScorer | None:
     return ValueScorer(load_reward_model(config.reward_model, device=resolve_device(config.trainer.device)))
 
 
+def make_teacher(config: RunConfig) -> Teacher | None:
+    if config.trainer.kl is None or config.trainer.kl.teacher is None:
+        return None
+    if stored_config(config.model_path).get("model_type") in VISION_MODELS:
+        raise ConfigError(f"trainer.kl.teacher scores tokens alone, and {config.model_path} reads images: remove it")
+    patience_s = config.rollout.faults.outage_patience_s
+    return Teacher(config.trainer.kl.teacher, tokenizer_path=tokenizer_path(config), patience_s=patience_s)
+
+
 def apply_reward_model(model: ValueScorer | None, groups: Sequence[Group], config: RunConfig) -> None:
     """Replace the workflow's rewards by those of ``model``, if there is one."""
     if model is None:
@@ -183,5 +199,5 @@ def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
         {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
         | {name: getattr(config, name) for name in names}
         | {f"rollout.{name}": getattr(config.rollout, name) for name in of_rollout}
-        | {"greedy baselines": baselines},
+        | {"greedy baselines": baselines, "teacher": config.trainer.kl and config.trainer.kl.teacher},
     )

@@ -4,14 +4,11 @@ Guarantees that a setting of a run's prompts acts or is an error before anything
 the user's may read any setting, so nothing is refused beside one.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
-
 from areal_lite.api.engine_api import Row
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.config.dataset_config import DatasetConfig, refuse_idle
@@ -19,7 +16,7 @@ from areal_lite.config.dotted_path import load_object
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
-from areal_lite.data.chat.tokenizer import check_chat_template, load_processor, load_tokenizer, model_type
+from areal_lite.data.chat.tokenizer import check_chat_template, load_processor, load_tokenizer
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.added_columns import collate_fn_of
 from areal_lite.data.rows.samplers import make_curriculum
@@ -27,11 +24,10 @@ from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuf
 from areal_lite.data.source.row_streams import CurriculumRows, GeneratedRows, generator_of
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError
-from areal_lite.files.model_path import VISION_MODELS
+from areal_lite.files.model_path import VISION_MODELS, stored_config
 from areal_lite.rollout.episodes.workflow_resolution import check_workflow, pickled_workflow
 
 logger = logging.getLogger(__name__)
-
 _RENDERING = (
     *("apply_chat_template", "apply_chat_template_kwargs", "tools_key", "tools_in_system_prompt"),
     *("image_key", "video_key"),
@@ -46,10 +42,10 @@ class TrainingData:
     dataset: Any  # None if a generator makes the rows
     packer: DataPacker
     source: RolloutDataSourceWithBuffer
-    workflow: WorkflowChoice
+    workflow: "WorkflowChoice"
 
 
-def training_data(config: RunConfig, workflow: WorkflowChoice | None = None) -> TrainingData:
+def training_data(config: RunConfig, workflow: "WorkflowChoice | None" = None) -> TrainingData:
     rows, workflow = config.train_dataset, workflow or WorkflowChoice.of(config)
     logger.info("loading the rows of %s", rows.path)
     generate = None if config.rollout_global_dataset else generator_of(rows)
@@ -106,7 +102,7 @@ def with_steps(config: RunConfig, num_rows: int) -> RunConfig:
 
 
 def workflow_rows(
-    config: RunConfig, rows: DatasetConfig, *, is_train: bool, workflow: WorkflowChoice | None = None
+    config: RunConfig, rows: DatasetConfig, *, is_train: bool, workflow: "WorkflowChoice | None" = None
 ) -> list[Row]:
     """Return the workflow input for each of the rows, in order."""
     logger.info("loading the rows of %s", rows.path)
@@ -114,9 +110,8 @@ def workflow_rows(
     dataset = _dataset(config, rows, workflow, is_train=is_train)
     raw = getattr(dataset, "rows", dataset)
     packer, size = _packer(config, rows, raw[0], workflow), config.rollout.consumer_batch_size
-    batches = [
-        [raw[place] for place in range(start, min(start + size, len(raw)))] for start in range(0, len(raw), size)
-    ]
+    places = range(len(raw))
+    batches = [[raw[place] for place in places[start : start + size]] for start in places[::size]]
     return [one for batch in batches for one in rollout_inputs(packer, batch, prompt_key=rows.prompt_key)]
 
 
@@ -168,13 +163,22 @@ class WorkflowChoice:
         return self.given.get(name, default)
 
     def check(self, config: RunConfig) -> None:
-        """Check that workflow and filter can be loaded and that their arguments fit, without making anything."""
+        """Check that workflow and filter can be loaded, that their arguments fit, and that a sandbox starts."""
+        if (sandbox := config.rollout.agents.sandbox) != "none":
+            load_object("areal_lite.processes.sandbox.check_sandbox", where="rollout.agents.sandbox")(sandbox)
         allow_sync = config.rollout.agents.isolation != "inline"
         kwargs = self.kwargs(config, config.rollout.gconfig)
         check_workflow(self.workflow, kwargs, allow_sync=allow_sync)
         if config.rollout.workers > 1:
             pickled_workflow(self.workflow, kwargs, config.rollout)
-        _check_keys(config, self.cls)
+        for name, rows in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
+            if rows is not None and not rows.apply_chat_template and not issubclass(self.cls, RolloutWorkflow):
+                raise ConfigError(
+                    f"{name}.apply_chat_template is false, and {self.cls.__name__} is an agent, whose messages the "
+                    "chat template writes: use a RolloutWorkflow, or apply_chat_template: true"
+                )
+        if not config.rollout_global_dataset:
+            generator_of(config.train_dataset)
         if config.should_accept_fn is not None:
             load_object(config.should_accept_fn, where="should_accept_fn")
 
@@ -187,21 +191,8 @@ class WorkflowChoice:
         return {name: value for name, value in offered.items() if name in accepted} | dict(self.given)
 
 
-def _check_keys(config: RunConfig, cls: Any) -> None:
-    """Check that the keys of rows and rewards have an effect with a workflow of this class."""
-    is_agent = not issubclass(cls, RolloutWorkflow)
-    if not config.rollout_global_dataset:
-        generator_of(config.train_dataset)
-    for name, rows in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
-        if rows is not None and is_agent and not rows.apply_chat_template:
-            raise ConfigError(
-                f"{name}.apply_chat_template is false, and {cls.__name__} is an agent, whose messages the chat "
-                "template writes: use a RolloutWorkflow, or apply_chat_template: true"
-            )
-
-
 def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: WorkflowChoice) -> DataPacker:
-    family = model_type(config.model_path)
+    family = stored_config(config.model_path).get("model_type", "")
     # In a run images are spans of the recorded tokens; the packer of image models makes tensors, for own loops.
     packer = make_data_packer("" if family in VISION_MODELS else family, config.data_packer)
     tokenizer = load_tokenizer(tokenizer_path(config))
@@ -236,17 +227,11 @@ def prompt_preparer(
     """Return what adds the prompt's forms to the rows of a dataset section; None if the workflow takes none. They are
     ``raw_prompt_ids`` for a workflow with ``takes_prompt_ids``, ``raw_prompt`` with return_raw_chat and
     ``full_prompts`` with return_full_prompt. A row that has one of them keeps its own."""
-    key, section = rows.prompt_key, "eval_dataset" if rows is config.eval_dataset else "train_dataset"
-    has_prompt = key in first_row if isinstance(first_row, Mapping) else True
+    section = "eval_dataset" if rows is config.eval_dataset else "train_dataset"
+    has_prompt = rows.prompt_key in first_row if isinstance(first_row, Mapping) else True
     takes_ids = workflow.takes_prompt_ids and has_prompt
-    if takes_ids:
-        why = ""
-    elif has_prompt:
-        name = workflow.cls.__qualname__
-        why = f"{name} writes its own prompts: remove it, or use a workflow with takes_prompt_ids, such as single_turn"
-    else:
-        why = f"the rows have no column {key!r}, only {', '.join(first_row)}: set {section}.prompt_key"
-    _refuse_idle_prompt_keys(config, rows, section, why=why, has_prompt=has_prompt, first_row=first_row)
+    if not takes_ids and config.data_packer is None and rows.custom_cls is None:
+        _refuse_idle_prompt_keys(rows, section, workflow, has_prompt=has_prompt, first_row=first_row)
     forms = {"raw_prompt_ids": takes_ids, "raw_prompt": rows.return_raw_chat, "full_prompts": rows.return_full_prompt}
     added = [name for name, wanted in forms.items() if wanted]
     if not added:
@@ -284,11 +269,14 @@ def _with_arguments(rows: DatasetConfig, workflow: WorkflowChoice) -> tuple[Data
 
 
 def _refuse_idle_prompt_keys(
-    config: RunConfig, rows: DatasetConfig, section: str, *, why: str, has_prompt: bool, first_row: Any
+    rows: DatasetConfig, section: str, workflow: WorkflowChoice, *, has_prompt: bool, first_row: Any
 ) -> None:
-    """Refuse settings that nothing reads because the workflow takes no ids of the prompt, for the reason ``why``."""
-    if not why or config.data_packer is not None or rows.custom_cls is not None:
-        return
+    """Refuse settings that nothing reads because the workflow takes no ids of the prompt."""
+    if has_prompt:
+        name = workflow.cls.__qualname__
+        why = f"{name} writes its own prompts: remove it, or use a workflow with takes_prompt_ids, such as single_turn"
+    else:
+        why = f"the rows have no column {rows.prompt_key!r}, only {', '.join(first_row)}: set {section}.prompt_key"
     filters = rows.filter_overlong_prompts
     faults = {"truncation": why}
     if not filters:

@@ -4,12 +4,9 @@ Guarantees that ranks which train together stop after the same step, whichever r
 :mod:`areal_lite.cli.stop_signals`; Python code calls :func:`ask_to_stop`.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-
 from areal_lite.errors import ConfigError
 
 _VARIABLES = (

@@ -1,7 +1,5 @@
 """Supervised runs: fine-tuning on answers, preference pairs, reward models; :meth:`SupervisedRun.fit` is the loop."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -10,9 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-
 import torch
-
 from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.rows.loader import ResumableLoader
@@ -23,12 +19,13 @@ from areal_lite.data.vision.image_encoder import image_encoder
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_image_model, check_model_path
 from areal_lite.models.parallel.ranks import join_ranks
-from areal_lite.models.policy_model import check_heads, check_scorable, resolve_device
+from areal_lite.models.policy_model import check_mesh, check_scorable, resolve_device
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.stopping import interruptible, stop_together
 from areal_lite.runs.training_run import (
     Summary,
     TrainingRun,
+    give_images,
     open_run_files,
     summary_of_finished,
     with_dtypes,
@@ -39,9 +36,7 @@ from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardM
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer, SupervisedTrainer
 
 logger = logging.getLogger(__name__)
-
 _LOADER_FILE = "loader.json"
-
 _CLASSES: dict[type[SupervisedConfig], tuple[type[BaseDataset], type[SupervisedTrainer[Any]]]] = {
     SFTConfig: (SFTDataset, SFTTrainer),
     DPOConfig: (PreferenceDataset, DPOTrainer),
@@ -86,18 +81,13 @@ def run_supervised(
     make_run: Callable[..., SupervisedRun] = SupervisedRun,
 ) -> Summary[dict[str, float]]:
     """Run supervised training; ``on_step`` sees every record of metrics.jsonl, ``make_run`` may return a subclass.
-
-    Under torchrun all ranks call it; the first one writes and has the metrics.
-
-    Raises:
-        ConfigError: Before a model is loaded, for anything in the config or the rows that cannot work.
-        Stopped: On SIGINT or SIGTERM, after the current update and its checkpoint if the run makes any.
-    """
+    Under torchrun all ranks call it; the first one writes and has the metrics. Raises ConfigError, before a model is
+    loaded, for anything that cannot work, and Stopped on a signal, after the current update and its checkpoint."""
     started = time.monotonic()
     check_model_path(config.model_path)
     check_image_model(config.model_path, trains_vision=config.trainer.vision == "train")
     check_scorable(config.model_path)
-    check_heads(config.model_path, config.trainer.sp_size)
+    check_mesh(config.model_path, config.trainer)
     config = with_dtypes(config)
     logger.info("checking the rows")
     _, make_trainer = _CLASSES[type(config)]
@@ -117,7 +107,8 @@ def run_supervised(
         return summary_of_finished(config, start)
     if start.checkpoint is not None:
         loader.load_state_dict(json.loads((start.checkpoint / _LOADER_FILE).read_bytes()))
-    joined = join_ranks(resolve_device(config.trainer.device), sp_size=config.trainer.sp_size)
+    device, sp_size, tp_size = resolve_device(config.trainer.device), config.trainer.sp_size, config.trainer.tp_size
+    joined = join_ranks(device, sp_size=sp_size, tp_size=tp_size)
     with joined, open_run_files(config, start, on_step) as files:
         logger.info("loading %s", config.model_path)
         trainer = make_trainer(
@@ -127,6 +118,7 @@ def run_supervised(
             total_steps=total_steps,
             on_skip=files.record_skipped_update,
         )
+        give_images(trainer, config.model_path, config.run_dir)
         return make_run(
             config=config,
             files=files,

@@ -5,8 +5,6 @@ stopped in the middle of a step, and that all ranks stop after the same step. Th
 ``rl_run`` and ``supervised_run``.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -14,19 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
+from typing import Any, Generic, TypeVar
 import orjson
 import torch
-
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
+from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.data.vision.image_processor import load_image_processor
 from areal_lite.data.vision.image_store import ImagePixels, ImageStore
 from areal_lite.errors import TrainingError
+from areal_lite.files.incarnation import Incarnation
 from areal_lite.files.whole_files import append_line
 from areal_lite.models.parallel.ranks import Ranks, broadcast_json
 from areal_lite.models.policy_model import resolve_device, resolve_dtype
@@ -39,9 +36,6 @@ from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.machine_metrics import memory_metrics
 from areal_lite.trainer.metrics import MetricsWriter, OnStep, start_tracking
 
-if TYPE_CHECKING:
-    from areal_lite.config.supervised_config import SupervisedConfig
-
 logger = logging.getLogger(__name__)
 
 
@@ -53,7 +47,7 @@ class StepMetrics(dict[str, float]):
 
 
 E = TypeVar("E")
-C = TypeVar("C", bound="RunConfig | SupervisedConfig")
+C = TypeVar("C", bound=RunConfig | SupervisedConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +87,16 @@ class RunFiles:
     run_dir: Path
     checkpoints: CheckpointWriter
     metrics: MetricsWriter | None
+    incarnation: Incarnation | None = None
+
+    def check_start(self) -> None:
+        """Raise StorageError on the first rank if the run has been started again since this start of it."""
+        if self.incarnation is not None:
+            self.incarnation.check()
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         if self.metrics is not None:
+            self.check_start()
             metrics.update(with_prefix("checkpoint", self.checkpoints.take_metrics()))
             self.metrics.write(step, metrics)
 
@@ -110,20 +111,31 @@ class RunFiles:
 @contextmanager
 def open_run_files(config: RunConfig | SupervisedConfig, start: Start, on_step: OnStep | None) -> Iterator[RunFiles]:
     """Lock the run's folder, start the trackers and open the files; call it after the ranks have joined."""
-    run_dir, metrics = config.run_dir, None
+    run_dir, metrics, own, size = config.run_dir, None, None, Ranks.current().size
+    if (wanted := config.cluster.n_ranks) not in (0, size):
+        logger.warning(
+            "cluster.n_ranks is %d, and %d ranks train: only a command of areal-lite starts them", wanted, size
+        )
     with ExitStack() as stack:
         if Ranks.current().rank == 0:
             stack.enter_context(run_directory(config, fresh=start.checkpoint is None))
+            own = Incarnation(run_dir)
             tracking = stack.enter_context(start_tracking(config, run_dir, last_step=start.step))
             metrics = MetricsWriter(run_dir, last_step=start.step, tracking=tracking, on_step=on_step)
         writer = stack.enter_context(CheckpointWriter(run_dir / CHECKPOINTS, keep=config.checkpoint.keep))
-        yield RunFiles(run_dir=run_dir, checkpoints=writer, metrics=metrics)
+        yield RunFiles(run_dir=run_dir, checkpoints=writer, metrics=metrics, incarnation=own)
+
+
+def give_images(trainer: Any, model_path: str, run_dir: Path) -> None:
+    """Let the models of a trainer that read images read those of the run in ``run_dir``."""
+    for learner in trainer.learners.values():
+        if learner.module.tower is not None:
+            learner.module.pixels = ImagePixels(ImageStore.of_run(run_dir), load_image_processor(model_path))
 
 
 @dataclass(kw_only=True)
 class TrainingRun(ABC, Generic[E]):
-    """One training run; a subclass defines its steps in :meth:`fit` and how it evaluates. Every rank has one, and all
-    ranks make the same calls in the same order."""
+    """A training run; a subclass defines :meth:`fit` and :meth:`evaluate`. All ranks make the same calls in order."""
 
     config: RunConfig | SupervisedConfig
     files: RunFiles
@@ -134,16 +146,11 @@ class TrainingRun(ABC, Generic[E]):
     dtype: torch.dtype  # dtype in which models are written for use; checkpoints keep the dtype they are trained in
     started: float  # start of :attr:`Summary.seconds`, on the monotonic clock
     step: int = field(init=False)  # steps done. In RL, this is also the policy version.
-    under_way: int | None = field(init=False, default=None)
-    """Step that is being trained, for which a stop waits; None while its batch is generated."""
+    under_way: int | None = field(init=False, default=None)  # step in training, for which a stop waits; else None
     evaluations: dict[int, E] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.step = self._saved_step = self.start.step
-        for learner in self.trainer.learners.values():
-            if learner.module.tower is not None:
-                processor = load_image_processor(self.config.model_path)
-                learner.module.pixels = ImagePixels(ImageStore.of_run(self.config.run_dir), processor)
         self._saved_at: float | None = None
         self._saved_clock = time.monotonic()
         self._longest_step_s = 0.0
@@ -257,8 +264,8 @@ class TrainingRun(ABC, Generic[E]):
         self.files.checkpoints.wait()  # frees the memory of the previous snapshot
         files: dict[str, bytes] = {}
         if Ranks.current().rank == 0:
-            files = {f"policy/model/{name}": content for name, content in self._tokenizer_files.items()}
-            files |= {CONFIG_FILE: dump_config(self.config).encode(), **self.data_state()}
+            tokenizer = {f"policy/model/{name}": file for name, file in tokenizer_files(self.tokenizer_path).items()}
+            files = {**tokenizer, CONFIG_FILE: dump_config(self.config).encode(), **self.data_state()}
         self.files.checkpoints.save(self.step, snapshot(self.trainer), files)
         self._saved_step, self._saved_at, self._saved_clock = self.step, time.time(), time.monotonic()
         self._save_wait_s = self._saved_clock - began
@@ -280,10 +287,6 @@ class TrainingRun(ABC, Generic[E]):
         logger.info("saving the model")
         tokenizer = load_tokenizer(self.tokenizer_path)
         return save_model(self.trainer.model, tokenizer, self.files.run_dir / "model", dtype=self.dtype)
-
-    @cached_property
-    def _tokenizer_files(self) -> dict[str, bytes]:
-        return tokenizer_files(self.tokenizer_path)
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

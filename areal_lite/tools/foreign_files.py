@@ -6,18 +6,14 @@ read up to a bound. A file that breaks a rule is an OSError that says which one,
 the open descriptor, so a link that somebody puts there in the meantime is found as well.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
-
 import orjson
-
 from areal_lite.errors import ConfigError
 
 MAX_LINE = 1 << 27
@@ -73,27 +69,22 @@ def read_lines(path: Path, folder: Path | None = None) -> Iterator[bytes]:
         yield from lines_of(file)
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of ``path``, opened as :func:`open_inside` does; an unfinished last line is skipped."""
-    with needed(path), open_inside(path) as file:
-        for number, line in enumerate(lines_of(file), 1):
+def read_records(path: Path, folder: Path | None = None, *, whole: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file, opened as :func:`open_inside` does; raises ConfigError. An unfinished last line is
+    skipped, or an error if the file must be ``whole``."""
+    begin = 0
+    try:
+        for number, line in enumerate(read_lines(path, folder), 1):
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                if not line.endswith(b"\n"):
+                if not (whole or line.endswith(b"\n")):
                     return
-                begin = file.tell() - len(line)
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}") from None
             if not isinstance(record, dict):
                 raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
             yield record
-
-
-@contextmanager
-def needed(path: Path) -> Iterator[None]:
-    """Raise ConfigError where ``path`` cannot be read."""
-    try:
-        yield
+            begin += len(line)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None
 

@@ -7,8 +7,6 @@ Cancelling the await, which interrupting a kernel does, stops the run after its 
 makes any.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import html
@@ -17,15 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
+from typing import Any
 from rich.console import Console
-
 from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.runs.entry_points import run_training
+from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.stopping import Stopped, ask_to_stop
 from areal_lite.runs.supervised_run import run_supervised
@@ -33,9 +30,6 @@ from areal_lite.runs.training_run import Summary
 from areal_lite.tools.inspect.plot import metrics_figure
 from areal_lite.tools.run.progress import TrainingProgress
 from areal_lite.trainer.metrics import OnStep
-
-if TYPE_CHECKING:
-    from areal_lite.runs.evaluation import Evaluation
 
 _LINES = 8
 _CURVES_EVERY_S = 5.0
@@ -105,7 +99,9 @@ async def train(
     loaded = _loaded(config, overrides, RunConfig if passes else ExperimentConfig)
     choice = _choice(loaded, workflow, workflow_kwargs) if passes else None
     loaded = loaded if choice is None else _recorded(loaded, choice)
-    show = _Notebook(loaded) if _in_notebook() else TrainingProgress(1)
+    ipython = sys.modules.get("IPython")
+    is_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    show = _Notebook(loaded) if is_notebook else TrainingProgress(1)
     run = asyncio.ensure_future(asyncio.to_thread(_run, loaded, show.on_step, choice))
     try:
         await asyncio.shield(run)
@@ -134,8 +130,7 @@ def _choice(config: RunConfig, workflow: WorkflowLike | None, given: Mapping[str
 
 def _recorded(config: RunConfig, choice: WorkflowChoice) -> RunConfig:
     """Return the config with the names of what Python code passed, for the files of the run."""
-    kwargs = {str(name): _name_of(value) for name, value in choice.given.items()}
-    return dataclasses.replace(config, workflow=_name_of(choice.workflow), workflow_kwargs=kwargs)
+    return dataclasses.replace(config, workflow=_name_of(choice.workflow), workflow_kwargs=_name_of(choice.given))
 
 
 def _name_of(value: Any) -> Any:
@@ -219,8 +214,3 @@ class _Notebook(TrainingProgress):
         except ConfigError as error:  # no matplotlib, or no step yet
             return self._html(html.escape(f"no curves: {error}"))
         return self._image(data=image.getvalue())
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

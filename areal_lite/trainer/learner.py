@@ -1,24 +1,20 @@
 """A model being trained, with its optimizer: losses of micro-batches in, one update out.
 
-Guarantees that a non-finite update is never applied, and that one out-of-memory error costs time but not the run.
-Knows nothing of the loss.
+Guarantees that a non-finite update is never applied, and that one out-of-memory error does not end the run.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
-
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-
+from torch.distributed.tensor import DTensor
 from areal_lite.config.trainer_config import LearnerConfig, OptimizerConfig
 from areal_lite.errors import TrainingError
 from areal_lite.models.out_of_memory import is_out_of_memory
@@ -30,16 +26,16 @@ logger = logging.getLogger(__name__)
 MAX_SKIPPED_UPDATES = 3  # consecutive non-finite updates after which the run stops
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 T = TypeVar("T")
-OnSkip = Callable[[dict[str, Any]], None]
-"""Called with step, loss, gradient norm and origin (such as role and task ids) of a skipped non-finite update."""
+OnSkip = Callable[[dict[str, Any]], None]  # gets step, loss, gradient norm and origin (task ids) of a skipped update
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters; norms and biases (one-dimensional) have no weight decay."""
+    """Return AdamW with a group per mesh of ranks; norms and biases (one-dimensional) have no weight decay."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in alike if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay * decays}
+        for decays in (True, False)
+        for alike in by_mesh(parameters)
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -50,9 +46,27 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
     )
 
 
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters, in their order, in one list for each mesh of ranks that shards some of them."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients, however sharded, in place to a norm of at most ``max_norm``; return the norm before."""
+    gradients = [[parameter.grad for parameter in alike if parameter.grad is not None] for alike in by_mesh(parameters)]
+    norms = [torch.nn.utils.get_total_norm(alike) for alike in gradients]
+    norm = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+    for alike in gradients:
+        torch._foreach_mul_(alike, scale)
+    return float(norm)
+
+
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of the ``step``-th training step, counted from 0, as in transformers' schedules with
-    warm-up."""
+    """Return the learning rate of a step, counted from 0, as in transformers' schedules with warm-up."""
     peak, warmup = config.learning_rate, config.warmup_steps
     if step < warmup:
         return peak * step / warmup
@@ -97,8 +111,7 @@ class Learner:
         if self._device.type == "cpu":
             _keep_freed_memory()
         total, trained = (sum(p.numel() for p in ps) for ps in (module.parameters(), self._trained()))
-        self.passes = 2 + trained / total
-        """Operations of a forward and backward pass, in those of a forward pass; frozen weights get no gradient."""
+        self.passes = 2 + trained / total  # of both passes, in those of a forward pass; frozen weights get no gradient
         self._flops = 0.0
 
     @property
@@ -110,10 +123,10 @@ class Learner:
 
     @contextmanager
     def computing(self, packed: Any) -> Iterator[None]:
-        """Autocast the module's forward pass of ``packed``, and count its operations; with gradients, those of its
-        backward pass too."""
+        """Autocast a forward pass of ``packed``; count its operations, and with gradients the backward pass's."""
         scorer: Any = self.module
-        self._flops += scorer.flops(packed) / self.ranks.sp * (self.passes if torch.is_grad_enabled() else 1)
+        passes = self.passes if torch.is_grad_enabled() else 1
+        self._flops += scorer.flops(packed) / (self.ranks.sp * self.ranks.tp) * passes
         with self.autocast():
             yield
 
@@ -124,8 +137,7 @@ class Learner:
 
     def within_memory(self, compute: Callable[[int], T], *, inference: bool = False) -> T:
         """Return ``compute(max_tokens)``; retry with half the tokens, once per run, if memory runs out. Several ranks
-        do not retry, because they would wait for each other. ``inference``: it makes only forward passes, which have a
-        cap of their own."""
+        do not, because they would wait for each other. ``inference``: forward passes alone have their own cap."""
         while True:
             tokens = self.max_inference_tokens if inference else self.max_tokens
             try:
@@ -157,8 +169,7 @@ class Learner:
         clock: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> Update:
         """Accumulate the gradients of micro-batches and apply them if they are finite. ``cut`` returns micro-batches of
-        at most so many tokens, equally many on every rank; ``loss_of`` a micro-batch's part of the loss of all ranks.
-        """
+        at most so many tokens, as many on every rank; ``loss_of`` a micro-batch's part of the loss of all ranks."""
 
         def accumulate(max_tokens: int) -> Tensor:
             self.optimizer.zero_grad()
@@ -166,9 +177,9 @@ class Learner:
             for microbatch in cut(max_tokens):
                 loss = loss_of(microbatch)
                 with clock("backward"):
-                    # Sharded gradients are averaged over all ranks. The loss is a sum over dp ranks; each sp rank
+                    # Sharded gradients are averaged over dp and sp ranks. The loss is a sum over dp ranks; each sp rank
                     # computes all of it, but its gradient only through the tokens that it reads.
-                    (loss * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+                    (loss * self.ranks.shards).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
             return total
 
@@ -183,15 +194,12 @@ class Learner:
         for parameter in parameters:
             if parameter.grad is None:  # not part of the loss; AdamW would skip it
                 parameter.grad = torch.zeros_like(parameter)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._rates.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        grad_norm = clip_gradients(parameters, self._rates.max_grad_norm)
+        if applied := math.isfinite(loss) and math.isfinite(grad_norm):
             self.optimizer.step()
             increment_version(parameters)  # a fused optimizer does not, and rounded copies are read from the version
-            self.skipped_in_a_row = 0
-            return Update(loss, grad_norm, True)
-        self.skipped_in_a_row += 1
-        return Update(loss, grad_norm, False)
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        return Update(loss, grad_norm, applied)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

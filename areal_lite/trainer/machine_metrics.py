@@ -1,20 +1,16 @@
 """How training uses the machine: memory of process and device, and the measured peak of its operations."""
 
-from __future__ import annotations
-
 import functools
 import resource
 import time
 from pathlib import Path
-
 import torch
 
 _STATM = Path("/proc/self/statm")
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return ``rss_gb`` of this process (the peak without /proc); on a GPU also ``device_gb`` and its peak since the
-    last call."""
+    """Return ``rss_gb`` (the peak without /proc), and on a GPU ``device_gb`` and its peak since the last call."""
     if _STATM.exists():
         resident = int(_STATM.read_text().split()[1]) * resource.getpagesize()
     else:

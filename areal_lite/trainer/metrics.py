@@ -4,8 +4,6 @@ Guarantees that every line is a complete record, or that the run ends with an er
 is an error before the run does anything expensive, and that one that fails later never ends the run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -16,14 +14,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
-
 import yaml
-
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.crash_points import crash_point
-from areal_lite.files.whole_files import storing
+from areal_lite.files.whole_files import append_line, storing
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[[int, dict[str, float]], None]  # called with the step (0 before training) and its metrics
@@ -42,7 +38,7 @@ class MetricsWriter:
         *,
         name: str = "metrics.jsonl",
         last_step: int | None = None,
-        tracking: Tracking | None = None,
+        tracking: "Tracking | None" = None,
         on_step: OnStep | None = None,
     ) -> None:
         self._path = Path(run_dir) / name
@@ -51,23 +47,19 @@ class MetricsWriter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if last_step is not None and self._path.exists():
                 _cut_off(self._path, last_step)
-        self._append(b"")  # a file that cannot be written ends the run before its first step
+        append_line(self._path, b"", fix=_FIX)  # a file that cannot be written ends the run before its first step
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null."""
         record: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         record |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         crash_point("metrics:before_write")
-        self._append(json.dumps(record).encode() + b"\n")
+        append_line(self._path, json.dumps(record).encode() + b"\n", fix=_FIX)
         crash_point("metrics:after_write")
         if self._tracking is not None:
             self._tracking.log(step, metrics)
         if self._on_step is not None:
             self._on_step(step, metrics)
-
-    def _append(self, line: bytes) -> None:
-        with storing(self._path, _FIX), self._path.open("ab") as file:
-            file.write(line)
 
 
 def _cut_off(path: Path, last_step: int) -> None:
@@ -105,7 +97,7 @@ class Tracking(AbstractContextManager["Tracking"]):
         for name, tracker in self._trackers.items():
             self._attempt(name, tracker.log, step, metrics)
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, tracker in self._trackers.items():
             self._attempt(name, tracker.close)
         for name, count in self.failures.items():
@@ -117,39 +109,28 @@ class Tracking(AbstractContextManager["Tracking"]):
         except Exception as error:  # a tracker must not stop the run
             self.failures[name] += 1
             if self.failures[name] == 1:
-                logger.warning(
-                    "%s failed, and the run continues: %s: %s; further failures are only counted",
-                    name,
-                    type(error).__name__,
-                    error,
-                )
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+                what = f"{type(error).__name__}: {error}"
+                logger.warning("%s failed, and the run continues: %s; further failures are only counted", name, what)
 
 
 def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 0) -> Tracking:
-    """Start the trackers of ``config.tracking``, as run ``trial_name`` of project ``experiment_name``. ``last_step`` is
-    the step that the run resumes from; 0 starts a new run."""
+    """Start the trackers as run ``trial_name`` of ``experiment_name``, which resumes if ``last_step`` is above 0."""
     trackers: dict[str, Tracker] = {}
     for name in dict.fromkeys(config.tracking):
         try:
             trackers[name] = _TRACKERS[name](config, run_dir, last_step)
         except Exception as error:
-            Tracking(trackers).close()
-            if isinstance(error, ImportError):
-                reason = f"it is not installed: pip install {name}"
-            else:
-                reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"tracking: {name} cannot start: {reason}, or leave {name} out") from error
+            missing = isinstance(error, ImportError)
+            reason = f"it is not installed: pip install {name}" if missing else f"{type(error).__name__}: {error}"
+            with Tracking(trackers):  # ends those that have started
+                raise ConfigError(f"tracking: {name} cannot start: {reason}, or leave {name} out") from error
     return Tracking(trackers)
 
 
 def _tensorboard(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Events of later steps, from before a resume, are hidden.
-    events: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
+    events: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)  # hides events of later steps
     events.add_text("config", f"```yaml\n{dump_config(config)}```")
 
     def log(step: int, metrics: Mapping[str, float]) -> None:

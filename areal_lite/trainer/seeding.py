@@ -1,11 +1,8 @@
 """Random seeds and generator states, CPU threads and determinism of the training process."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any
-
 import numpy as np
 import torch
 

@@ -1,15 +1,14 @@
 """Broken and hostile requests, drawn with a seed."""
 
 from __future__ import annotations
-
 import json
 import random
-
 from areal_lite.agents.doors.listener import Listener
 from tests.agents.raw_http import CHAT, request
 
+GEMINI = "/v1beta/models/m:streamGenerateContent?alt=sse"
 PATHS = [
-    CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/",
+    CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", GEMINI, "/v1/models", "/",
     "/v1/responses/x", "/v1/responses//input_items?order=asc", "/v1/responses/%00?",
     "*", "/v1/../v1/models", "//v1/models", "/v1/%6dodels", "/s/", "/s//v1/models", "/s/x/../../v1/models",
 ]  # fmt: skip
@@ -76,7 +75,7 @@ def fuzz_request(draw: random.Random, listener: Listener, key: str, word: str) -
 def _valid(draw: random.Random, listener: Listener, key: str, word: str) -> bytes:
     """Return a request that is valid HTTP; its JSON may make no sense."""
     place = draw.randrange(3)
-    path = draw.choice(PATHS[:6])
+    path = draw.choice(PATHS[:7])
     method = "GET" if path == "/v1/models" else "POST"
     body = json.dumps(_body(draw, path, word)).encode() if method == "POST" else b""
     if place == 0:
@@ -99,6 +98,12 @@ def _body(draw: random.Random, path: str, word: str) -> object:
     body: dict[str, object] = {"model": "m", "stream": draw.random() < 0.3, "max_tokens": 8}
     if path == "/v1/responses":
         body = {"model": "m", "stream": body["stream"], "input": draw.choice([text, conversation])}
+    elif path == GEMINI:
+        contents = [{"role": draw.choice(["user", "model", "x"]), "parts": [{"text": text}, _json(draw, 2)]}]
+        body = {
+            "contents": contents[: draw.randrange(2)] + [{"parts": [{"text": text}]}],
+            "generationConfig": {"maxOutputTokens": 8},
+        }
     elif path == "/v1/completions":
         body["prompt"] = draw.choice([text, [1, 2, 3]])
     else:

@@ -1,22 +1,27 @@
 """Agents of the tests of isolation. Processes that run them import this module and no more."""
 
 from __future__ import annotations
-
 import asyncio
+import contextvars
 import os
+import shlex
+import subprocess
 import threading
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import openai
-
 from areal_lite.api.episode_context import record_reward_facts
 from areal_lite.rollout import workflow_context
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+def shown(path: Path) -> bool:
+    """Return whether a process has written its id to a file."""
+    return path.exists() and path.read_text().endswith("\n")
 
 
 class AsyncAgent:
@@ -169,3 +174,50 @@ class ProgramAgent:
             client = openai.AsyncOpenAI(**extra_kwargs)
             await client.chat.completions.create(model="m", messages=MESSAGES)
         return float(done.returncode == 0)
+
+
+class Leaving:
+    """Starts a process in its own way and leaves it behind."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Return 1 once the process has shown its id, or wait forever."""
+        await openai.AsyncOpenAI(**extra_kwargs).chat.completions.create(model="m", messages=MESSAGES)
+        command, loop = data["command"], asyncio.get_running_loop()
+        match data["how"]:
+            case "asyncio":
+                await asyncio.create_subprocess_exec(*command)
+            case "shell":
+                await asyncio.create_subprocess_shell(shlex.join(command), env={"PATH": os.environ["PATH"]})
+            case "executor":
+                await loop.run_in_executor(None, subprocess.Popen, command)
+            case "Popen":
+                subprocess.Popen(command)  # noqa: ASYNC220
+            case "shared":
+                contextvars.Context().run(subprocess.Popen, command)
+            case "waits in threads":
+                await asyncio.gather(*(asyncio.to_thread(subprocess.run, command) for _ in range(40)))
+        while not shown(Path(data["pid"])):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        if data.get("hang"):
+            await asyncio.Event().wait()
+        return 1.0
+
+
+class LateStart:
+    """Starts a process in a thread that has outlived its episode."""
+
+    errors: list[str] = []
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Return 1 after one call."""
+        await openai.AsyncOpenAI(**extra_kwargs).chat.completions.create(model="m", messages=MESSAGES)
+
+        def start() -> None:
+            time.sleep(0.5)
+            try:
+                subprocess.Popen(["sleep", "1000"])
+            except RuntimeError as error:
+                self.errors.append(str(error))
+
+        asyncio.get_running_loop().run_in_executor(None, start)
+        return 1.0

@@ -1,18 +1,17 @@
 """Raw HTTP over a socket: what no HTTP library would send."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
-
-from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.processes.http_limits import HttpLimits
 from tests.agents.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
@@ -41,7 +40,7 @@ def new_session(answers: Any) -> ChatSession:
 @asynccontextmanager
 async def listening(service: AgentService, **options: Any) -> AsyncIterator[Listener]:
     """Serve ``service`` on a socket."""
-    listener = Listener(service, **options)
+    listener = Listener(service, HttpLimits(max_body_bytes=MAX_BODY_BYTES, **options))
     await listener.open()
     try:
         yield listener

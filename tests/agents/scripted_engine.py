@@ -1,14 +1,12 @@
 """A fake inference engine with scripted answers, and small real tokenizers with three families of chat templates."""
 
 from __future__ import annotations
-
 import asyncio
 import functools
 import json
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
-
 from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
@@ -131,6 +129,9 @@ class ScriptedEngine:
         self.requests: list[ModelRequest] = []
         self.responses: list[ModelResponse] = []
         self._sampled = 0
+
+    async def cut_short(self, rid: str) -> bool:
+        return False
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         self.requests.append(req)

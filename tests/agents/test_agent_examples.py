@@ -1,7 +1,6 @@
 """Each agent in workflows/agents runs an episode with its real SDK. What works becomes the table in docs/agents.md."""
 
 from __future__ import annotations
-
 import asyncio
 import functools
 import importlib
@@ -10,12 +9,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.http_transport import ServiceTransport
@@ -101,6 +98,10 @@ EXAMPLES = [
         sdk="langgraph, langchain-openai", path="langgraph_agent.LangGraphAgent", answers=SIMPLE, wrong=[WRONG]
     ),
     Example(sdk="anthropic", path="anthropic_sdk.AnthropicAgent", answers=SIMPLE, wrong=[MULTIPLY, WRONG]),
+    Example(
+        sdk="google-genai", path="gemini_sdk.GeminiAgent", doors=("by address",), answers=SIMPLE,
+        wrong=[MULTIPLY, WRONG],
+    ),
     Example(sdk="pydantic-ai", path="pydantic_ai_agent.PydanticAIAgent", answers=SIMPLE, wrong=[WRONG]),
     Example(
         sdk="smolagents", path="smolagents_agent.SmolAgent", doors=("by address",), sequences=2,
@@ -302,9 +303,22 @@ def test_mistakes_of_a_real_model_fail_no_episode(example: Example, engine: Remo
     assert group.rewards == [0.0, 0.0] and sum(s.num_trained_tokens for s in group.sequences) > 0
 
 
+@pytest.mark.parametrize("name", ["claude", "codex", "gemini"])
+def test_a_coding_agent_from_npm_plays_an_episode(name: str, config: Any) -> None:
+    program = NODE / "node_modules/.bin" / name
+    if not program.exists():
+        pytest.skip(f"no {name}: install Node.js 20 or newer, then run `make test-agents`")
+    room = replace(config, gconfig=GenerationHyperparameters(max_tokens=500_000, max_new_tokens=1000))
+    engine = ScriptedEngine(lambda request: "It is 391.")
+    workflow = AgentWorkflow(importlib.import_module("workflows.agents.cli_agent").CliAgent(str(program)), room)
+    trajectory = trajectory_of(asyncio.run(workflow.arun_episode(engine, dict(QUESTION))), [])  # type: ignore[arg-type]
+    assert trajectory.reward == 1.0
+    assert sum(one.num_trained_tokens for one in trajectory.sequences) == sum(r.output_len for r in engine.responses)
+
+
 def test_every_example_is_short_and_has_a_test() -> None:
     files = [path for path in FOLDER.iterdir() if path.suffix in (".py", ".mjs")]
-    assert {path.stem for path in files} == {example.path.partition(".")[0] for example in EXAMPLES}
+    assert {path.stem for path in files} == {example.path.partition(".")[0] for example in EXAMPLES} | {"cli_agent"}
     assert all(len(path.read_text().splitlines()) <= 60 for path in files)
 
 

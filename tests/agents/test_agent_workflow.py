@@ -1,18 +1,15 @@
 """An agent's run() becomes rows with its reward, or a failure that says why."""
 
 from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import openai
 import pytest
 import torch
-
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -72,6 +69,16 @@ def test_a_number_rewards_the_whole_episode_as_one_sequence(config: Any, reward:
     text = tokenizer().decode(tensors["input_ids"][0][mask])
     assert text == "one<|im_end|>two<|im_end|>"
     assert tensors["versions"][0][~mask].unique().tolist() == [-1]
+
+
+def test_agents_of_whom_none_trains_are_named(config: Any) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await two_turns(data, **extra_kwargs)
+        return 1.0
+
+    chosen = dataclasses.replace(config, agents=dataclasses.replace(config.agents, train_agents=["planner"]))
+    with pytest.raises(ValueError, match=r"train_agents \['planner'\]: the episode's agents are \['main'\]"):
+        run_episode(chosen, run, ["one", "two"])
 
 
 def test_a_number_counts_once_however_many_conversations_the_agent_had(config: Any) -> None:

@@ -1,14 +1,11 @@
 """AReaL's client: its names and semantics."""
 
 from __future__ import annotations
-
 import asyncio
 from typing import Any
-
 import pytest
 from openai import BadRequestError
 from openai.types.chat import ChatCompletion
-
 from areal_lite.agents import ArealOpenAI
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext

@@ -1,17 +1,14 @@
 """An agent that sends images, on the embedded server: tokens, log-probs, files and dumps."""
 
 from __future__ import annotations
-
 import asyncio
 import base64
 import io
 from pathlib import Path
 from typing import Any
-
 import openai
 import orjson
 from PIL import Image
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
 from areal_lite.data.vision.image_processor import load_image_processor
 from areal_lite.data.vision.image_store import ImageStore

@@ -1,13 +1,10 @@
 """A failure has one kind, set at the innermost boundary, and building it never fails itself."""
 
 from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any
-
 import pytest
-
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import (
     Failure,

@@ -1,10 +1,8 @@
 """Spans of images in token ids."""
 
 from __future__ import annotations
-
 import numpy as np
 import pytest
-
 from areal_lite.api.image_span import ImageSpan, images_between, keyed_ids
 from areal_lite.api.trajectory import TokenSequence
 

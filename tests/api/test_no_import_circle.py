@@ -1,7 +1,6 @@
 """No module imports, however lazily or for types alone, a module that imports it."""
 
 from __future__ import annotations
-
 import ast
 import graphlib
 from collections.abc import Iterator

@@ -1,16 +1,13 @@
 """The names of the top level are listed, typed and loaded with their first use."""
 
 from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-
 import pytest
-
 import areal_lite
 
 ROOT = Path(__file__).parents[2]

@@ -1,13 +1,10 @@
 """Sampling parameters and answers, as workflows use them."""
 
 from __future__ import annotations
-
 import os
 import random
 from types import SimpleNamespace
-
 import pytest
-
 from areal_lite.api import GenerationHyperparameters, ModelRequest, ModelResponse
 
 

@@ -8,14 +8,12 @@ import subprocess
 import sys
 import time
 from fractions import Fraction
-
 import numpy as np
 import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.api import AsyncRewardWrapper, episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.reward_value import as_reward, read_reward

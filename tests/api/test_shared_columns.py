@@ -1,9 +1,7 @@
 """Turns and sequences of an episode are one set of arrays, however many ways there are to look at it."""
 
 from __future__ import annotations
-
 import numpy as np
-
 from areal_lite.api import ModelResponse, TurnRole
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import trajectory_of

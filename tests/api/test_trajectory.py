@@ -1,16 +1,13 @@
 """Turns are a tree, sequences are its paths, and AReaL's tensor dict survives both directions."""
 
 from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.api import Failure, FailureKind, Group, ModelResponse, Trajectory, Turn
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.tensor_dict import concat_padded_tensors, split_rows, tensor_dict_of

@@ -1,16 +1,13 @@
 """Whichever sequences a workflow returns, an episode has the same turns: one for each model call."""
 
 from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.api import ModelResponse, Trajectory
 from areal_lite.api.trajectory import EpisodeStatus, TurnRole
 from areal_lite.api.turn_tree import trajectory_of, unfinished_trajectory

@@ -1,15 +1,14 @@
 """A workflow file written for AReaL runs after `areal` became `areal_lite` in its imports."""
 
 from __future__ import annotations
-
+import dataclasses
 import importlib
 import uuid
+from types import SimpleNamespace
 from typing import Any
-
 import pytest
 import torch
 from areal_lite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-
 from areal_lite import workflow_context
 from areal_lite.agents import ArealOpenAI
 from areal_lite.api.engine_api import InferenceEngine
@@ -19,6 +18,7 @@ from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.dotted_path import load_object
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
+from tests.agents.scripted_engine import tokenizer
 from tests.stub_server import StubServer, StubThread
 
 
@@ -75,7 +75,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
 
 AREAL_IMPORTS = [
-    "api.alloc_mode", "engine", "engine.sglang_remote", "engine.vllm_remote", "experimental.agent_service.types",
+    "api.alloc_mode", "engine", "engine.sglang_remote", "engine.vllm_remote", "experimental.agent_service.worker",
     "experimental.camel.openai_model", "experimental.openai.cache", "experimental.workflow.multi_turn_v2",
     "infra.async_task_runner", "infra.controller.rollout_controller", "infra.launcher.local", "infra.platforms",
     "infra.rpc.rtensor", "infra.sandbox", "infra.scheduler.local", "infra.scheduler.slurm",
@@ -93,6 +93,22 @@ def test_an_import_of_a_module_that_only_areal_has_says_what_replaces_it(module:
         importlib.import_module(f"areal_lite.{module}")
     with pytest.raises(ConfigError, match=f"workflow is 'areal_lite.{module}.Name': there is no module areal_lite"):
         load_object(f"areal_lite.{module}.Name", where="workflow")
+
+
+def test_what_areals_workflows_set_and_read_is_there() -> None:
+    from areal_lite.experimental.agent_service.types import AgentRequest, AgentResponse, EventEmitter  # noqa: F401
+
+    gconfig: Any = GenerationHyperparameters(max_new_tokens=8)
+    gconfig.n_samples = 1
+    assert gconfig == GenerationHyperparameters(max_new_tokens=8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gconfig.max_new_tokens = 9
+    faults: Any = {"request_timeout_s": 7}
+    engine: Any = SimpleNamespace(config=InferenceEngineConfig(faults=faults))
+    client = ArealOpenAI(engine, tokenizer())
+    assert client.engine.config.request_timeout == 7
+    request = AgentRequest(message="hello", session_key="s", run_id="r")
+    assert AgentResponse(summary=request.message, metadata={}).summary == "hello"
 
 
 def test_the_replacement_is_named_in_every_form_of_import() -> None:

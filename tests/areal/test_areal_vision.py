@@ -1,19 +1,16 @@
 """The shape of AReaL's vision workflow, with its imports renamed, on the embedded server."""
 
 from __future__ import annotations
-
 import asyncio
 import uuid
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
 import torch
 from areal_lite.api.cli_args import GenerationHyperparameters  # type: ignore[import-not-found]
 from areal_lite.utils.image import image2base64  # type: ignore[import-not-found]
 from PIL import Image
-
 from areal_lite.api import (
     InferenceEngine,
     InferenceEngineConfig,

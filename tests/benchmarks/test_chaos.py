@@ -1,21 +1,17 @@
 """What chaos.py makes of its records: seconds of capacity, effective training time, causes that the log names."""
 
 from __future__ import annotations
-
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
 import pytest
-
 from benchmarks import chaos
 from benchmarks.chaos import Cause, capacity_s, effective_s, log_lines, read_dumps, read_misdeeds, unnamed_causes
-from benchmarks.chaos_trainer import Orders
 
 URL = "http://127.0.0.1:4000"
 
@@ -89,17 +85,15 @@ def test_a_run_in_which_nothing_ends_says_where_each_task_is(monkeypatch: pytest
         run._until(9)
 
 
-def test_a_trainer_tells_its_stacks_when_it_is_asked(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    reads, writes = os.pipe()  # stays open: a trainer ends with its parent
-    monkeypatch.setattr(sys, "stdin", os.fdopen(reads))
-    Orders()
-    os.write(writes, b'{"stacks": true}\n')
-    said: dict[str, Any] = {}
-    until = time.monotonic() + 10
-    while "stacks" not in said and time.monotonic() < until:
-        time.sleep(0.01)
-        out = capfd.readouterr().out
-        said = json.loads(out) if out.startswith("{") else said
-    assert isinstance(said["stacks"], str)
+def test_a_trainer_tells_its_stacks_when_it_is_asked_and_ends_with_its_parent() -> None:
+    program = "from benchmarks.chaos_trainer import Orders; import threading; Orders(); threading.Event().wait()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input='{"stacks": true}\n',
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 3
+    assert isinstance(json.loads(done.stdout)["stacks"], str)
+    assert "most recent call first" in done.stderr

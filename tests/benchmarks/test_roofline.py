@@ -1,9 +1,7 @@
 """Limits by hand: what decoding and training cannot beat."""
 
 from types import SimpleNamespace
-
 import pytest
-
 from benchmarks.roofline import Limits, decode_limit, training_limit
 
 CONFIG = SimpleNamespace(

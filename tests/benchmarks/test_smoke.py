@@ -8,16 +8,15 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-
 import pytest
-
 from benchmarks.report import Figure, of_limit, table
 from benchmarks.run_all import SCRIPTS
 from tests.fixtures.tiny_model import build_tiny_model
 
 ROOT = Path(__file__).parents[2]
 WITH_OWN_TEST = {"chaos", "dump_index", "plan", "weight_update"}
-OWN_PROCESS = {"agent_streams", "logits_memory", "growth", "chaos"}  # two fork, two leave pipes to their end
+OWN_PROCESS = {"agent_streams", "branches", "logits_memory", "growth", "chaos"}
+"""Three fork, two leave pipes to their end."""
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def test_faults_of_every_kind_break_no_invariant(run, tmp_path):
     seen = [kind for kind, count in figures["faults of replies"].items() if not count.startswith("0 ")]
     assert len(seen) > 5
     assert sum(figures["misdeeds of episodes"].values()) > 5
-    assert 0 < figures["effective training time"] < figures["effective training time of the capacity left"] < 1.5
+    assert 0 < figures["effective training time"] < figures["effective training time of the capacity left"]
     assert figures["causes named"] > 0.85, figures["causes not named"]
 
 

@@ -1,13 +1,11 @@
 """A rank ends with the exit code and the output of any other process, and without the interpreter's last part."""
 
 from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 
 ROOT = Path(__file__).parents[2]

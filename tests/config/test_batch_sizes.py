@@ -1,11 +1,8 @@
 """verl's names of batch sizes: what they set, and where they contradict ours."""
 
 from __future__ import annotations
-
 from pathlib import Path
-
 import pytest
-
 from areal_lite.config.loader import load_config
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.run_config import RunConfig

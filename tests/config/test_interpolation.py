@@ -1,13 +1,10 @@
 """References in a config are replaced before it is checked, with OmegaConf's syntax; each mistake is an error."""
 
 from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.config.dump import dump_config
 from areal_lite.config.loader import describe_value, load_config
 from areal_lite.config.run_config import ExperimentConfig

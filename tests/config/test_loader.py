@@ -3,12 +3,10 @@
 import dataclasses
 import json
 from pathlib import Path
-
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, RunConfig
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dump import dump_config
@@ -234,13 +232,13 @@ def test_a_byte_order_mark_is_accepted(write):
     [
         (
             "rollout.groupsize=1",
-            "run.yaml, override 'rollout.groupsize=1': unknown key 'groupsize'; did you mean 'group_size'?",
+            "run.yaml, override 'rollout.groupsize=1': rollout: unknown key 'groupsize'; did you mean 'group_size'?",
         ),
         ("group_size=1", "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
         ("rollout.dump_training=1", "unknown key 'dump_training': it is a top-level key; write it outside of the sec"),
         ("rollot.group_size=1", "unknown key 'rollot'; did you mean 'rollout'?"),
         ("zzz=1", "unknown key 'zzz'; the keys here are experiment_name, trial_name"),
-        ("seed.x=1", "seed is a value, not a section"),
+        ("seed.x=1", "run.yaml, override 'seed.x=1': seed: {'x': 1}: it must be a valid integer"),
         ("workflow_kwargs.a.b=1", "workflow_kwargs.a is 3, not a section"),
         ("seed", "override 'seed': write section.key=value"),
         ("=1", "write section.key=value"),
@@ -480,7 +478,7 @@ def test_help_of_every_config_kind_is_complete_and_fits_eighty_columns(root):
 )
 def test_a_key_of_a_sub_section_written_in_rollout_is_refused_with_where_it_belongs(write, key, new):
     says = f"unknown key '{key}': write {new}"
-    assert refused(write(), f"rollout.{key}=1") == f"run.yaml, override 'rollout.{key}=1': {says}"
+    assert refused(write(), f"rollout.{key}=1") == f"run.yaml, override 'rollout.{key}=1': rollout: {says}"
     assert refused(write(MINIMAL + f"rollout: {{{key}: 1}}\n")) == f"run.yaml: rollout: {says}"
 
 

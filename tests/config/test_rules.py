@@ -1,18 +1,18 @@
 """Keys that contradict each other across sections, or that nothing would read, are refused by name."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import pytest
-
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
+from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.rules import check_rollouts, check_rows_end, held_out_rows
-from areal_lite.config.run_config import RunConfig
+from areal_lite.config.run_config import CheckpointConfig, ClusterConfig, RayConfig, RunConfig
+from areal_lite.config.server_config import ServerConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 
 MINE = ClassConfig(path="mine", name="Mine")
+RANKS = ClusterConfig(n_ranks=2)
 
 
 def config(rows: dict[str, Any], held_out: dict[str, Any] | None = None, **settings: Any) -> RunConfig:
@@ -82,3 +82,35 @@ def test_held_out_rows_have_no_generator_and_no_curriculum(key: str) -> None:
     check_rollouts(config({key: MINE}, {}))
     with pytest.raises(ConfigError, match=f"eval_dataset.{key} is .* but would do nothing"):
         check_rollouts(config({}, {key: MINE}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"cluster": ClusterConfig(n_nodes=2)}, "cluster or ray is set, and launch is local"),
+        ({"ray": RayConfig(address="10.0.0.2:6379")}, "cluster or ray is set, and launch is local"),
+        ({"launch": "ray", "rollout": InferenceEngineConfig(addresses=["a:1"])}, "there is nothing to start"),
+        ({"launch": "ray", "cluster": RANKS, "checkpoint": CheckpointConfig(resume="never")}, "Set resume: auto"),
+        ({"launch": "ray", "server": ServerConfig(port=30000)}, "server.host or server.port is set"),
+        ({"launch": "ray", "server": ServerConfig(host="0.0.0.0")}, "server.host or server.port is set"),
+        (
+            {
+                "launch": "ray",
+                "cluster": ClusterConfig(n_gpus_per_node=4),
+                "server": ServerConfig(backend="sglang", args={"tp": 8}),
+            },
+            "n_gpus_per_node is 4, and server.args gives each server 8 GPUs",
+        ),
+    ],
+)
+def test_keys_of_a_cluster_that_contradict_others_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_rollouts(config({}, **settings))
+
+
+def test_a_cluster_with_workers_or_servers_to_start_is_accepted() -> None:
+    check_rollouts(config({}, launch="ray", cluster=ClusterConfig(n_nodes=2), ray=RayConfig(address="a:1")))
+    check_rollouts(config({}, launch="ray", rollout=InferenceEngineConfig(addresses=["a:1"], workers=2)))
+    check_rollouts(config({}, launch="ray", rollout=InferenceEngineConfig(addresses=["a:1"]), cluster=RANKS))
+    eight = ServerConfig(backend="sglang", args={"tp": 8})
+    check_rollouts(config({}, launch="ray", cluster=ClusterConfig(n_gpus_per_node=8), server=eight))

@@ -1,7 +1,6 @@
 """The conversations that every real chat template is tried with; each text of a message occurs once."""
 
 from __future__ import annotations
-
 from typing import Any
 
 Message = dict[str, Any]

@@ -1,13 +1,10 @@
 """Agents for the end-to-end tests; named in their configs by dotted path."""
 
 from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from typing import Any
-
 from openai import AsyncOpenAI
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.prompt_rows import AbstractDataGenerator
 from areal_lite.data.rows.samplers import AbstractSampler

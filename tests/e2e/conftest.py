@@ -1,11 +1,9 @@
 """The YAML that trains the tiny model."""
 
 from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import yaml

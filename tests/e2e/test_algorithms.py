@@ -4,24 +4,25 @@ Also: greedy baselines, cached batches, reward models, curricula, growing rows, 
 """
 
 from __future__ import annotations
-
 import json
 import math
 import re
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
-
+from areal_lite import load_run
 from areal_lite.config.loader import load_config
-from areal_lite.runs.entry_points import run_training
-from areal_lite.runs.rollouts_alone import run_rollout
+from areal_lite.runs.entry_points import run_rollout, run_training
 from areal_lite.runs.training_run import StepMetrics
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from areal_lite.tools.verify.verify import check_run
 from tests.e2e.agents import CountsItsCalls, InOrder
+from tests.embedded.serving import load, logprobs_of, worst
+from tests.fixtures.tiny_model import build_tiny_model
 
 EXTRA_METRICS = {
     "on_policy": {"train/advantage_mean"},
@@ -198,3 +199,24 @@ def test_a_reward_model_rewards_sampled_and_greedy_answers_and_dumps(served_yaml
     assert any(score * 8 % 1 > 1e-3 for score in scores)
     spread = max(scores) - min(scores)
     assert max(abs(line["train/advantage_max"]), abs(line["train/advantage_min"])) < 3 * spread
+
+
+def test_a_run_learns_from_a_teachers_logprobs_of_its_own_tokens(served_yaml: Path, tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "teacher", seed=7)
+    given = {
+        "trainer.kl": "{coef: 1.0, estimator: k1, place: advantage, teacher: {addresses: [ADDRESS]}}",
+        "rollout.dump_to_file": "true", "dump_training": "true", "eval_dataset": "null", "trainer.total_steps": "2",
+        "save_model": "false",
+    }  # fmt: skip
+    changes = [f"{key}={value}" for key, value in given.items()]
+    with EmbeddedServer(model_path=str(model), dtype="float32", num_threads=1, device="cpu") as teacher:
+        changes[0] = changes[0].replace("ADDRESS", teacher.address)
+        run_dir = run_training(load_config(served_yaml, changes)).run_dir
+    assert all(line["train/kl"] > 0.01 for line in records(run_dir))
+    assert check_run(run_dir).findings == []
+    scored, tokens = load(model), load_run(run_dir).tokens
+    for _, episode in tokens[tokens["reference_logprobs"].notna()].groupby("episode"):
+        ids = tokens[tokens["episode"] == episode["episode"].iloc[0]]["token"].tolist()
+        start = len(ids) - len(episode)
+        expected = logprobs_of(scored, ids[:start], ids[start:])
+        assert worst(episode["reference_logprobs"].tolist(), expected) < 1e-4

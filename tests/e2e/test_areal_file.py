@@ -1,15 +1,11 @@
 """A workflow file in AReaL's style, named in a YAML: its tokenizer is loaded and its numbers are metrics."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
-
 import pytest
-
 from areal_lite.config.loader import load_config
-from areal_lite.runs.entry_points import run_training
-from areal_lite.runs.rollouts_alone import run_evaluation
+from areal_lite.runs.entry_points import run_evaluation, run_training
 
 FILE = """
 from areal_lite import workflow_context

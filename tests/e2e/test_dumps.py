@@ -1,14 +1,11 @@
 """Dumps of real runs on full disks and after kills: a file is one whole group, and missing groups are counted."""
 
 from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-
 import pytest
-
 from areal_lite.config.loader import load_config
 from areal_lite.rollout.dumps.dump_lines import CHAIN
 from areal_lite.runs.entry_points import run_training

@@ -1,7 +1,6 @@
 """T3, DESIGN 7: the real command, killed at any point, ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
-
 import json
 import os
 import random
@@ -11,9 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.files.crash_points import VARIABLE
 
 STEPS = 6

@@ -1,19 +1,16 @@
 """Every command says which episodes failed, by cause, and a run without a success exits with an error."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast
-
 import pytest
 import yaml
-
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.cli import main as cli
 from areal_lite.rollout.episodes.ended_groups import MAX_CAUSES, FailureTally
-from areal_lite.runs import rollouts_alone
+from areal_lite.runs import entry_points
 from areal_lite.runs.evaluation import no_success
 from areal_lite.tools.run import rollout as rollout_command
 
@@ -105,7 +102,7 @@ def test_without_a_reward_the_run_says_what_an_agent_returns_instead_of_none(
     fix = "return a number from run(): None rejects the episode"
     assert str(no_success([none, failed])).endswith(f"1 x the workflow returned None; 1 x E: x: {fix}")
     assert "run()" not in str(no_success([failed]))
-    monkeypatch.setattr(rollouts_alone, "run_rollout", lambda config, on_step: [none])
+    monkeypatch.setattr(entry_points, "run_rollout", lambda config, on_step: [none])
     rollout_command._rollout(cast(Any, None), lambda step, metrics: None)
     assert capsys.readouterr().out == f"groups: 1 rejected; mean reward 0.000 over 0 episodes\n{fix}\n"
 

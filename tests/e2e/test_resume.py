@@ -1,7 +1,6 @@
 """A stopped or killed run resumes from its checkpoint: the same weights, the same rows, none twice."""
 
 from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -14,12 +13,10 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 from openai import AsyncOpenAI
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-
 from areal_lite.cli import main as cli
 from areal_lite.config.loader import load_config
 from areal_lite.data.chat.tokenizer import load_tokenizer

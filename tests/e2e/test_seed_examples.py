@@ -1,7 +1,6 @@
 """Examples of AReaL's, cosmos-rl's and slime's documents, only `areal` renamed, in runs of the tiny model."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -10,13 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import yaml
 from areal_lite.utils import stats_tracker
 from torch.utils.data import Dataset
-
 import areal_lite
 from areal_lite.api import AsyncRewardWrapper, ModelRequest
 from areal_lite.api.workflow_api import RolloutWorkflow
@@ -27,8 +24,7 @@ from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.errors import ConfigError
 from areal_lite.rollout import workflow_context
-from areal_lite.runs.entry_points import run_training
-from areal_lite.runs.rollouts_alone import run_rollout
+from areal_lite.runs.entry_points import run_rollout, run_training
 from areal_lite.runs.run_data import training_data
 from tests.e2e.agents import LetterAgent
 

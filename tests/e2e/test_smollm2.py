@@ -1,15 +1,12 @@
 """A real language model through the whole of it, once."""
 
 from __future__ import annotations
-
 import importlib.util
 import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 from examples.smollm2 import smollm2

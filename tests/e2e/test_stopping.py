@@ -1,7 +1,6 @@
 """The command `areal-lite train` when it is interrupted, or loses its server or one of its ranks."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -12,12 +11,10 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
 import aiohttp
 import psutil
 import pytest
 from aiohttp import web
-
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 from areal_lite.servers.programs.embedded_server import EmbeddedServer

@@ -1,7 +1,6 @@
 """One YAML, the real embedded server, the real trainer: an agent learns, and the record of it is whole."""
 
 from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,23 +8,22 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM
-
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError, EpisodeError, RunDirBusyError
 from areal_lite.runs.entry_points import (
     check_learnable,
     check_startable,
     check_trainable,
+    run_evaluation,
+    run_rollout,
     run_training,
 )
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.run_directory import run_directory
-from areal_lite.runs.rollouts_alone import run_evaluation, run_rollout
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.training_run import Summary
 from areal_lite.servers.programs.embedded_server import EmbeddedServer

@@ -1,17 +1,14 @@
 """Rows in verl's format: what their dataset section asks for is what servers are asked and what trains."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
-
 import datasets
 import numpy as np
 import pytest
 import torch
 import yaml
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.loader import load_config
@@ -24,9 +21,8 @@ from areal_lite.data.rows.loader import ResumableLoader, create_rl_sampler
 from areal_lite.data.rows.rl_dataset import create_rl_dataset
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.runs.entry_points import run_training
+from areal_lite.runs.entry_points import run_evaluation, run_training
 from areal_lite.runs.rl_run import num_devices
-from areal_lite.runs.rollouts_alone import run_evaluation
 from areal_lite.servers.programs import server_program
 from areal_lite.tools.verify.verify import check_run
 from areal_lite.trainer.rl.policy_trainer import PolicyTrainer

@@ -1,12 +1,9 @@
 """RL on pictures, from an agent's request to updated weights: server and trainer see the same."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
-
 import pytest
-
 from areal_lite.cli.main import main
 from tests.fixtures.tiny_vlm import save_tiny_vlm
 

@@ -1,17 +1,14 @@
 """SFT on pictures, from rows to a saved model: it sees them, and resumes where it was stopped."""
 
 from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
-
 from areal_lite.config.loader import load_config
 from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.errors import ConfigError

@@ -1,9 +1,6 @@
 from __future__ import annotations
-
 from pathlib import Path
-
 import pytest
-
 from tests.fixtures.tiny_model import build_tiny_model
 
 

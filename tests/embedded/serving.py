@@ -1,17 +1,14 @@
 """A real server in the test's event loop, a client, and plain transformers as a reference."""
 
 from __future__ import annotations
-
 import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
 import aiohttp
 import torch
-
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.scheduler import Scheduler

@@ -1,17 +1,14 @@
 """Adapters on the embedded server: peft's log-probs, exact versions, and the weights below them as they were."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-
 from areal_lite.api import ModelRequest
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.trainer_config import LoRAConfig

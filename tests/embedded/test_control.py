@@ -1,18 +1,15 @@
 """Abort, pause and new weights: requests end once, and every token carries the version that computed it."""
 
 from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
 from tests.embedded.serving import Client, load, logprobs_of, reported, serving, worst
 from tests.fixtures.tiny_model import build_tiny_model
 

@@ -1,15 +1,12 @@
 """Replies have the same keys and errors as recordings of a real SGLang server."""
 
 from __future__ import annotations
-
 import asyncio
 import io
 import json
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from tests.embedded.serving import Client, reported, serving
 
@@ -186,18 +183,18 @@ def test_stop_ids_stop_texts_and_eos(tiny: Path) -> None:
             ids = await greedy_ids(client, 20)
             stop = ids[6]
             first = ids.index(stop) + 1
-            reply = await client.generate(PROMPT, max_new_tokens=20, ignore_eos=True, stop_token_ids=[stop])
+            reply = await client.generate(PROMPT, max_new_tokens=20, stop_token_ids=[stop])
             assert (reply["output_ids"], reply["meta_info"]["finish_reason"]) == (
                 ids[:first],
                 {"type": "stop", "matched": stop},
             )
             assert len(reported(reply)) == first
-            kept = await client.generate(
-                PROMPT, max_new_tokens=20, ignore_eos=True, stop_token_ids=[stop], no_stop_trim=True
-            )
+            kept = await client.generate(PROMPT, max_new_tokens=20, stop_token_ids=[stop], no_stop_trim=True)
             text = client.scheduler._decode(ids[:first], True)
             assert (reply["text"], kept["text"]) == (client.scheduler._decode(ids[: first - 1], True), text)
 
+            ignored = await client.generate(PROMPT, max_new_tokens=20, ignore_eos=True, stop_token_ids=[stop])
+            assert ignored["output_ids"] == ids
             banned = await client.generate(PROMPT, max_new_tokens=20, stop_token_ids=[stop], min_new_tokens=first + 2)
             assert stop not in banned["output_ids"][: first + 2]
             assert 2 not in banned["output_ids"][: first + 2]

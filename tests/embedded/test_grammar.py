@@ -1,16 +1,13 @@
 """Constrained answers satisfy their constraint, and their log-probs ignore it."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.embedded.bad_request import BadRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.sampling_params import SamplingParams

@@ -1,7 +1,6 @@
 """Prompts with images: exact log-probs, KV shared only by equal pictures, weight updates, refusals."""
 
 from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib
@@ -10,20 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-
 from areal_lite.api.image_span import ImageSpan, plain_images
+from areal_lite.api.trajectory import TokenSequence
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data.vision.canonical_image import CanonicalImage, canonical_image
 from areal_lite.data.vision.image_processor import ImageProcessor, load_image_processor
+from areal_lite.data.vision.image_store import ImagePixels, ImageStore
 from areal_lite.embedded import model_runner
 from areal_lite.embedded.decoder.lean_decoder_kernels import CompiledOperations, compiled_operations
 from areal_lite.embedded.startup import resolve_model_path
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 from tests.embedded.serving import Client, reported, serving, worst
 from tests.fixtures.tiny_vlm import IMAGE_ID, build_tiny_vlm, save_tiny_idefics3, save_tiny_vlm
 
@@ -127,6 +128,35 @@ def test_log_probs_are_those_of_transformers_over_turns_and_in_batches_with_text
                 prompt.add(replies[0]["output_ids"], 51, picture(processor, turn + 1, (16, 8)), 52, 53)
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "idefics3"])
+def test_deterministic_answers_have_the_bits_of_the_trainer(
+    folders: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    processor = load_image_processor(str(folders[family]))
+    prompt = Prompt(processor).add([20, 21], picture(processor, 0), [50] * 30, picture(processor, 1, (16, 8)), 51)
+
+    async def play() -> Any:
+        async with serving(folders[family], deterministic=True) as client:
+            return await ask(client, prompt, max_new_tokens=20)
+
+    reply = asyncio.run(play())
+    config = TrainerConfig(
+        total_steps=1, learning_rate=1e-3, dtype="float32", num_threads=1, device="cpu", deterministic=True
+    )
+    try:
+        trainer = PolicyTrainer(config, model_path=str(folders[family]), seed=1)
+        store = ImageStore(tmp_path)
+        for png in prompt.pngs.values():
+            store.put(png)
+        trainer.learner.module.pixels = ImagePixels(store, processor)
+        ids = np.array(prompt.ids + reply["output_ids"])
+        trained = np.arange(len(ids)) >= len(prompt.ids)
+        sequence = TokenSequence(input_ids=ids, loss_mask=trained, images=tuple(prompt.images))
+        assert trainer.logprobs_of([sequence]).tolist() == reported(reply)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_two_pictures_with_equal_ids_share_kv_up_to_them(qwen: Path) -> None:

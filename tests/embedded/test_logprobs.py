@@ -1,14 +1,11 @@
 """Tokens and log-probs equal those of plain transformers, whatever else is in the batch."""
 
 from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path
-
 import pytest
 import torch
-
 from tests.embedded.serving import load, logprobs_of, reported, serving, worst
 
 PROMPT = list(b"What is the capital of France?")

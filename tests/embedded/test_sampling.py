@@ -1,12 +1,9 @@
 """The sampler draws from the right distribution and filters like SGLang."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.embedded.bad_request import BadRequest
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.sampling import sample

@@ -1,16 +1,13 @@
 """Steps of the scheduler: who takes part, and what a request gets from a step that it shares."""
 
 from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.model_runner import ModelRunner, load_model
 from areal_lite.embedded.sampling_params import SamplingParams

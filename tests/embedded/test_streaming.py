@@ -1,14 +1,11 @@
 """Streams of the embedded server, read by the engine's client: the tokens of a plain answer, as they are sampled."""
 
 from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.api import GenerationHyperparameters, ModelRequest
 from tests.embedded.serving import engine_client, load, logprobs_of, serving, worst
 
@@ -134,10 +131,10 @@ def test_an_aborted_and_continued_answer_equals_the_uninterrupted_one(
                 running = [len(one.output_ids) for one in server.scheduler.running]
                 if running and running[0] > 5:
                     steps += 1
-                    client.gate.hold()
+                    client.gate.hold("trainer")
                     await server.call("/pause_generation", {"mode": "abort"})
                     await server.call("/continue_generation", {})
-                    client.gate.release()
+                    client.gate.release("trainer")
                 await asyncio.sleep(0)
             answer = await task
             assert answer.attempts == 1 + steps > 1

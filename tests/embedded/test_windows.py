@@ -1,13 +1,10 @@
 """Models with a sliding window are served over its border, up to the model's own context."""
 
 from __future__ import annotations
-
 import asyncio
 from pathlib import Path
-
 import pytest
 import transformers
-
 from areal_lite.embedded.model_runner import load_model
 from areal_lite.errors import ConfigError
 from tests.embedded.serving import reported, serving, worst

@@ -1,13 +1,13 @@
 """Small environments of the tests' own."""
 
 from __future__ import annotations
-
 import asyncio
+import os
 import random
+import shlex
+from pathlib import Path
 from typing import Any
-
 import numpy as np
-
 from areal_lite.environments import Observation, Step, ToolCall, WrongAction
 
 
@@ -67,6 +67,52 @@ class Scripted:
             raise KeyError(f"broken in {name}")
         if self.fails_in == f"{name} hangs":
             await asyncio.Event().wait()
+
+
+class Troubled:
+    """Does at once what an action says; also a game for two with a tool."""
+
+    players = 2
+
+    def __init__(self, closes: bool = True, text: str = "begin") -> None:
+        self.closes, self.text = closes, text
+
+    def tools(self) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Observation:
+        return Observation([{"role": "user", "content": f"{self.text} {row['number']} {seed}"}], player=1)
+
+    async def step(self, action: Any) -> Step:
+        if not isinstance(action, str):
+            return Step([action[0].result(f"{action[0].arguments}")], player=0)
+        action, _, begun = action.partition(" ")
+        if begun and action in ("loop", "hang"):
+            Path(begun).touch()  # noqa: ASYNC240
+        if action == "crash":
+            os._exit(3)
+        while action == "loop":
+            pass
+        if action == "hang":
+            await asyncio.Event().wait()
+        if action == "raise":
+            raise KeyError("broken")
+        if action == "wrong":
+            raise WrongAction("say something else")
+        info = {"pid": os.getpid(), "object": self.closes.__class__}
+        return Step(f"pid {os.getpid()}", reward={0: 0.25, 1: 0.5}, truncated=True, info=info)
+
+    async def close(self) -> None:
+        if not self.closes:
+            raise OSError("cannot close")
+
+
+class Starts(Troubled):
+    """Starts the program that an action names, and says how it ended."""
+
+    async def step(self, action: Any) -> Step:
+        done = await asyncio.create_subprocess_exec(*shlex.split(action))
+        return Step(str(await done.wait()))
 
 
 def shout(seen: Any) -> str:

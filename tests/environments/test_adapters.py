@@ -1,16 +1,17 @@
 """Each adapter against its library, a server of its protocol, or a program: text in, text out, rewards, ends."""
 
 from __future__ import annotations
-
 import asyncio
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
-
 import aiohttp.web
 import pytest
 from aiohttp.test_utils import TestServer
-
+from areal_lite.agents.isolation.agent_access import AgentAccess
+from areal_lite.api import episode_context
+from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.environments import Step, ToolCall, WrongAction
 from areal_lite.environments.catalog import environment_maker, rows
@@ -28,6 +29,18 @@ def add(a: int, b: int) -> int:
 def die() -> None:
     import os
     os._exit(3)
+server.run("stdio")
+'''
+
+
+WRITER = '''
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("writer")
+@server.tool()
+def write() -> str:
+    """Write a file."""
+    open("written", "w").close()
+    return "done"
 server.run("stdio")
 '''
 
@@ -65,6 +78,21 @@ def test_gymnasium_spaces_of_numbers_take_a_json_list() -> None:
     first, moved, wrong = run("gymnasium:Pendulum-v1", "I push [0.5]", "[9.0]")
     assert "a JSON list of 1 number, from -2 to 2" in first
     assert moved.reward < 0 and isinstance(wrong, WrongAction)
+
+
+def test_gymnasium_refuses_a_step_after_the_end_until_it_is_reset() -> None:
+    pytest.importorskip("gymnasium")
+
+    async def go() -> None:
+        game: Any = environment_maker("gymnasium:CartPole-v1", {})()
+        for _ in range(2):
+            await game.reset({}, 3)
+            while not (await game.step("left")).done:
+                pass
+            with pytest.raises(RuntimeError, match="step after the end"):
+                await game.step("left")
+
+    asyncio.run(go())
 
 
 def test_gymnasium_asks_functions_of_the_users() -> None:
@@ -147,6 +175,25 @@ def test_mcp_tools_are_called_until_the_model_answers(tmp_path: Path) -> None:
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(calculate())
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bubblewrap")
+def test_an_mcp_server_runs_in_the_sandbox_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "writer.py").write_text(WRITER)
+    monkeypatch.chdir(tmp_path)
+
+    async def write(sandbox: str) -> str:
+        access = AgentAccess(base_url="", anthropic_base_url="", api_key="", http_client=None, sandbox=sandbox)
+        episode_context.enter(EpisodeContext(agent=access))
+        command = f"mcp:env PYTHONPATH={':'.join(filter(None, sys.path))} {sys.executable} writer.py"
+        _, wrote = await play(
+            environment_maker(command, {"reward": print})(), [ToolCall("x", "write", {})], row={"prompt": "?"}
+        )
+        return str(wrote.messages[0]["content"])
+
+    assert asyncio.run(write("bubblewrap")).startswith("Error") and not Path("written").exists()
+    assert asyncio.run(write("none")) == "done" and Path("written").exists()
 
 
 def test_an_mcp_server_that_does_not_start_fails_the_reset_and_one_without_reward_is_refused() -> None:

@@ -1,16 +1,11 @@
 """``env`` in a YAML gives the workflow and the rows."""
 
 from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
-import yaml
-
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.environments import catalog
@@ -18,17 +13,6 @@ from areal_lite.errors import ConfigError
 from areal_lite.runs.entry_points import check_held_out
 
 OWN = "tests.environments.games.Dice"
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Any:
-    def load(*overrides: str, root: Any = RunConfig, **values: Any) -> Any:
-        path = tmp_path / "run.yaml"
-        base = {"experiment_name": "e", "model_path": "m", "trainer": {"total_steps": 1, "learning_rate": 1e-5}}
-        path.write_text(yaml.safe_dump(base | values))
-        return load_config(path, overrides, root=root)
-
-    return load
 
 
 def test_one_line_gives_the_loop_and_separate_rows(load: Any) -> None:

@@ -1,15 +1,12 @@
 """The loop between model and environment: actions, rewards, ends, failures, seeds."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import pickle
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -37,7 +34,7 @@ def play(config: InferenceEngineConfig) -> Callable[..., Any]:
     def play(answers: list[str], game: Scripted, **options: Any) -> Any:
         """Return the trajectory, the model's prompts and the counts of one episode."""
         agent = EnvironmentAgent("tests.environments.games.Scripted", kwargs={"steps": []}, **options)
-        agent._make = lambda: game  # type: ignore[assignment]
+        agent._make = {str(agent.env): lambda: game}
         engine, episode = ScriptedEngine(answers), Episode()
 
         async def run() -> Any:
@@ -165,7 +162,7 @@ async def at_seat(player: int) -> Any:
 
 def test_an_agent_can_be_sent_to_a_process() -> None:
     agent = pickle.loads(pickle.dumps(EnvironmentAgent("tests.environments.games.Dice", kwargs={"turns": 9})))
-    assert agent._make().turns == 9
+    assert agent._make[agent.env]().turns == 9
 
 
 def test_the_seed_follows_from_the_run_and_the_row_alone(play: Any) -> None:

@@ -1,16 +1,13 @@
 """Each episode has its own process-wide random state: interleaved episodes equal the same ones alone."""
 
 from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.environments import WrongAction
 from areal_lite.environments.catalog import environment_maker, rows
 from areal_lite.environments.environment import Observation

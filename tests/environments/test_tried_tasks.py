@@ -4,7 +4,6 @@
 """
 
 from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib
@@ -17,9 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.environments import Step, WrongAction
 from areal_lite.environments.catalog import environment_maker, rows
 from areal_lite.environments.environment import Observation

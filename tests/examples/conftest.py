@@ -1,7 +1,6 @@
 """The tiny random model, built once for all examples."""
 
 import pytest
-
 from tests.fixtures.tiny_model import build_tiny_model
 
 

@@ -3,9 +3,7 @@
 import re
 from dataclasses import fields
 from pathlib import Path
-
 import yaml
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.loader import load_config
 

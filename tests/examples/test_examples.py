@@ -7,10 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 import torch
-
 from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.fixtures.tiny_vlm import save_tiny_vlm

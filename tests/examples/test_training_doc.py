@@ -5,9 +5,7 @@ import sys
 import types
 from dataclasses import fields
 from pathlib import Path
-
 import yaml
-
 from areal_lite.config.loader import load_config
 from areal_lite.config.trainer_config import CorrectionConfig, TrainerConfig
 from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs

@@ -1,13 +1,10 @@
 """Folders that appear whole, survive a crash once they are written, and leave nothing behind."""
 
 from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.errors import StorageError
 from areal_lite.files.atomic_folder import remove_folder, sweep, write_folder
 from tests.trainer.crash_states import Recorder

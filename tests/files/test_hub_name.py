@@ -1,7 +1,6 @@
 """A name that the hub does not give is an error within two seconds; huggingface_hub's own code asks the hub."""
 
 from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -10,10 +9,8 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-
 import huggingface_hub.constants
 import pytest
-
 from areal_lite.errors import ConfigError
 from areal_lite.files import model_path
 

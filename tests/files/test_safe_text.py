@@ -1,16 +1,13 @@
 """No secret reaches config.yaml, a dump, a log line or an error, and no control character a terminal."""
 
 from __future__ import annotations
-
 import io
 import json
 import logging
 import time
 from pathlib import Path
-
 import pytest
 import yaml
-
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, Trajectory
 from areal_lite.cli import main as cli

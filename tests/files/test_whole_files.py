@@ -1,15 +1,12 @@
 """A file under its final name is complete, and a cache that cannot be written is told from a damaged source."""
 
 from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
 from typing import Any
-
 import fsspec
 import pytest
-
 from areal_lite.errors import StorageError
 from areal_lite.files.whole_files import cached_file, check_cache, local_copies, write_whole
 

@@ -1,13 +1,10 @@
 """Over the border of a sliding window, server and trainer compute what transformers' eager attention does."""
 
 from __future__ import annotations
-
 import shutil
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.embedded.decoder.lean_decoder_kernels import CompiledOperations
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.models.attention_windows import causal_window, short_windows, window_of

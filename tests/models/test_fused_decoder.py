@@ -1,18 +1,15 @@
 """The fused decoder gives the states and gradients of the model's own forward pass."""
 
 from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
-
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
 from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.models import fused_decoder
 from areal_lite.models.decoder_family import Heads

@@ -1,16 +1,13 @@
 from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
-
 import peft
 import pytest
 import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from areal_lite.config.trainer_config import LearnerConfig, LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.models.adapter_shape import AdapterShape

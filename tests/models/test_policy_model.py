@@ -1,19 +1,16 @@
 """Loading a model leaves nothing behind but the model, which computes the same in every pass."""
 
 from __future__ import annotations
-
 import json
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
-
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.model_runner import load_model
 from areal_lite.errors import ConfigError

@@ -1,10 +1,8 @@
 """Truncated sampling replayed in the trainer: log-probs, gradients and metrics of the truncated distribution."""
 
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.trainer_config import CorrectionConfig, KLConfig, TrainerConfig
 from areal_lite.models import truncation

@@ -1,17 +1,14 @@
 """Models that read images: which ones, what of them trains, and what of them is written and sent."""
 
 from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-
 from areal_lite.config.trainer_config import LearnerConfig, LoRAConfig
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_image_model

@@ -1,7 +1,6 @@
 """Messages between the run and a child: whole and in order, bounded, and plain data on the way back."""
 
 from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -11,12 +10,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.processes import channel
 from areal_lite.processes.call_pool import CallPool, receive
 from areal_lite.processes.channel import (
@@ -114,7 +111,10 @@ def test_nothing_is_unpickled_but_what_the_run_itself_sent() -> None:
         name, text = str(path.relative_to(package)), path.read_text()
         if re.search(r"pickle\.loads?\b|\bUnpickler\(|torch\.load\(|allow_pickle=T|marshal\.|shelve|dill", text):
             unpickles.add(name)
-        if re.search(r"import multiprocessing|multiprocessing\.connection|ProcessPoolExecutor|dist\.\w+_object", text):
+        if re.search(
+            r"import multiprocessing|multiprocessing\.connection|ProcessPoolExecutor|DataLoader\[|dist\.\w+_object",
+            text,
+        ):
             pools.add(name)
     assert (unpickles, pools) == (set(UNPICKLES), LOADS_ROWS)
 

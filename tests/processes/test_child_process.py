@@ -1,11 +1,9 @@
 """What is sent to a child process: loaded there by name, without running the main script again."""
 
 from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,12 +1,9 @@
 """Large imports are left out of garbage collections."""
 
 from __future__ import annotations
-
 import gc
 import sys
-
 import pytest
-
 from areal_lite.processes.quick_import import quick_import
 
 

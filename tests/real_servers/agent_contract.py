@@ -1,18 +1,15 @@
 """What the agents' service promises on any real server: episodes with the OpenAI SDK, through both doors."""
 
 from __future__ import annotations
-
 import asyncio
 import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
-
 import pytest
 import torch
 from openai import AsyncOpenAI
-
 from areal_lite.api import (
     EpisodeStatus,
     GenerationHyperparameters,

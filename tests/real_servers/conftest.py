@@ -1,13 +1,11 @@
 """Real servers for the tests here, as `make test-servers` installs them."""
 
 from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
 
 pytest.register_assert_rewrite("tests.real_servers.agent_contract", "tests.real_servers.contract")

@@ -1,16 +1,13 @@
 """What the engine promises on any real server; a backend's test class adds what differs."""
 
 from __future__ import annotations
-
 import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
-
 import pytest
 import torch
-
 from areal_lite.api import (
     EpisodeStatus,
     GenerationHyperparameters,

@@ -1,14 +1,11 @@
 """Settings with which a run starts a real server on this machine's CPU."""
 
 from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.programs.server_group import check_servers, make_servers
@@ -39,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def server_settings(backend: str, model: Path) -> dict[str, Any]:
     """Return the keys of ``server:`` for a float32 server; skip the test if the environment names none."""
+    if backend == "embedded":
+        return {"backend": backend, "dtype": "float32", "num_threads": 1}
     name = f"AREAL_LITE_{backend.upper()}_PYTHON"
     python = os.environ.get(name)
     if python is None:

@@ -1,7 +1,6 @@
 """A real server, the model it serves as transformers computes it, and a line that can be cut."""
 
 from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable, Iterator
@@ -10,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
 import aiohttp
 import torch
 from transformers import AutoModelForCausalLM
-
 from areal_lite.api import ModelResponse
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.rollout.loop_thread import LoopThread

@@ -1,7 +1,6 @@
 """Adapters pushed alone to real servers: peft's log-probs, and every token of the version that sampled it."""
 
 from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -9,11 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from peft import PeftModel
-
 from areal_lite.api import InferenceEngineConfig, ModelResponse
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import ServerError

@@ -1,7 +1,6 @@
 """A real sglang-router over embedded servers, which speak SGLang's protocol, and over real ones in a run."""
 
 from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -10,10 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
 import pytest
 import yaml
-
 from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.config.loader import load_config
 from areal_lite.config.server_config import ServerConfig

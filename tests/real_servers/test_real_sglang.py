@@ -1,9 +1,7 @@
 """The engine and the agents' service against a real SGLang; `make test-servers` runs it."""
 
 from __future__ import annotations
-
 import pytest
-
 from tests.real_servers.agent_contract import AgentContract
 from tests.real_servers.contract import RealServerContract
 

@@ -1,16 +1,13 @@
 """Twenty training steps on each real server, with the weights of every step loaded into it."""
 
 from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
-
 import pytest
 import yaml
-
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 from tests.fixtures.tiny_model import build_tiny_model

@@ -1,15 +1,12 @@
 """Real SGLang and vLLM servers that a training run starts, on this machine's CPU; see `make test-servers`."""
 
 from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-
 import psutil
 import pytest
 import yaml
-
 from tests.e2e.test_stopping import start, until_step
 from tests.real_servers.launch import server_settings
 from tests.real_servers.real_server import SMOLLM2

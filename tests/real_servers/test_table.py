@@ -1,9 +1,7 @@
 """docs/servers.md shows the tests of the real servers and their versions."""
 
 from __future__ import annotations
-
 import re
-
 from tests.real_servers.conftest import BEGIN, DOCUMENT, END
 from tests.real_servers.test_real_sglang import TestSGLang as SGLang
 from tests.real_servers.test_real_vllm import TestVLLM as VLLM

@@ -1,16 +1,13 @@
 """What sglang-router 0.3.2 does, as far as the engine sees it: a list of workers, sticky keys, dropped parameters."""
 
 from __future__ import annotations
-
 import asyncio
 import uuid
 from collections import Counter
 from typing import Any
-
 import aiohttp
 import orjson
 from aiohttp import web
-
 from areal_lite.servers.pool.sglang_router import _PASSED_ON
 
 _FIELDS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream", "top_logprobs_num"}

@@ -1,15 +1,12 @@
 """Workflows with a known outcome."""
 
 from __future__ import annotations
-
 import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec
-
 import torch
-
 from areal_lite.api import InferenceEngine, ModelRequest, ModelResponse, RolloutWorkflow
 from areal_lite.rollout import workflow_context
 

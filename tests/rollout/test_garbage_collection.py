@@ -1,13 +1,10 @@
 """The garbage collector's pace while engines run."""
 
 from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 

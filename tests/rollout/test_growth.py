@@ -1,16 +1,13 @@
 """What many servers, waiting requests, turns and episodes must not cost: counted, not timed."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterable
 from typing import Any
-
 import pytest
-
 from areal_lite.api import InferenceEngineConfig, ModelRequest
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
@@ -177,10 +174,11 @@ def test_numbers_that_nobody_takes_need_no_memory() -> None:
     assert scalars.take(is_eval=False) == {}
 
 
-def test_batches_and_weight_updates_leave_no_cyclic_garbage(
+def test_batches_retries_and_weight_updates_leave_no_cyclic_garbage(
     start_stub: Callable[..., StubThread], start_engine: Callable[..., RemoteInfEngine]
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=4, max_head_offpolicyness=1)
+    stub = start_stub(fault=lambda n: {0: "500", 20: "lengths"}.get(n % 40))
+    engine = start_engine(stub, consumer_batch_size=4, max_head_offpolicyness=1)
     rows = [{"n": n} for n in range(8)]
 
     def train(first: int, last: int) -> None:

@@ -1,7 +1,6 @@
 """A call that waits for the loop can be interrupted at any moment."""
 
 from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -9,9 +8,7 @@ import inspect
 import queue
 import signal
 import threading
-
 import pytest
-
 from areal_lite.rollout.loop_thread import LoopThread
 from tests.rollout.scripted import until
 

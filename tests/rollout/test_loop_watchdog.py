@@ -1,7 +1,6 @@
 """An episode that blocks the event loop of all others is named, and ended at its deadline from outside the loop."""
 
 from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,9 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.api import EpisodeStatus, InferenceEngine
 from areal_lite.api.failure import FailureKind
 from areal_lite.rollout import loop_watchdog

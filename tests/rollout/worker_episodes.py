@@ -1,7 +1,6 @@
 """Workflows that worker processes import; without torch, which takes seconds to load."""
 
 from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 from areal_lite.api import (
     AsyncRewardWrapper,
     InferenceEngine,

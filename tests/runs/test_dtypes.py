@@ -1,18 +1,16 @@
 """A run that trains records the dtypes it computes in; rollouts alone leave an open one to their server."""
 
 from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.run_config import RolloutConfig, RunConfig
 from areal_lite.config.supervised_config import SFTConfig, SFTDatasetConfig, SFTTrainerConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.models import policy_model
+from areal_lite.processes.place import here
 from areal_lite.runs import engine_stack
 from areal_lite.runs.training_run import with_dtypes
 
@@ -52,6 +50,6 @@ def test_a_server_gets_the_dtype_that_the_config_gives(
         server=dataclasses.replace(config.server, dtype=server),
     )
     made: list[Any] = []
-    monkeypatch.setattr(engine_stack, "make_servers", lambda settings, *_: made.append(settings) or [])
-    engine_stack._servers(config, Path("logs"))
+    monkeypatch.setattr(engine_stack, "make_servers", lambda settings, *_, **__: made.append(settings) or [])
+    engine_stack._servers(config, Path("logs"), here)
     assert [settings.dtype for settings in made] == [passed]

@@ -1,9 +1,7 @@
 """V59, V-B13: a run saves once in time before its machine expires."""
 
 from __future__ import annotations
-
 import pytest
-
 from areal_lite.errors import ConfigError
 from areal_lite.runs.stopping import expires_soon
 

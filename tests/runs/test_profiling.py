@@ -1,14 +1,11 @@
 """V33: one trace per stretch of consecutive steps, complete however the steps end."""
 
 from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
-
 from areal_lite.runs.profiling import MemorySnapshots, StepProfiler
 
 

@@ -1,13 +1,10 @@
 """Settings of a dataset section that nothing would read are refused by name; the others reach the row."""
 
 from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.trainer_config import TrainerConfig

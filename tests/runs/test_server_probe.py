@@ -1,11 +1,8 @@
 """The log-prob probe tells the trainer's own model from another one, through a real server."""
 
 from __future__ import annotations
-
 from pathlib import Path
-
 import pytest
-
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer

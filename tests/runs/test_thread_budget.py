@@ -1,12 +1,9 @@
 """Server and trainers share the cores of the machine; if they run at the same time, without oversubscribing."""
 
 from __future__ import annotations
-
 import os
 from pathlib import Path
-
 import pytest
-
 from areal_lite.config.loader import load_config
 from areal_lite.runs.engine_stack import ThreadBudget, thread_budget
 

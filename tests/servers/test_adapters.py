@@ -1,13 +1,10 @@
 """Adapters pushed alone to servers that hold several by name, as SGLang and vLLM do."""
 
 from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-
 from areal_lite.errors import ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine

@@ -5,14 +5,12 @@ either may be there or not, and a content up to any block.
 """
 
 from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
 import pytest
 
 Tree = dict[str, bytes | None]

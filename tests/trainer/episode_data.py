@@ -1,13 +1,10 @@
 """Groups whose episodes are trees of model calls, cut into sequences in any way."""
 
 from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
-
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.api.turn_tree import trajectory_of

@@ -1,11 +1,9 @@
 """Advantage estimators as loops over groups and episodes, by their names in a YAML; they fill in ``advantages``."""
 
 from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-
 import torch
 from torch import Tensor
 

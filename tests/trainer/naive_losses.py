@@ -1,10 +1,8 @@
 """Policy losses per token, one tensor per episode of an update, by their names in a YAML."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
-
 import torch
 from torch import Tensor
 

@@ -6,17 +6,14 @@ bound, a rejection bound, a sort), because float32 may fall on the other side th
 """
 
 from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-
 from tests.trainer.naive_estimators import ESTIMATORS
 from tests.trainer.naive_losses import LOSSES
 

@@ -4,12 +4,10 @@ Rows are right-padded ``[B, T]``; float64 agrees to 1e-9, float32 to a relative 
 """
 
 from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

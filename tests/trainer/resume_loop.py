@@ -6,7 +6,6 @@ for a signal.
 """
 
 from __future__ import annotations
-
 import json
 import os
 import random
@@ -18,17 +17,14 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.trainer_config import TrainerConfig
-from areal_lite.data.source.data_source_state import state_bytes, state_path
-from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.rollout_data_source import RolloutDataSource, state_bytes, state_path
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.weight_folder import publish_weights, save_model

@@ -1,16 +1,13 @@
 """Ten decision processes small enough to enumerate: policy gradients, and the exact expected updates of estimators."""
 
 from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from typing import NamedTuple
-
 import torch
 from torch import Tensor
-
 from areal_lite.trainer.estimators import Estimator, EstimatorInputs, Turns
 
 

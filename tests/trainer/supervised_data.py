@@ -1,14 +1,11 @@
 """Items to train on, drawn from a seed, and trainers of a tiny model."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
-
 from areal_lite.config.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig, SFTTrainerConfig
 from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer

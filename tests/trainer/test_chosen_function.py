@@ -1,11 +1,9 @@
 """Functions are found by name or dotted path, and options are checked before they are called."""
 
 from __future__ import annotations
-
 import pytest
-
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.chosen_function import chosen_function
+from areal_lite.trainer.rl.algorithm import chosen_function
 
 LIMIT = 3
 

@@ -1,17 +1,14 @@
 """A learner: memory that runs out, weights outside of a loss, and several ranks."""
 
 from __future__ import annotations
-
 import gc
 import math
 import weakref
 from collections.abc import Callable
 from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-
 from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks

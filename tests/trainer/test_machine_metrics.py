@@ -1,12 +1,9 @@
 from __future__ import annotations
-
 import resource
 from pathlib import Path
 from types import SimpleNamespace
-
 import pytest
 import torch
-
 from areal_lite.trainer import machine_metrics
 from areal_lite.trainer.machine_metrics import memory_metrics, peak_flops
 

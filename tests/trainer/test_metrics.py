@@ -1,16 +1,13 @@
 """metrics.jsonl holds whole records up to the current step, or the run ends with an error."""
 
 from __future__ import annotations
-
 import json
 import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
 import pytest
-
 from areal_lite.errors import StorageError
 from areal_lite.trainer.metrics import MetricsWriter
 

@@ -1,17 +1,14 @@
 from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys
 from typing import Any, Literal
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import get_scheduler
-
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.trainer.learner import learning_rate, make_optimizer
 

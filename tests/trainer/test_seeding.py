@@ -1,12 +1,9 @@
 from __future__ import annotations
-
 import os
 from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.trainer.seeding import restore_rng_state, rng_state, seed_process
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -1,7 +1,6 @@
 """V28: trackers get project, name, the whole config and every metric; they may fail later, but not at the start."""
 
 from __future__ import annotations
-
 import logging
 import sqlite3
 import sys
@@ -9,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.trainer_config import TrainerConfig

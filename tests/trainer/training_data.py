@@ -1,12 +1,9 @@
 """Sequences to train on: built by hand, or drawn from a seed."""
 
 from __future__ import annotations
-
 from collections.abc import Sequence
-
 import numpy as np
 import torch
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences

@@ -1,14 +1,11 @@
 """Steps with rewards per turn, built by hand or drawn by hypothesis."""
 
 from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
-
 import torch
 from hypothesis import strategies as st
-
 from areal_lite.trainer.estimators import EstimatorInputs, Turns
 
 

@@ -1,7 +1,6 @@
 """Each workflow file and agent that is made to be copied runs, and its rewards are right."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -9,9 +8,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
 from areal_lite.api.tensor_dict import tensor_dict_of

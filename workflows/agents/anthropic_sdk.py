@@ -1,12 +1,9 @@
 """The Anthropic SDK: a tool, streaming, and a structured result, with the Messages API."""
 
 from __future__ import annotations
-
 from typing import Any
-
 from anthropic import AsyncAnthropic
 from pydantic import BaseModel, ValidationError
-
 from areal_lite import workflow_context
 
 MAX_CALLS = 4

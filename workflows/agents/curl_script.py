@@ -1,11 +1,9 @@
 """An agent in a subprocess: a shell script that calls the model with curl."""
 
 from __future__ import annotations
-
 import json
 import re
 from typing import Any
-
 from areal_lite import workflow_context
 
 SCRIPT = """

@@ -1,9 +1,7 @@
 """LangGraph with langchain-openai: a graph of two nodes, the model and its tools."""
 
 from __future__ import annotations
-
 from typing import Any
-
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError

@@ -1,10 +1,8 @@
 """LiteLLM: one function for all vendors, here with a tool and a structured result."""
 
 from __future__ import annotations
-
 import json
 from typing import Any
-
 import litellm
 from pydantic import BaseModel, ValidationError
 

@@ -1,14 +1,12 @@
 """An unmodified command-line agent: mini-swe-agent repairs a tiny git repository in a folder of its own."""
 
 from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
 from areal_lite import workflow_context
 
 OPTIONS = "-m openai/default -c mini.yaml -c agent.step_limit=20 -y --exit-immediately --agent-class default"

@@ -1,10 +1,8 @@
 """An agent in JavaScript: node_agent.mjs in a subprocess. Copy both into a folder and `npm install openai` there."""
 
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 from areal_lite import workflow_context
 
 

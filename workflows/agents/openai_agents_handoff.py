@@ -1,9 +1,7 @@
 """OpenAI's Agents SDK (openai-agents) on its default API, Responses: one agent hands the question to another."""
 
 from __future__ import annotations
-
 from typing import Any
-
 from agents import Agent, AgentsException, OpenAIProvider, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 from pydantic import BaseModel

@@ -1,9 +1,7 @@
 """The OpenAI SDK: a tool, streaming, and a structured result."""
 
 from __future__ import annotations
-
 from typing import Any
-
 from openai import AsyncOpenAI, LengthFinishReasonError, pydantic_function_tool
 from pydantic import BaseModel, ValidationError
 

@@ -1,9 +1,7 @@
 """Pydantic AI: a tool and a typed result."""
 
 from __future__ import annotations
-
 from typing import Any
-
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, UnexpectedModelBehavior, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel

@@ -1,10 +1,8 @@
 """smolagents: a synchronous agent, so it runs in a thread and calls the model by its address."""
 
 from __future__ import annotations
-
 import asyncio
 from typing import Any
-
 from rich.console import Console
 from smolagents import AgentError, AgentLogger, LogLevel, OpenAIModel, ToolCallingAgent, tool
 

@@ -1,22 +1,20 @@
-"""The HTTP interface for agents: OpenAI's and Anthropic's APIs, each session behind a key of its own.
+"""The HTTP interface for agents: OpenAI's, Anthropic's and Gemini's APIs, each session behind a key of its own.
 
 Guarantees that an agent can generate in its own session and do nothing else. Knows no sockets: it has two doors, the
 in-process transport (``http_transport``) and the ``listener``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple
-
+from typing import Any, NamedTuple, Self
 import orjson
-
 from areal_lite.agents.doors.api import Api
 from areal_lite.agents.doors.completions import ChatCompletions, Completions
+from areal_lite.agents.doors.generate_content import CountTokens, GenerateContent, StreamGenerateContent
 from areal_lite.agents.doors.messages import Messages
 from areal_lite.agents.doors.responses import Responses, stored_response
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
@@ -35,9 +33,16 @@ _APIS: dict[str, type[Api]] = {
     "/v1/completions": Completions,
     "/v1/responses": Responses,
     "/v1/messages": Messages,
+    "/v1/messages/count_tokens": Messages,
+    "/v1beta/models/NAME:generateContent": GenerateContent,
+    "/v1beta/models/NAME:streamGenerateContent": StreamGenerateContent,
+    "/v1beta/models/NAME:countTokens": CountTokens,
 }
-_COUNT_TOKENS = "/v1/messages/count_tokens"
+_COUNTED = {"/v1/messages/count_tokens": "input_tokens", "/v1beta/models/NAME:countTokens": "totalTokens"}
+"""Routes that count the tokens of a prompt, and the name of the number."""
+_GEMINI = re.compile(r"/v1(?:beta)?/models/[^/:]+(:\w+)")
 _MODELS = "/v1/models"
+_MODEL = {"id": "default", "object": "model", "created": int(time.time()), "owned_by": "areal_lite"}
 _STORED = "/v1/responses/"
 
 
@@ -46,7 +51,7 @@ class Reply(NamedTuple):
 
     status: int
     headers: Mapping[str, str]
-    body: bytes | EventBody
+    body: "bytes | EventBody"
 
 
 class EventBody:
@@ -62,7 +67,7 @@ class EventBody:
         call.session.own(self._task)
         self._task.add_done_callback(lambda _: self._pieces.put_nowait(None))
 
-    async def begin(self) -> EventBody:
+    async def begin(self) -> Self:
         """Wait for the first text; an error before it is raised, so that it becomes a plain reply."""
         try:
             self._first = await self._pieces.get()
@@ -123,13 +128,10 @@ class AgentService:
 
     async def handle(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """Answer one HTTP request; errors have the API's own form."""
-        path, _, query = path.partition("?")
-        key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
-        if path.startswith("/s/"):  # the key of clients that can send no header
-            key, _, rest = path[3:].partition("/")
-            path = f"/{rest}"
-        if path.startswith("/v1/v1/"):  # Anthropic's SDK with the base_url of OpenAI's
-            path = path[3:]
+        key_in_path, path, query = _route(path)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        key = key_in_path or headers.get("x-api-key") or headers.get("x-goog-api-key") or bearer
         try:
             session = self._session(key)
             if path in (_MODELS, f"{_MODELS}/default"):
@@ -137,8 +139,7 @@ class AgentService:
                 return _json({"object": "list", "data": [_MODEL]} if path == _MODELS else _MODEL)
             if path.startswith(_STORED):
                 return _json(stored_response(method, path.removeprefix(_STORED), query, session))
-            api = _APIS.get("/v1/messages" if path == _COUNT_TOKENS else path)
-            if api is None:
+            if (api := _APIS.get(path)) is None:
                 served = ", ".join([*_APIS, _MODELS])
                 raise RequestError(f"{path[:80]!r} is not served: use {served}", status=404, code="not_found")
             _require(method, "POST", path)
@@ -149,8 +150,8 @@ class AgentService:
             except RequestError as error:
                 session.refusal = error
                 raise
-            if path == _COUNT_TOKENS:
-                return _json({"input_tokens": await session.count_tokens(call.request)})
+            if path in _COUNTED:
+                return _json({_COUNTED[path]: await session.count_tokens(call.request)})
             if call.request.options.stream:
                 return Reply(200, STREAM_HEADERS, await EventBody(call).begin())
             return _json(call.reply(await session.answer(call.request, call.id)))
@@ -159,8 +160,7 @@ class AgentService:
 
     def _session(self, key: str) -> ChatSession:
         digest = _digest(key)
-        session = self._sessions.get(digest)
-        if session is not None:
+        if (session := self._sessions.get(digest)) is not None:
             return session
         if digest in self._ended:
             raise RequestError(
@@ -176,10 +176,20 @@ class AgentService:
 
 def error_reply(path: str, error: RequestError) -> Reply:
     """Return an error in the form of the API that serves ``path``."""
-    if path.startswith("/s/"):
-        path = f"/{path[3:].partition('/')[2]}"
-    api = _APIS["/v1/messages" if path.startswith("/v1/messages") else "/v1/chat/completions"]
+    api = _APIS.get(_route(path)[1], ChatCompletions)
     return Reply(error.status, JSON_HEADERS, orjson.dumps(api.error(error)))
+
+
+def _route(path: str) -> tuple[str, str, str]:
+    """Return the key in a path, of clients that can send no header, the route as ``_APIS`` has it, and the query."""
+    key = ""
+    path, _, query = path.partition("?")
+    if path.startswith("/s/"):
+        key, _, rest = path[3:].partition("/")
+        path = f"/{rest}"
+    if path.startswith("/v1/v1/"):  # Anthropic's SDK with the base_url of OpenAI's
+        path = path[3:]
+    return key, _GEMINI.sub(r"/v1beta/models/NAME\1", path), query
 
 
 def _require(method: str, expected: str, path: str) -> None:
@@ -189,14 +199,6 @@ def _require(method: str, expected: str, path: str) -> None:
 
 def _json(value: Any) -> Reply:
     return Reply(200, JSON_HEADERS, orjson.dumps(value))
-
-
-_MODEL = {"id": "default", "object": "model", "created": int(time.time()), "owned_by": "areal_lite"}
-
-
-def _bearer(header: str) -> str:
-    scheme, _, key = header.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

@@ -1,33 +1,42 @@
-"""An API of agents: a body becomes a request, the answers to it go out as JSON or as server-sent events."""
-
-from __future__ import annotations
+"""An API of agents: a body becomes a request, the answers to it go out as JSON or as server-sent events. All requests
+are read as the body of a chat completion, so an API says how it writes its fields there."""
 
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
-
 import orjson
-
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
-from areal_lite.agents.session.chat_request import ChatRequest
+from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, short
+from areal_lite.agents.session.request_fields import RequestError, json_object, short
 
 
 class Api(ABC):
     """One call of an API; raises RequestError for a bad body."""
 
     id_prefix: str
+    as_chat: dict[str, str]
+    """Fields with the same meaning as a chat completion's, by their name there."""
+    other_fields: set[str]
+    """Fields that :meth:`chat` reads, and those without effect on the tokens, which are ignored."""
 
     def __init__(self, body: bytes, session: ChatSession) -> None:
         self.session = session
         self.request = self.parse(body)
         self.id = self.id_prefix + secrets.token_hex(16)
 
-    @abstractmethod
     def parse(self, raw: bytes) -> ChatRequest:
         """Return the checked request of an HTTP body."""
+        body = json_object(raw)
+        if unknown := [name for name in body if name not in self.as_chat and name not in self.other_fields]:
+            raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
+        chat = {name: body[field] for field, name in self.as_chat.items() if body.get(field) is not None}
+        return parse_chat_request(chat | self.chat(body), self.session.history.find, images=self.session.images)
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the other fields of the same chat completion, such as its messages; None for those not given."""
+        return body
 
     @abstractmethod
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
@@ -56,11 +65,18 @@ class Api(ABC):
         return event(self.error(error))
 
 
-def fields_as_chat(body: dict[str, Any], as_chat: dict[str, str], known: set[str]) -> dict[str, Any]:
-    """Return the fields that a chat completion has too, by their names there; raise if one is not in ``known``."""
-    if unknown := [name for name in body if name not in known]:
-        raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
-    return {name: body[field] for field, name in as_chat.items() if body.get(field) is not None}
+RAW_ARGUMENTS = "_arguments"
+"""Key of a call's arguments that are not a JSON object, as the model wrote them, in APIs that have objects there."""
+
+
+def arguments_object(text: str) -> Any:
+    """Return the arguments of a call as an object, to be written as JSON."""
+    try:
+        is_object = isinstance(orjson.loads(text), dict)
+    except ValueError:
+        is_object = False
+    # As the text itself: orjson reads deeper nesting than it writes.
+    return orjson.Fragment(text) if is_object else {RAW_ARGUMENTS: text}
 
 
 def event(data: Any, name: str | None = None) -> bytes:

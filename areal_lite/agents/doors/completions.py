@@ -1,27 +1,21 @@
 """OpenAI's ``POST /v1/chat/completions``, and ``POST /v1/completions``: a prompt without chat template, text or ids."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
-
 from areal_lite.agents.doors.api import Api, event
 from areal_lite.agents.session.answer_grammar import answer_grammar
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import json_object, wrong
-from areal_lite.agents.session.request_options import MAX_TOP_LOGPROBS, request_options
+from areal_lite.agents.session.request_options import MAX_CHOICES, MAX_TOP_LOGPROBS, request_options
 
 
 class ChatCompletions(Api):
-    """A chat completion; an answer is a choice.
-
-    Its stream has chunks of role, pieces of text, tool calls and finish reason, then usage if asked for, and an end
-    mark.
-    """
+    """A chat completion; an answer is a choice. Its stream has chunks of role, pieces of text, tool calls and finish
+    reason, then usage if asked for, and an end mark."""
 
     id_prefix = "chatcmpl-"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -43,7 +37,7 @@ class ChatCompletions(Api):
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         choices = [self._choice(index, answer, self._whole(answer)) for index, answer in enumerate(answers)]
-        completion = {**self._head, "object": self.kind, "choices": choices, "usage": _usage(answers)}
+        completion = {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(answers)}
         for answer in answers:
             if (interaction := self.session.interactions.get(answer.id)) is not None:
                 interaction.completion = completion
@@ -62,8 +56,8 @@ class ChatCompletions(Api):
             if calls := [{"index": k, **call} for k, call in enumerate(answer.message.get("tool_calls") or ())]:
                 parts.append(self._event(index, {"delta": {"tool_calls": calls}}))
         parts += [self._event(index, self.nothing, answer) for index, answer in enumerate(answers)]
-        if self.request.options.stream_usage:
-            parts.append(event({**self._head, "choices": [], "usage": _usage(answers)}))
+        if (self.request.options.stream_options or {}).get("include_usage") is True:
+            parts.append(event({**self._head, "choices": [], "usage": self._usage(answers)}))
         return b"".join(parts) + b"data: [DONE]\n\n"
 
     def _event(self, index: int, text: dict[str, Any], answer: ChatAnswer | None = None) -> bytes:
@@ -73,6 +67,11 @@ class ChatCompletions(Api):
         """Return a choice, or a piece of it without the answer."""
         logprobs = self._logprobs(answer) if answer and self.request.options.logprobs else None
         return {"index": index, **text, "finish_reason": answer and answer.finish_reason, "logprobs": logprobs}
+
+    def _usage(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        prompt = sum(answer.response.input_len for answer in answers[:: self.request.options.n])
+        sampled = sum(answer.response.output_len for answer in answers)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _whole(self, answer: ChatAnswer) -> dict[str, Any]:
         return {"message": answer.message}
@@ -89,7 +88,7 @@ class ChatCompletions(Api):
 
 
 class Completions(ChatCompletions):
-    """A completion of one prompt; its stream has pieces of text and finish reasons."""
+    """A completion of one prompt or several; its stream has pieces of text and finish reasons."""
 
     id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
@@ -98,17 +97,18 @@ class Completions(ChatCompletions):
     def parse(self, raw: bytes) -> ChatRequest:
         body = json_object(raw)
         prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        ids = isinstance(prompt, list) and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
-        if not prompt or not (ids or isinstance(prompt, str)):
-            raise wrong("prompt", prompt, "send one prompt per call, a string or a list of token ids")
+        prompts: list[Any] = [prompt]
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            prompts = prompt
+        if not all(_is_prompt(each) and type(each) is type(prompts[0]) for each in prompts):
+            raise wrong("prompt", prompt, "send a string or a list of token ids, or a list of such prompts of one kind")
         top = body.get("logprobs")
         if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
             raise wrong("logprobs", top, f"send a whole number of at most {MAX_TOP_LOGPROBS}")
-        rest = {name: value for name, value in body.items() if name != "prompt"}
-        options = request_options({**rest, "logprobs": top is not None, "top_logprobs": top})
-        return ChatRequest(prompt=prompt, grammar=answer_grammar(body, None), options=options)
+        options = request_options({**body, "prompt": None, "logprobs": top is not None, "top_logprobs": top})
+        if len(prompts) * options.n > MAX_CHOICES:
+            raise wrong("prompt", prompt, f"send at most {MAX_CHOICES} prompts, with n at most {MAX_CHOICES} choices")
+        return ChatRequest(prompts=prompts, grammar=answer_grammar(body, None), options=options)
 
     def start(self) -> bytes:
         return b""  # the first event has text
@@ -130,10 +130,9 @@ class Completions(ChatCompletions):
         }
 
 
-def _usage(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-    prompt = answers[0].response.input_len
-    sampled = sum(answer.response.output_len for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+def _is_prompt(prompt: Any) -> bool:
+    ids = isinstance(prompt, list) and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
+    return bool(prompt) and (ids or isinstance(prompt, str))
 
 
 def _tokens(answer: ChatAnswer, session: ChatSession) -> list[tuple[str, float, list[tuple[str, float]]]]:

@@ -1,27 +1,22 @@
 """An ``httpx`` client that calls the agent service in this process: no sockets, and only JSON bodies are serialized.
 
-It is a client of the library that the installed OpenAI SDK uses: ``httpx`` up to version 2, ``httpx2`` since. Other
-vendors' SDKs that use the same library take it, too.
+It is of the library that the installed OpenAI SDK uses; other vendors' SDKs that use the same one take it, too.
 """
 
-from __future__ import annotations
-
 import asyncio
-import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-
 from areal_lite.agents.doors.agent_service import AgentService, EventBody
+from areal_lite.api.shared_resources import sdk_httpx
 
-if TYPE_CHECKING or int(importlib.metadata.version("openai").partition(".")[0]) > 2:
+if TYPE_CHECKING:
     import httpx2 as httpx
 else:
-    import httpx
+    httpx = sdk_httpx()
 
 T = TypeVar("T")
-
 BASE_URL = "http://areal-lite.local/v1"
 
 
@@ -39,8 +34,9 @@ class ServiceTransport(httpx.AsyncBaseTransport):
         headers = dict(reply.headers)
         if isinstance(reply.body, bytes):
             return httpx.Response(reply.status, headers=headers, content=reply.body)
-        stream = _Stream(reply.body, partial(self._receive, request))
-        return httpx.Response(reply.status, headers=headers, stream=stream)
+        return httpx.Response(
+            reply.status, headers=headers, stream=_Stream(reply.body, partial(self._receive, request))
+        )
 
     async def _receive(self, request: httpx.Request, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a part of the answer no longer than the client's timeout."""
@@ -73,11 +69,9 @@ class _Stream(httpx.AsyncByteStream):
 
 
 class SharedClient(httpx.AsyncClient):
-    """One client for all episodes of a process, without sockets and for any event loop.
-
-    Closing it does nothing, so an agent that closes its SDK client does not close those of other agents. It waits
-    for answers without a limit, unless a request or an SDK client sets a timeout.
-    """
+    """One client for all episodes of a process, without sockets and for any event loop. Closing it does nothing, so an
+    agent that closes its SDK client does not close those of other agents. It waits for answers without a limit, unless
+    a request or an SDK client sets a timeout."""
 
     def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
         transport = ServiceTransport(service, loop)
@@ -86,7 +80,7 @@ class SharedClient(httpx.AsyncClient):
     async def aclose(self) -> None:
         pass
 
-    async def __aenter__(self) -> SharedClient:
+    async def __aenter__(self) -> "SharedClient":
         return self
 
     async def __aexit__(self, *error: Any) -> None:

@@ -5,22 +5,18 @@ Host, Origin and content type. Connections, headers, bodies and the time to send
 and neither they nor the logs contain what a client sent in its headers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import socket
-from http import HTTPStatus
-from typing import Any
-
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Self
 import orjson
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
-
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService, Reply, error_reply
 from areal_lite.agents.doors.api import Api
-from areal_lite.agents.doors.blocked_loop_responder import BlockedLoopResponder
 from areal_lite.agents.doors.http_transport import SharedClient
 from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.session.request_fields import RequestError
@@ -29,48 +25,38 @@ from areal_lite.processes.browser_guard import loopback_names, refusal_of
 from areal_lite.processes.http_limits import BodyError, HttpLimits, SurplusConnection, read_body
 
 logger = logging.getLogger(__name__)
-
 _HOST = "127.0.0.1"
 _HOST_NAMES = loopback_names(_HOST)
+_LIMITS = HttpLimits(max_body_bytes=MAX_BODY_BYTES)
+_MAX_HEAD_BYTES = 1 << 16
+_BODY_SECONDS = 1.0
 
 
 class Listener:
-    """Serves an agent service on an ephemeral port of 127.0.0.1, on the running event loop; one for all agents."""
+    """Serves an agent service on ``port`` of 127.0.0.1, 0 for a free one, on the running event loop."""
 
-    def __init__(self, service: AgentService, *, request_timeout_s: float = 30.0, max_connections: int = 8192) -> None:
+    def __init__(self, service: AgentService, limits: HttpLimits = _LIMITS, *, port: int = 0) -> None:
         self.service = service
-        self._limits = HttpLimits(
-            max_body_bytes=MAX_BODY_BYTES, request_timeout_s=request_timeout_s, max_connections=max_connections
-        )
-        self._runner: web.ServerRunner | None = None
-        self._responder: BlockedLoopResponder | None = None
-        self.port = 0
+        self._limits = limits
+        self.port = port
 
-    async def open(self, shared: SharedResources | None = None) -> Listener:
+    async def open(self, shared: SharedResources | None = None) -> Self:
         """Start to listen; ``shared`` says when the loop is blocked."""
-        server = _Server(
-            self._handle,
-            max_connections=self._limits.max_connections,
-            access_log=None,
-            auto_decompress=False,
-            keepalive_timeout=self._limits.request_timeout_s,
-            lingering_time=1,
-        )
+        server = _Server(self._handle, self._limits)
         self._runner = web.ServerRunner(server, handler_cancellation=True, shutdown_timeout=1)
         await self._runner.setup()
-        listening = socket.create_server((_HOST, 0), backlog=4096)
+        listening = socket.create_server((_HOST, self.port), backlog=4096)
         self.port = listening.getsockname()[1]
         await web.SockSite(self._runner, listening, backlog=4096).start()
-        self._responder = BlockedLoopResponder(listening, server)
+        self._responder = _BlockedLoopResponder(listening, server)
         self._client = SharedClient(self.service, asyncio.get_running_loop())
         if shared is not None:
             shared.while_blocked.append(self._refuse)
         return self
 
     async def close(self) -> None:
-        if self._runner is not None and self._responder is not None:
-            self._responder.close()
-            await self._runner.cleanup()
+        self._responder.close()
+        await self._runner.cleanup()
 
     def access(self, key: str) -> AgentAccess:
         url = f"http://{_HOST}:{self.port}"
@@ -78,23 +64,19 @@ class Listener:
 
     def _refuse(self, blocking: AgentAccess | None, message: str) -> None:
         """Answer 503 to waiting requests of an agent that blocks the loop and so waits for itself."""
-        if blocking is not None and self._responder is not None:
+        if blocking is not None:
             error = Api.error(RequestError(message, status=503, code="event_loop_blocked"))
             self._responder.refuse(blocking.api_key, error)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.raw_path.partition("?")[0]  # not decoded: an encoded path is not served
         try:
             _check(request)
             body = await self._read(request) if request.can_read_body else b""
         except RequestError as error:
-            return _error_response(error, path)
+            return _error_response(error, request.raw_path)
+        # The raw path is not decoded: an encoded path is not served.
         reply = await self.service.handle(request.method, request.raw_path, request.headers, body)
-        if not isinstance(reply.body, bytes):
-            return await send_stream(request, reply)
-        if request.keep_alive and request.version == HttpVersion11:
-            return _WholeResponse(reply)
-        return web.Response(status=reply.status, headers=reply.headers, body=reply.body)
+        return await send_reply(request, reply)
 
     async def _read(self, request: web.BaseRequest) -> bytes:
         fits = (request.content_length or 0) <= self._limits.max_body_bytes
@@ -110,11 +92,10 @@ class Listener:
 def _check(request: web.BaseRequest) -> None:
     if request.method not in ("GET", "POST", "DELETE"):
         raise RequestError(f"{request.method[:20]} is not served: use GET, POST or DELETE", status=405)
-    headers = request.headers
     has_body = request.method == "POST" or request.can_read_body
-    if (refusal := refusal_of(headers, has_body=has_body, host_names=_HOST_NAMES)) is not None:
+    if (refusal := refusal_of(request.headers, has_body=has_body, host_names=_HOST_NAMES)) is not None:
         raise RequestError(refusal.message, status=refusal.status)
-    if headers.get("Content-Encoding", "identity") != "identity":
+    if request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError("the body is compressed: send it without Content-Encoding", status=415)
 
 
@@ -136,10 +117,11 @@ class _Connection(web.RequestHandler):
 
 
 class _Server(web.Server):
-    def __init__(self, handler: Any, *, max_connections: int, **options: Any) -> None:
-        super().__init__(handler, handler_cancellation=True, **options)
-        self._max_connections = max_connections
-        self._options = options
+    def __init__(self, handler: Any, limits: HttpLimits) -> None:
+        self._max_connections = limits.max_connections
+        self._options: dict[str, Any] = {"access_log": None, "auto_decompress": False, "lingering_time": 1}
+        self._options["keepalive_timeout"] = limits.request_timeout_s
+        super().__init__(handler, handler_cancellation=True, **self._options)
 
     def __call__(self) -> Any:
         if len(self._connections) >= self._max_connections:
@@ -156,35 +138,12 @@ def _error_response(error: RequestError, path: str = "") -> web.Response:
     return response
 
 
-class _WholeResponse(web.StreamResponse):
-    """A response in one write, on a connection that stays open; aiohttp's own takes several times the CPU."""
-
-    _keep_alive = True
-
-    def __init__(self, reply: Reply) -> None:
-        super().__init__()
-        self._reply = reply
-
-    async def prepare(self, request: web.BaseRequest) -> Any:
-        status, headers, body = self._reply
-        assert isinstance(body, bytes)
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{lines}content-length: {len(body)}\r\n\r\n"
-        await request.writer.write(head.encode() + body)
-        await request.writer.drain()
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        pass
-
-
-class _StreamedResponse(web.StreamResponse):
-    _send_headers_immediately = False  # with the first events
-
-
-async def send_stream(request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
-    """Send a streamed reply; a client that leaves ends the generation."""
-    assert not isinstance(reply.body, bytes)
-    response = _StreamedResponse(status=reply.status, headers=reply.headers)
+async def send_reply(request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
+    """Send a reply; a client that leaves a streamed one ends the generation."""
+    if isinstance(reply.body, bytes):
+        return web.Response(status=reply.status, headers=reply.headers, body=reply.body)
+    response = web.StreamResponse(status=reply.status, headers=reply.headers)
+    response._send_headers_immediately = False  # but with the first events
     try:
         with contextlib.suppress(ConnectionResetError):
             await response.prepare(request)
@@ -194,3 +153,74 @@ async def send_stream(request: web.BaseRequest, reply: Reply) -> web.StreamRespo
     finally:
         await reply.body.aclose()
     return response
+
+
+class _BlockedLoopResponder:
+    """Accepts connections in place of a blocked event loop; ``refuse`` is for another thread, the rest for the loop.
+
+    Guarantees that only the session whose code blocks the loop is refused: connections of others are given to the loop,
+    which serves them when it runs again.
+    """
+
+    def __init__(self, listening: socket.socket, protocol: Callable[[], Any]) -> None:
+        self._listening: socket.socket | None = listening  # shared with the loop, whose protocol serves connections
+        self._protocol = protocol
+        self._loop = asyncio.get_running_loop()
+        self._accepted: deque[socket.socket] = deque()
+        """Connections of nobody yet; whoever takes one out, this thread or the loop, owns it."""
+        self._adopting: set[asyncio.Task[Any]] = set()
+
+    def close(self) -> None:
+        self._listening = None
+        while self._accepted:
+            self._accepted.popleft().close()
+
+    def refuse(self, key: str, error: dict[str, Any]) -> None:
+        """Answer 503 with ``error`` to waiting requests that carry ``key``; leave the others to the loop."""
+        if (listening := self._listening) is None:
+            return
+        with contextlib.suppress(OSError):  # none is waiting, or the listener is closed
+            while True:
+                connection, _ = listening.accept()
+                connection.setblocking(False)
+                self._accepted.append(connection)
+        for _ in range(len(self._accepted)):
+            try:
+                connection = self._accepted.popleft()
+            except IndexError:  # the loop runs again and took them
+                return
+            head = b""
+            with contextlib.suppress(OSError):  # as far as it has arrived
+                head = connection.recv(_MAX_HEAD_BYTES, socket.MSG_PEEK).partition(b"\r\n\r\n")[0]
+            if key.encode() in head:
+                _answer(connection, orjson.dumps(error))
+            else:
+                self._accepted.append(connection)
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._adopt)
+
+    def _adopt(self) -> None:
+        while self._accepted:
+            connection = self._accepted.popleft()
+            if self._listening is None:
+                connection.close()
+                continue
+            task = self._loop.create_task(self._loop.connect_accepted_socket(self._protocol, connection))
+            self._adopting.add(task)
+            task.add_done_callback(self._adopting.discard)
+
+
+def _answer(connection: socket.socket, body: bytes) -> None:
+    """Read the request, answer it and close; a client that is still sending would miss the answer."""
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(_BODY_SECONDS)
+        head, _, rest = connection.recv(_MAX_HEAD_BYTES).partition(b"\r\n\r\n")
+        sizes = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        missing = (int(sizes[0].partition(b":")[2]) if sizes else 0) - len(rest)
+        with contextlib.suppress(TimeoutError):
+            while missing > 0 and (piece := connection.recv(1 << 16)):
+                missing -= len(piece)
+        connection.sendall(
+            b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nx-should-retry: false\r\n"
+            b"connection: close\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+        )

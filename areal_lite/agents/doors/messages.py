@@ -1,43 +1,29 @@
 """Anthropic's Messages: ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
-
 import orjson
-
-from areal_lite.agents.doors.api import Api, event, fields_as_chat
+from areal_lite.agents.doors.api import RAW_ARGUMENTS, Api, arguments_object, event
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
-from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
-from areal_lite.agents.session.request_fields import (
-    RequestError,
-    joined_text,
-    json_object,
-    short,
-    typed,
-    wrong,
-)
+from areal_lite.agents.session.request_fields import RequestError, joined_text, short, typed, wrong
 
-_AS_CHAT = {
-    "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",
-    "top_p": "top_p", "top_k": "top_k", "stream": "stream", "metadata": "metadata",
-}  # fmt: skip
-"""Fields with the same meaning as a chat completion's, by their name there."""
-_READ = {*_AS_CHAT, "messages", "system", "tools", "tool_choice", "output_config", "output_format"}
-_IGNORED = {"service_tier", "thinking", "cache_control", "context_management"}
-"""Fields without effect on the tokens: accepted and ignored."""
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
 }  # fmt: skip
-_RAW_ARGUMENTS = "_arguments"
-"""Key of a tool's input whose arguments are not JSON, as the model wrote them."""
 
 
 class Messages(Api):
     """A message; its stream has message_start, the blocks one after another, message_delta and message_stop."""
 
     id_prefix = "msg_"
+    as_chat = {
+        "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",
+        "top_p": "top_p", "top_k": "top_k", "stream": "stream", "metadata": "metadata",
+    }  # fmt: skip
+    other_fields = {
+        *("messages", "system", "tools", "tool_choice", "output_config", "output_format"),
+        *("service_tier", "thinking", "cache_control", "context_management"),
+    }
     _block = -1
     _kind = ""
     """Type of the open block; empty if none is open."""
@@ -91,21 +77,18 @@ class Messages(Api):
         self._kind = ""
         return _event("content_block_stop", index=self._block)
 
-    def parse(self, raw: bytes) -> ChatRequest:
-        body = json_object(raw)
-        chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         system = joined_text(body.get("system"), "system")
-        head = [{"role": "system", "content": system}] if body.get("system") else []
-        chat["messages"] = head + _messages(body.get("messages"))
-        if tools := typed("tools", body.get("tools"), list, "send a list of tools"):
-            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-        if choice := typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type"):
-            chat["tool_choice"] = _tool_choice(choice)
+        tools = typed("tools", body.get("tools"), list, "send a list of tools") or []
+        choice = typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type")
         config = typed("output_config", body.get("output_config"), dict, "send an object with format") or {}
-        output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
-        if output_format is not None:
-            chat["response_format"] = output_format
-        return parse_chat_request(chat, self.session.history.find, images=self.session.images)
+        head = [{"role": "system", "content": system}] if body.get("system") else []
+        return {
+            "messages": head + _messages(body.get("messages")),
+            "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
+            "tool_choice": _tool_choice(choice) if choice else None,
+            "response_format": config.get("format") or body.get("output_format"),  # the second one in beta versions
+        }
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         (answer,) = answers
@@ -138,14 +121,9 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
     if message["content"] or not calls:
         blocks.append({"type": "text", "text": message["content"] or ""})
     for call in calls:
-        text = call["function"]["arguments"]
-        try:
-            is_object = isinstance(orjson.loads(text), dict)
-        except ValueError:
-            is_object = False
-        # As the text itself: orjson reads deeper nesting than it writes.
-        arguments = orjson.Fragment(text) if is_object else {_RAW_ARGUMENTS: text}
-        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+        function = call["function"]
+        given = arguments_object(function["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
     return blocks
 
 
@@ -158,13 +136,10 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant", "system"):
             raise wrong(f"{where}.role", role, "send user or assistant")
-        content = message.get("content")
-        if isinstance(content, str):
-            messages.append({"role": role, "content": content})
-        elif isinstance(content, list):
-            messages += _blocks_as_chat(content, role, where)
-        else:
+        if not isinstance(content := message.get("content"), str | list):
             raise wrong(f"{where}.content", content, "send a string or a list of blocks")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        messages += _blocks_as_chat(blocks, role, where)
     return messages
 
 
@@ -183,8 +158,7 @@ def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, 
             case "image" if not is_assistant:
                 texts.append(_part(block))
             case "tool_result" if not is_assistant:
-                content = block.get("content")
-                if isinstance(content, list):
+                if isinstance(content := block.get("content"), list):
                     content = [_part(part) for part in content]
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             case "thinking" if is_assistant:
@@ -193,14 +167,13 @@ def _blocks_as_chat(blocks: list[Any], role: str, where: str) -> list[dict[str, 
                 pass
             case "tool_use" if is_assistant:
                 given = block.get("input") or {}
-                raw = given.get(_RAW_ARGUMENTS) if isinstance(given, dict) else None
+                raw = given.get(RAW_ARGUMENTS) if isinstance(given, dict) else None
                 function = {"name": block.get("name"), "arguments": given if raw is None else raw}
                 call = {"type": "function", "id": block.get("id"), "function": function}
                 other.setdefault("tool_calls", []).append(call)
             case kind:
-                raise RequestError(
-                    f"{where} has a block of type {short(kind)}: only text is supported there", param=where
-                )
+                problem = f"{where} has a block of type {short(kind)}: only text is supported there"
+                raise RequestError(problem, param=where)
     if is_assistant:
         return [{"role": role, "content": "".join(str(block.get("text") or "") for block in texts), **other}]
     return [*results, {"role": role, "content": texts}] if texts else results

@@ -1,33 +1,18 @@
 """OpenAI's Responses: ``POST /v1/responses``, and what a session has stored below ``/v1/responses/ID``."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
-
-from areal_lite.agents.doors.api import Api, event, fields_as_chat
+from areal_lite.agents.doors.api import Api, event
 from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
-from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed, wrong
+from areal_lite.agents.session.request_fields import RequestError, short, typed, wrong
 
-_AS_CHAT = {
-    "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
-    "stream": "stream", "tool_choice": "tool_choice", "top_logprobs": "top_logprobs",
-    "chat_template_kwargs": "chat_template_kwargs", "stop": "stop", "seed": "seed", "top_k": "top_k",
-    "metadata": "metadata",
-}  # fmt: skip
-"""Fields with the same meaning as a chat completion's, by their name there."""
-_READ = {*_AS_CHAT, "input", "instructions", "tools", "text", "previous_response_id", "background", "truncation"}
-_IGNORED = {
-    "include", "max_tool_calls", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
-    "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management",
-}  # fmt: skip
-"""Fields without effect on the tokens: accepted and ignored."""
+_IN_NAMESPACE = "::"
+"""Between a namespace and a function's name, which have no colon, where the model sees both as one name."""
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -35,6 +20,18 @@ class Responses(Api):
     """A response; its stream has response.created, the output items one after another, and response.completed."""
 
     id_prefix = "resp_"
+    as_chat = {
+        "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
+        "stream": "stream", "tool_choice": "tool_choice", "top_logprobs": "top_logprobs",
+        "chat_template_kwargs": "chat_template_kwargs", "stop": "stop", "seed": "seed", "top_k": "top_k",
+        "metadata": "metadata",
+    }  # fmt: skip
+    other_fields = {
+        *("input", "instructions", "tools", "text", "previous_response_id", "background", "truncation"),
+        *("include", "max_tool_calls", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+        *("reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management"),
+        "client_metadata",
+    }
 
     def __init__(self, body: bytes, session: ChatSession) -> None:
         super().__init__(body, session)
@@ -59,13 +56,12 @@ class Responses(Api):
             head += self._event("response.content_part.added", **self._part(), part=new["content"][0])
         part = self._item["content"][0]
         part["text"] += piece.text
-        delta = self._event(f"response.{part['type']}.delta", **self._part(), delta=piece.text, logprobs=[])
-        return head + delta
+        return head + self._event(f"response.{part['type']}.delta", **self._part(), delta=piece.text, logprobs=[])
 
     def end(self, answers: Sequence[ChatAnswer]) -> bytes:
         (answer,) = answers
         parts = [self._close()]
-        items = _items(answer)
+        items = _items(answer.message)
         for item in items if not self._output else [i for i in items if i["type"] == "function_call"]:
             output = {"output_index": len(self._output)}
             opened = {**item, "arguments": ""} if item["type"] == "function_call" else item
@@ -104,26 +100,21 @@ class Responses(Api):
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
-    def parse(self, raw: bytes) -> ChatRequest:
-        body = json_object(raw)
-        chat = fields_as_chat(body, _AS_CHAT, _READ | _IGNORED)
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("background"):
             raise RequestError("background is not served: leave it out and wait for the response", param="background")
         if body.get("truncation") not in (None, "disabled", "auto"):
             raise wrong("truncation", body["truncation"], "send 'disabled'")
         history = self._history(body.get("previous_response_id"))
         instructions = typed("instructions", body.get("instructions"), str, "send a string")
-        chat["messages"] = [
-            *([{"role": "system", "content": instructions}] if instructions else []),
-            *history,
-            *_messages(body.get("input")),
-        ]
-        if tools := typed("tools", body.get("tools"), list, "send a list of functions"):
-            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+        tools = typed("tools", body.get("tools"), list, "send a list of functions") or []
         text = typed("text", body.get("text"), dict, "send an object with format") or {}
-        if text.get("format") is not None:
-            chat["response_format"] = text["format"]
-        return parse_chat_request(chat, self.session.history.find, images=self.session.images)
+        head = [{"role": "system", "content": instructions}] if instructions else []
+        return {
+            "messages": [*head, *history, *_messages(body.get("input"))],
+            "tools": [one for index, tool in enumerate(tools) for one in _functions(tool, f"tools[{index}]")],
+            "response_format": text.get("format"),
+        }
 
     def _history(self, previous: Any) -> list[dict[str, Any]]:
         """Return the messages of an earlier response without its instructions, and its answer."""
@@ -139,7 +130,7 @@ class Responses(Api):
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         (answer,) = answers
-        response = self.session.responses[self.id] = self._response(answer, _items(answer))
+        response = self.session.responses[self.id] = self._response(answer, _items(answer.message))
         return response
 
     def _response(self, answer: ChatAnswer | None, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -189,8 +180,8 @@ def stored_response(method: str, path: str, query: str, session: ChatSession) ->
         if asked.get("stream") == ["true"]:
             raise RequestError("a stored response is not streamed: leave stream out", param="stream")
         return session.responses[name]
-    items = [item for message in session.interactions[name].messages for item in _input_items(message)]
-    items = [{"id": f"{name}_{index}", "status": "completed", **item} for index, item in enumerate(items)]
+    items = [item for message in session.interactions[name].messages for item in _items(message)]
+    items = [{"status": "completed", **item, "id": f"{name}_{index}"} for index, item in enumerate(items)]
     if asked.get("order") != ["asc"]:
         items.reverse()
     return {"object": "list", "data": items, "first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
@@ -201,31 +192,34 @@ def _no_response(name: object, param: str | None) -> RequestError:
     return RequestError(f"{where}: this episode has no such response", status=404, param=param, code="not_found")
 
 
-def _input_items(message: dict[str, Any]) -> list[dict[str, Any]]:
-    if message["role"] == "tool":
-        call_id = message.get("tool_call_id")
-        return [
-            {"type": "function_call_output", "call_id": call_id, "output": _shown(message["content"], "input_text")}
-        ]
-    calls = []
-    for call in message.get("tool_calls") or ():
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else dump_json(arguments or {})
-        calls.append({"type": "function_call", "call_id": call.get("id"), "name": name, "arguments": text})
-    if calls and not message["content"]:
-        return calls
-    kind = "output_text" if message["role"] == "assistant" else "input_text"
-    content = _shown(message["content"], kind)
-    content = content if isinstance(content, list) else [{"type": kind, "text": content}]
-    return [{"type": "message", "role": message["role"], "content": content}, *calls]
-
-
-def _shown(content: str | list[Any], kind: str) -> str | list[Any]:
-    """Return a message's content as parts of an item; of an image, that there was one."""
-    if isinstance(content, str):
-        return content
-    image = {"type": "input_image", "detail": "auto", "image_url": None, "file_id": None}
-    return [{"type": kind, "text": part["text"]} if part["type"] == "text" else image for part in content]
+def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a message of a chat completion as items; of an image, that there was one."""
+    content = message["content"] or ""
+    if message["role"] != "assistant":
+        image = {"type": "input_image", "detail": "auto", "image_url": None, "file_id": None}
+        given = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [{"type": "input_text", "text": part["text"]} if part["type"] == "text" else image for part in given]
+        if message["role"] != "tool":
+            return [{"type": "message", "role": message["role"], "content": parts}]
+        output = content if isinstance(content, str) else parts
+        return [{"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": output}]
+    items = [_reasoning(thought)] if (thought := message.get("reasoning_content")) else []
+    calls = message.get("tool_calls") or []
+    if content or not calls:
+        items.append(_message(content))
+    for call in calls:
+        namespace, _, name = call["function"]["name"].rpartition(_IN_NAMESPACE)
+        arguments = call["function"]["arguments"]
+        item = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "call_id": call.get("id"),
+            "name": name,
+            "arguments": arguments if isinstance(arguments, str) else dump_json(arguments or {}),
+            "status": "completed",
+        }
+        items.append({**item, "namespace": namespace} if namespace else item)
+    return items
 
 
 def _message(text: str) -> dict[str, Any]:
@@ -239,20 +233,6 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": [part]}
 
 
-def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
-    message = answer.message
-    items: list[dict[str, Any]] = []
-    if reasoning := message.get("reasoning_content"):
-        items.append(_reasoning(reasoning))
-    calls = message.get("tool_calls") or []
-    if message["content"] or not calls:
-        items.append(_message(message["content"] or ""))
-    for call in calls:
-        head = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"]}
-        items.append({**head, **call["function"], "status": "completed"})
-    return items
-
-
 def _messages(raw: Any) -> list[dict[str, Any]]:
     """Return input items as chat messages; one answer's text, reasoning and calls are one message."""
     if isinstance(raw, str):
@@ -260,7 +240,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
     if not isinstance(raw, list):
         raise wrong("input", raw, "send a string or a list of items")
     messages: list[dict[str, Any]] = []
-    reasoning: str | None = None
+    reasoning: dict[str, str] = {}  # that the next answer takes
     for index, item in enumerate(raw):
         where = f"input[{index}]"
         if not isinstance(item, dict):
@@ -268,19 +248,20 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
         kind = item.get("type") or "message"
         if kind == "reasoning":
             texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
-            reasoning = "".join(text for text in texts if isinstance(text, str)) or None
+            thought = "".join(text for text in texts if isinstance(text, str))
+            reasoning = {"reasoning_content": thought} if thought else {}
         elif kind == "message":
             message = {"role": item.get("role"), "content": _content(item.get("content"))}
-            if message["role"] == "assistant" and reasoning is not None:
-                message["reasoning_content"], reasoning = reasoning, None
+            if message["role"] == "assistant":
+                message, reasoning = message | reasoning, {}
             messages.append(message)
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            space, name = item.get("namespace"), item.get("name")
+            function = {"name": f"{space}{_IN_NAMESPACE}{name}" if space else name, "arguments": item.get("arguments")}
             call = {"type": "function", "id": item.get("call_id"), "function": function}
-            if not messages or messages[-1]["role"] != "assistant" or reasoning is not None:
-                messages.append({"role": "assistant", "content": ""})
-                if reasoning is not None:
-                    messages[-1]["reasoning_content"], reasoning = reasoning, None
+            if reasoning or not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": "", **reasoning})
+                reasoning = {}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             content = _content(item.get("output"))
@@ -306,8 +287,16 @@ def _chat_part(part: Any) -> Any:
     return {**part, "type": "text"} if kind in _TEXTS else part
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
+def _functions(tool: Any, where: str) -> list[dict[str, Any]]:
+    """Return a function, or those of a namespace, in the form of a chat completion."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind == "namespace":
+        inside = typed(f"{where}.tools", tool.get("tools"), list, "send a list of functions") or []
+        functions = [one for number, part in enumerate(inside) for one in _functions(part, f"{where}.tools[{number}]")]
+        for one in functions:
+            one["function"]["name"] = f"{tool.get('name')}{_IN_NAMESPACE}{one['function'].get('name')}"
+        return functions
+    if kind != "function":
         raise wrong(where, tool, "send functions; tools that OpenAI runs are not served")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+    return [{"type": "function", "function": function}]

@@ -2,5 +2,6 @@
 
 Promises that none of it outlives its episode, except a thread that does not end, which is logged and counted. Imports
 api and processes, whose call pool and child processes it uses, and the HTTP client of doors. ``agent_workflow`` calls
-it. Read agent_access (what an agent gets, and the programs it may run), then agent_thread and agent_processes.
+it. Read agent_access (what an agent gets, and the programs it may run), then agent_thread, agent_processes and
+episode_processes (what it starts by itself).
 """

@@ -2,11 +2,9 @@
 
 A program gets few variables, a folder of its own, and limits. Guarantees that it and all processes that it started,
 daemons too, are killed when it ends, at its timeout, when its episode is stopped, and when this process dies. Outside
-Linux, only those of its process group. It limits accidents; it is not a sandbox: a program can kill its supervisor, and
-what runs as another user stays.
+Linux, only those of its process group. Without ``rollout.agents.sandbox`` this limits accidents alone: a program can
+kill its supervisor, and what runs as another user stays.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -21,15 +19,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
 from areal_lite.api import episode_context
 from areal_lite.api.trajectory import ProcessRecord
 from areal_lite.processes import process_tree
 from areal_lite.processes.child_process import ChildProcess
+from areal_lite.processes.sandbox import ProcessLimits, boxed
 
 KEPT_BYTES = 64 * 1024
 """Bytes kept of each output, the last ones."""
@@ -42,7 +40,8 @@ class EpisodeEnviron(os._Environ[str]):
     """``os.environ`` with the variables of the running episode on top; writes go to the process.
 
     SDKs read their address and key from the environment when a client is made without arguments. Many episodes share
-    the process, so each sees its own values through a contextvar. A subprocess gets them only with ``env=`` given.
+    the process, so each sees its own values through a contextvar. Programs that it starts get them, too, by
+    :mod:`.episode_processes`.
     """
 
     def __getitem__(self, key: str) -> str:
@@ -62,30 +61,18 @@ class EpisodeEnviron(os._Environ[str]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessLimits:
-    """Limits of one program; None is unlimited."""
-
-    cpu_s: int | None = 3600
-    """CPU seconds of each process."""
-    memory_bytes: int | None = 8 * 2**30
-    """Data memory of each process; libraries that are only mapped do not count."""
-    file_bytes: int | None = 2**30
-    """Size of each file it writes."""
-    processes: int | None = 8192
-    """Processes and threads of the user, all programs together; no limit for root."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentAccess:
     """How one episode's agent reaches its session; valid until ``run()`` returns."""
 
     base_url: str
     """Address of OpenAI's APIs, ``http://127.0.0.1:PORT/v1``."""
     anthropic_base_url: str
-    """Address of Anthropic's API, ``http://127.0.0.1:PORT``."""
+    """Address of Anthropic's and of Gemini's API, ``http://127.0.0.1:PORT``."""
     api_key: str
     http_client: Any
     """An ``httpx.AsyncClient`` that needs no sockets; SDKs take it as ``http_client``."""
+    sandbox: str = "none"
+    """``rollout.agents.sandbox``."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -96,6 +83,8 @@ class AgentAccess:
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": self.api_key,
+            "GOOGLE_GEMINI_BASE_URL": self.anthropic_base_url,
+            "GEMINI_API_KEY": self.api_key,
         }
 
     @contextmanager
@@ -122,7 +111,7 @@ class AgentAccess:
         limits: ProcessLimits | None = None,
         timeout_s: float | None = None,
     ) -> ProcessRecord:
-        """Run an agent in another program; its SDK finds this episode's model in the environment.
+        """Run a program in a sandbox of its own; if it is an agent, its SDK finds the model in the environment.
 
         The program sees PATH, LANG, HOME (its working directory), :attr:`environment` and what ``inherit`` and
         ``variables`` add, no other variable. Its process group is killed when it ends, at the timeout, and when
@@ -133,7 +122,7 @@ class AgentAccess:
             cwd: Its working directory; None makes an empty one and removes it afterwards.
             inherit: Names of variables it takes from this process.
             variables: Values of further variables.
-            limits: What it may use; None is ``ProcessLimits()``.
+            limits: What it may use; None is ``ProcessLimits()``. In a sandbox it needs ``network`` to call the model.
             timeout_s: Seconds after which it is killed; None leaves it to the episode's deadline.
 
         Returns:
@@ -149,28 +138,31 @@ class AgentAccess:
                 **{name: os.environ[name] for name in inherit if name in os.environ},
                 **{"HOME": folder, **self.environment, **(variables or {})},
             }
-            return await run_program(command, folder, environment, limits or ProcessLimits(), timeout_s)
+            return await run_program(self.sandbox, command, folder, environment, limits or ProcessLimits(), timeout_s)
 
 
 async def run_program(
-    command: Sequence[str], folder: str, environment: Mapping[str, str], limits: ProcessLimits, timeout_s: float | None
+    sandbox: str,
+    command: Sequence[str],
+    folder: str,
+    environment: Mapping[str, str],
+    limits: ProcessLimits,
+    timeout_s: float | None,
 ) -> ProcessRecord:
     """Run a program and return how it ended; also recorded in the running episode."""
-    _check_command(command, folder, environment["PATH"])
+    _check_command(command, folder, None if sandbox.startswith("docker") else environment["PATH"])
     names = [str(part) for part in command]
-    loop, ended, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
-    tails = _Tail(), _Tail()
-    left = 0.0, "", ""
+    box, watch = boxed(sandbox, names, folder, environment, limits)
+    loop, tails, began = asyncio.get_running_loop(), (_Tail(), _Tail()), time.monotonic()
+    ended: asyncio.Future[tuple[float, str, str]] = loop.create_future()
 
     def end() -> None:
-        nonlocal left
         left = time.monotonic() - began, tails[0].text(), tails[1].text()
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set)
+            loop.call_soon_threadsafe(ended.set_result, left)
 
     outputs = tails[0].writes, tails[1].writes
-    resources = dict(zip(("CPU", "DATA", "FSIZE", "NPROC"), astuple(limits), strict=True))
-    script = [sys.executable, "-I", "-S", process_tree.__file__, json.dumps(resources), folder, *names]
+    script = [sys.executable, "-I", "-S", process_tree.__file__, json.dumps(watch), folder, *box]
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, process_tree.TO_END)
     try:
         program = ChildProcess(script, environment=environment, output=outputs[0], errors=outputs[1], on_end=end)
@@ -179,14 +171,12 @@ async def run_program(
         for descriptor in outputs:
             os.close(descriptor)
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await ended.wait()
+        await asyncio.wait({ended}, timeout=timeout_s)
     finally:  # also when the episode is stopped
-        timed_out = not ended.is_set()
+        timed_out = not ended.done()
         program.terminate()
-        await ended.wait()
-        seconds, stdout, stderr = left
+        await asyncio.wait({ended})  # not by itself: a second stop would cancel it
+        seconds, stdout, stderr = ended.result()
         code = program.wait()
         assert code is not None
         record = ProcessRecord(
@@ -197,13 +187,13 @@ async def run_program(
     return record
 
 
-def _check_command(command: Sequence[str], folder: str, path: str) -> None:
+def _check_command(command: Sequence[str], folder: str, path: str | None) -> None:
     if isinstance(command, str) or not command:
         raise ValueError(f"the command is {command!r}: give a list, such as ['bash', '-c', 'make test']")
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"cwd {folder!r} is no folder")
     name = str(command[0])
-    if shutil.which(str(Path(folder, name)) if "/" in name else name, path=path) is None:
+    if path is not None and shutil.which(str(Path(folder, name)) if "/" in name else name, path=path) is None:
         raise FileNotFoundError(f"no program {name!r} in {path if '/' not in name else folder}")
 
 

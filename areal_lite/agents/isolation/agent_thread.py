@@ -1,7 +1,5 @@
 """Runs an agent in a thread of its own, where it may block."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
@@ -10,7 +8,6 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
-
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.processes.user_code import place_of
 
@@ -41,10 +38,6 @@ async def run_in_thread(
             task.cancel()
         return await result
 
-    def end(error: BaseException | None, result: Any) -> None:
-        if not ended.done():
-            ended.set_result((error, result))
-
     def run() -> None:
         error, result = None, None
         try:
@@ -54,7 +47,7 @@ async def run_in_thread(
         except BaseException as raised:  # the caller raises it
             error = raised
         with contextlib.suppress(RuntimeError):  # the engine's loop is closed
-            home.call_soon_threadsafe(end, error, result)
+            home.call_soon_threadsafe(ended.set_result, (error, result))
 
     # A daemon, so that a thread left behind does not keep the program alive.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)

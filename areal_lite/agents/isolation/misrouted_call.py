@@ -3,8 +3,6 @@
 Reads attributes that HTTP libraries set (httpx, requests, aiohttp, and the SDKs on top of them), never their texts.
 """
 
-from __future__ import annotations
-
 import contextlib
 from operator import attrgetter
 from urllib.parse import urlsplit

@@ -1,24 +1,11 @@
-"""Split an answer's text into reasoning, content and tool calls. Pure text: tokens are never touched.
-
-Guarantees that parsing never raises.
-"""
-
-from __future__ import annotations
+"""Split an answer's text into reasoning, content and tool calls. Pure text, without tokens; parsing never raises."""
 
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
 from areal_lite.agents.parsers.call_json import ToolCall, read_bare_calls
-from areal_lite.agents.parsers.tool_formats import (
-    TOOL_FORMATS,
-    Part,
-    ToolFormat,
-    Tools,
-    Unreadable,
-    tool_format_of_template,
-)
+from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS, ToolFormat, Tools, Unreadable, tool_format_of_template
 
 THINK, THINK_END = "<think>", "</think>"
 
@@ -54,13 +41,13 @@ class AnswerParser:
         """True if the end of the prompt can begin the answer."""
         return self.splits_reasoning
 
-    def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
-        """Return how a :class:`.TextStream` reads an answer; from an opening on, text may not be content."""
-        return {
-            "openings": self.tool_format.starts if tools else (),
-            "json_waits": bool(tools) and self.tool_format.bare_json,
-            "thinking": prefill.rstrip().endswith(THINK) if self.splits_reasoning else None,
-        }
+    def regions(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> "TextRegions":
+        """Return the reader of an answer that arrives in pieces."""
+        openings, json_waits = (self.tool_format.starts, self.tool_format.bare_json) if tools else ((), False)
+        return TextRegions(self._thinking(prefill), openings=openings, json_waits=json_waits)
+
+    def _thinking(self, prefill: str) -> bool | None:
+        return prefill.rstrip().endswith(THINK) if self.splits_reasoning else None
 
     def reads(self, token: str, *, tools: bool) -> bool:
         """Return whether parsing needs to see ``token``, also where it is a special token."""
@@ -70,38 +57,78 @@ class AnswerParser:
     def parse(
         self, text: str, tools: Sequence[dict[str, Any]] | None = None, *, prefill: str = "", bare_json: bool = False
     ) -> ParsedAnswer:
-        reasoning, closed, content = self._split_reasoning(text, thinking=prefill.rstrip().endswith(THINK))
+        reasoning, closed, content = _split_reasoning(text, self._thinking(prefill))
         if not tools or not closed:
             return ParsedAnswer(content, reasoning)
         return self._split_calls(content, tools, bare_json)._replace(reasoning=reasoning)
 
-    def _split_reasoning(self, text: str, *, thinking: bool) -> tuple[str, bool, str]:
-        body = text.lstrip()
-        if not self.splits_reasoning or not (thinking or body.startswith(THINK)):
-            return "", True, text
-        reasoning, end, content = body.removeprefix(THINK).partition(THINK_END)
-        return reasoning.strip(), bool(end), content.lstrip()
-
     def _split_calls(self, text: str, tools: Sequence[dict[str, Any]], bare_json: bool) -> ParsedAnswer:
-        parts: list[Part] = []
         declared = declared_tools(tools)
         if any(start in text for start in self.tool_format.starts):
             parts = list(self.tool_format.split(text, declared))
         elif bare_json or self.tool_format.bare_json:
             parts = ["", *read_bare_calls(text, declared)]
-        unparsable = any(isinstance(p, Unreadable) or (isinstance(p, ToolCall) and not p.is_json) for p in parts)
-        tool_calls = [
-            openai_call(part, self.tool_format.call_id_digits) for part in parts if isinstance(part, ToolCall)
-        ]
-        if not tool_calls:
+        else:
+            parts = []
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        unparsable = any(isinstance(part, Unreadable) for part in parts) or not all(call.is_json for call in calls)
+        if not calls:
             return ParsedAnswer(text, unparsable=unparsable)
-        texts = [
-            part.text if isinstance(part, Unreadable) else part for part in parts if not isinstance(part, ToolCall)
-        ]
-        content = "".join([texts[0], *(piece for piece in texts[1:] if piece.strip())]).rstrip()
-        if not texts[0].strip():
-            content = content.lstrip()
-        return ParsedAnswer(content, "", tool_calls, unparsable)
+        others = [part for part in parts if not isinstance(part, ToolCall)]
+        first, *rest = (part.text if isinstance(part, Unreadable) else part for part in others)
+        content = "".join([first, *(piece for piece in rest if piece.strip())]).rstrip()
+        content = content if first.strip() else content.lstrip()
+        digits = self.tool_format.call_id_digits
+        return ParsedAnswer(content, "", [openai_call(call, digits) for call in calls], unparsable)
+
+
+class TextRegions:
+    """Content and reasoning of an answer while it arrives, as far as no text that follows changes them."""
+
+    content = reasoning = ""
+    in_call = False
+    """True if the text that follows may not be content."""
+
+    def __init__(self, thinking: bool | None = None, *, openings: Sequence[str] = (), json_waits: bool = False) -> None:
+        """Read an answer that may have calls at ``openings``, or be one if it is JSON and ``json_waits``."""
+        self._thinking = thinking
+        self._openings = openings
+        self._json_waits = json_waits
+        self._text = ""
+
+    def feed(self, text: str) -> None:
+        self._text += text
+        begun = self._text.lstrip()
+        if self._thinking is not None and len(begun) < len(THINK) and THINK.startswith(begun):
+            return
+        self.reasoning, closed, content = _split_reasoning(self._text, self._thinking)
+        if not closed:
+            self.reasoning, _ = text_before(self.reasoning, (THINK_END,))
+        elif self._json_waits and content.lstrip()[:1] in ("{", "["):
+            self.in_call = True
+        else:
+            self.content, self.in_call = text_before(content, self._openings)
+
+
+def text_before(text: str, ends: Sequence[str]) -> tuple[str, bool]:
+    """Return the text before the first of ``ends``, and whether it is there; without white space at its end, and
+    without what may be the beginning of one."""
+    if found := [at for end in ends if (at := text.find(end)) >= 0]:
+        return text[: min(found)].rstrip(), True
+    longest = max(map(len, ends), default=0)
+    tails = range(max(0, len(text) - longest + 1), len(text))
+    cut = next((at for at in tails if any(end.startswith(text[at:]) for end in ends)), len(text))
+    return text[:cut].rstrip(), False
+
+
+def _split_reasoning(text: str, thinking: bool | None) -> tuple[str, bool, str]:
+    """Return the reasoning, whether it has ended, and the content. ``thinking`` is True if the prompt has begun the
+    reasoning, and None if it is not split off."""
+    body = text.lstrip()
+    if thinking is None or not (thinking or body.startswith(THINK)):
+        return "", True, text
+    reasoning, end, content = body.removeprefix(THINK).partition(THINK_END)
+    return reasoning.strip(), bool(end), content.lstrip()
 
 
 def answer_parser(

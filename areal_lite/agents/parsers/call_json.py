@@ -1,7 +1,5 @@
 """Read tool calls written as JSON, also if the JSON is broken. Never raises, whatever the depth or the text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Container
@@ -65,21 +63,16 @@ def dump_json(value: Any) -> str | None:
 def call_with_arguments(name: str, arguments: str) -> ToolCall:
     """Return a call whose arguments the model wrote as ``arguments``; no text means no arguments."""
     arguments = arguments.strip()
-    found = read_json(arguments or "{}")
-    if found is not None and isinstance(found[0], dict) and found[1] >= len(arguments):
-        text = dump_json(found[0])
-        if text is not None:
-            return ToolCall(name, text)
+    value, end = read_json(arguments or "{}") or (None, 0)
+    if isinstance(value, dict) and end >= len(arguments) and (text := dump_json(value)) is not None:
+        return ToolCall(name, text)
     return ToolCall(name, arguments, is_json=False)
 
 
 def read_calls(text: str) -> list[ToolCall] | None:
-    """Return the calls in ``text``: JSON objects one after another, or a list of them.
-
-    An object has ``name`` and ``arguments`` or ``parameters``. If the JSON is broken after a name, the rest of the text
-    is that call's arguments.
-    None if a name cannot be read, or if there is anything else in the text.
-    """
+    """Return the calls in ``text``: JSON objects one after another, or a list of them; None if there is anything else
+    in the text, or a name cannot be read. If the JSON is broken after a name, the rest of the text is that call's
+    arguments."""
     calls: list[ToolCall] = []
     start = skip_space(text, 0, _SEPARATORS)
     while start < len(text):
@@ -100,10 +93,8 @@ def read_bare_calls(text: str, declared: Container[str]) -> list[ToolCall]:
 
 
 def typed_value(text: str, schema: Any) -> Any:
-    """Return an argument written as plain text as a value of its JSON schema's type.
-
-    Text that has none of the declared types stays text. Without a schema, JSON becomes its value.
-    """
+    """Return an argument written as plain text as a value of its JSON schema's type; text that has none of the declared
+    types stays text. Without a schema, JSON becomes its value."""
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text
@@ -129,8 +120,7 @@ def read_call(value: Any) -> ToolCall | None:
 
 
 def _broken_call(text: str) -> ToolCall | None:
-    header = _BROKEN_CALL.match(text)
-    if header is None:
+    if (header := _BROKEN_CALL.match(text)) is None:
         return None
     found = read_json(text, header.end())
     if found is not None and not text[found[1] :].strip(" \n\t\r]}"):  # only the end of the object is missing

@@ -5,12 +5,9 @@ again without the fields of calls, and its calls are text. Text is collected fro
 message: the message keeps only the last of several texts, and a stream has sent the first one by then.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
 from areal_lite.agents.parsers.answer_parser import ParsedAnswer, declared_tools, openai_call
 from areal_lite.agents.parsers.call_json import ToolCall, read_bare_calls, read_call
 from areal_lite.errors import ConfigError
@@ -27,11 +24,10 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 class Regions:
     """Content, reasoning and calls of one answer, while it arrives."""
 
-    def __init__(self, template: ResponseTemplate, tools: Sequence[dict[str, Any]] | None, prefill: str) -> None:
+    def __init__(self, template: "ResponseTemplate", tools: Sequence[dict[str, Any]] | None, prefill: str) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        self.content = ""
-        self.reasoning = ""
+        self.content = self.reasoning = ""
         self.calls: list[Any] = []
         self.in_call = False
         self._parser: Any = ResponseParser(template, prefix=prefill, tools=list(tools or []))
@@ -47,9 +43,9 @@ class Regions:
     def _take(self, events: list[dict[str, Any]]) -> None:
         for event in events:
             if event["field"] == "content":
-                self.content += event.get("text", "")
+                self.content = (self.content + event.get("text", "")).lstrip()
             elif event["field"] in _REASONING:
-                self.reasoning += event.get("text", "")
+                self.reasoning = (self.reasoning + event.get("text", "")).lstrip()
             else:
                 self.in_call = True
                 if event["type"] == "region_close":
@@ -69,17 +65,13 @@ class ResponseTemplateParser:
             raise ConfigError(
                 f"the tokenizer's response_template is invalid: {error}: correct it, or set rollout.agents.tool_parser"
             ) from error
-        fields = {
-            name: dataclasses.replace(field, optional=True)
-            for name, field in template.fields.items()
-            if splits_reasoning or name not in _REASONING
-        }
         as_text: Any = {"content": "text", "content_args": {}, "transform": None, "repeats": False, "join": None}
-        texts = {
-            name: dataclasses.replace(field, **as_text)
-            for name, field in fields.items()
-            if name == "content" or name in _REASONING
-        }
+        fields, texts = {}, {}
+        for name, field in template.fields.items():
+            if splits_reasoning or name not in _REASONING:
+                fields[name] = dataclasses.replace(field, optional=True)
+                if name == "content" or name in _REASONING:
+                    texts[name] = dataclasses.replace(fields[name], **as_text)
         self._template = dataclasses.replace(template, fields=fields)
         self._texts = dataclasses.replace(template, fields=texts)
         """Without calls, which are then content."""
@@ -88,9 +80,6 @@ class ResponseTemplateParser:
         fields = (self._template if tools else self._texts).fields.values()
         patterns = [one.pattern.replace("\\", "") for field in fields for one in (field.open_re, field.close_re) if one]
         return any(token in pattern for pattern in patterns)
-
-    def stream_options(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> dict[str, Any]:
-        return {"regions": self.regions(tools, prefill)}
 
     def regions(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> Regions:
         """Return the reader of an answer; without ``tools``, calls are content."""
@@ -111,7 +100,7 @@ class ResponseTemplateParser:
                 calls = [_read_call(call) for call in regions.calls]
             except Exception:
                 return self.parse(text, None, prefill=prefill)._replace(unparsable=True)
-            content, reasoning = regions.content.strip(), regions.reasoning.strip()
+            content, reasoning = regions.content.rstrip(), regions.reasoning.rstrip()
         unparsable = not all(call.is_json for call in calls)
         return ParsedAnswer(content, reasoning, [openai_call(call) for call in calls], unparsable)
 

@@ -4,14 +4,11 @@ A format splits an answer into text, calls, and calls whose name cannot be read.
 because models that loop write thousands of them.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
 from areal_lite.agents.parsers.call_json import (
     NAME,
     ToolCall,
@@ -60,41 +57,33 @@ def hermes(text: str, tools: Tools) -> Iterator[Part]:
             yield from _calls(body, whole)
 
 
+_GLM_ARGUMENT = re.compile(
+    r"<arg_key>((?:(?!</?arg_key>).)*)</arg_key>\s*<arg_value>((?:(?!</?arg_value>).)*)</arg_value>\s*", re.DOTALL
+)
+
+
 def glm45(text: str, tools: Tools) -> Iterator[Part]:
     """GLM 4.5: ``<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>``."""
     for outside, body, whole in _blocks(text, "<tool_call>", "</tool_call>"):
         yield outside
-        end = _first(body, 0, "<arg_key>", "\n")
-        name = body[:end].strip()
+        start = _first(body, 0, "<arg_key>", "\n")
+        name = body[:start].strip()
         if is_name(name):
-            yield _glm_call(name, body[end:], tools.get(name, {}))
+            values, end = _values(_GLM_ARGUMENT, body, start, tools.get(name, {}))
+            arguments = dump_json(values) if end == len(body) else None
+            yield call_with_arguments(name, body[start:]) if arguments is None else ToolCall(name, arguments)
         elif whole:
             yield from _calls(body, whole)
 
 
-def _glm_call(name: str, body: str, schemas: Mapping[str, Any]) -> ToolCall:
-    values: dict[str, Any] = {}
-    position = skip_space(body, 0)
-    while (key := _element(body, position, "<arg_key>", "</arg_key>")) is not None:
-        value = _element(body, skip_space(body, key[1]), "<arg_value>", "</arg_value>")
-        if value is None:
-            break
-        values[key[0].strip()] = typed_value(value[0], schemas.get(key[0].strip()))
-        position = skip_space(body, value[1])
-    arguments = dump_json(values) if position == len(body) else None
-    return call_with_arguments(name, body) if arguments is None else ToolCall(name, arguments)
-
-
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]*)>")
 _FUNCTION_END = re.compile(r"\s*(?:</function>)?(?:\s*</tool_call>)?")
+_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?((?:(?!<parameter=|</parameter>).)*?)\n?</parameter>\s*", re.DOTALL)
 _AFTER_FUNCTION = re.compile(r"\s*(?:</function>|</tool_call>|<tool_call>|<function=|\Z)")
 
 
 def function_tag(text: str, tools: Tools) -> Iterator[Part]:
-    """``<function=name>`` with JSON or with ``<parameter=key>value</parameter>`` inside, also in ``<tool_call>``.
-
-    The second form is Qwen3-Coder's.
-    """
+    """``<function=name>`` with JSON or, Qwen3-Coder, ``<parameter=key>value</parameter>``; also in ``<tool_call>``."""
     position = 0
     while (opening := _FUNCTION.search(text, position)) is not None:
         yield from hermes(text[position : opening.start()], tools)
@@ -114,19 +103,9 @@ def _function_call(name: str, text: str, start: int, schemas: Mapping[str, Any])
     found = read_json(text, start)
     if found is not None and _AFTER_FUNCTION.match(text, found[1]):
         return call_with_arguments(name, text[start : found[1]]), found[1]
-    values: dict[str, Any] = {}
-    position = skip_space(text, start)
-    while text.startswith("<parameter=", position):
-        key = _element(text, position, "<parameter=", ">")
-        end = _first(text, key[1], "</parameter>", "<parameter=") if key else len(text)
-        if key is None or not text.startswith("</parameter>", end):
-            break
-        value = text[key[1] : end].removeprefix("\n").removesuffix("\n")
-        values[key[0].strip()] = typed_value(value, schemas.get(key[0].strip()))
-        position = skip_space(text, end + len("</parameter>"))
-    arguments = dump_json(values) if _AFTER_FUNCTION.match(text, position) else None
-    if arguments is not None:
-        return ToolCall(name, arguments), position
+    values, end = _values(_PARAMETER, text, start, schemas)
+    if _AFTER_FUNCTION.match(text, end) and (arguments := dump_json(values)) is not None:
+        return ToolCall(name, arguments), end
     end = _first(text, start, "</function>", "<tool_call>", "<function=")
     return ToolCall(name, text[start:end].strip(), is_json=False), end
 
@@ -163,10 +142,8 @@ _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 
 
 def deepseek(text: str, tools: Tools) -> Iterator[Part]:
-    """DeepSeek, calls between begin and end tokens.
-
-    V3 and R1 write ``function<sep>name``, a line break and fenced JSON; V3.1 writes ``name<sep>{...}``.
-    """
+    """DeepSeek, between begin and end tokens: V3 and R1 write ``function<sep>name``, a line break and fenced JSON; V3.1
+    writes ``name<sep>{...}``."""
     if _DEEPSEEK_CALLS in text and _DEEPSEEK_CALL not in text:
         yield Unreadable(text)
         return
@@ -207,10 +184,8 @@ def _calls(body: str, whole: str) -> Sequence[Part]:
 
 
 def _blocks(text: str, opening: str, closing: str) -> Iterator[tuple[str, str, str]]:
-    """Yield ``opening ... closing``: the text before, the body and the whole; the last block may lack its end.
-
-    The text after the last block comes with an empty whole.
-    """
+    """Yield ``opening ... closing``: the text before, the body and the whole; the last block may lack its end. The text
+    after it comes with an empty whole."""
     position = 0
     while (start := text.find(opening, position)) >= 0:
         outside, body = text[position:start], start + len(opening)
@@ -241,13 +216,15 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-def _element(text: str, start: int, opening: str, closing: str) -> tuple[str, int] | None:
-    """Return the text between ``opening`` at ``start`` and ``closing``, and its end; None if either is missing."""
-    if not text.startswith(opening, start):
-        return None
-    start += len(opening)
-    end = _first(text, start, closing, opening)
-    return (text[start:end], end + len(closing)) if text.startswith(closing, end) else None
+def _values(argument: re.Pattern[str], text: str, start: int, schemas: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the arguments from ``start`` on, each a match of key and value, and where they end."""
+    values: dict[str, Any] = {}
+    position = skip_space(text, start)
+    while (found := argument.match(text, position)) is not None:
+        key = found[1].strip()
+        values[key] = typed_value(found[2], schemas.get(key))
+        position = found.end()
+    return values, position
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -282,7 +259,4 @@ _SIGNS = (
 
 def tool_format_of_template(template: str) -> str:
     """Return the name of the format that a chat template writes; Hermes if it writes none."""
-    for name, signs in _SIGNS:
-        if all(sign in template for sign in signs):
-            return name
-    return "hermes"
+    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), "hermes")

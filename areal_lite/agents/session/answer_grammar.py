@@ -1,11 +1,8 @@
 """Grammars that an answer must match, for structured outputs and tool calls that a request forces. Pure."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
-
 from areal_lite.agents.session.request_fields import RequestError, json_bytes, short, wrong
 
 _SERVER_FIELDS = {
@@ -13,17 +10,13 @@ _SERVER_FIELDS = {
     "guided_choice": "choice",
 }  # fmt: skip
 """Fields of SGLang and vLLM that are also a kind of ``structured_outputs``, by its name there."""
-_FIELDS = {"response_format", "tool_choice", "structured_outputs", *_SERVER_FIELDS}
 
 
 def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> dict[str, str]:
     """Return ``{kind: grammar}`` with the kind ``json_schema``, ``regex`` or ``ebnf``; empty if the answer is free.
 
-    Reads ``response_format``, ``tool_choice``, SGLang's ``regex`` and ``ebnf``, vLLM's ``guided_*`` and
-    ``structured_outputs``.
+    Reads ``response_format``, ``tool_choice``, :data:`_SERVER_FIELDS` and vLLM's ``structured_outputs``.
     """
-    if body.keys().isdisjoint(_FIELDS):
-        return {}
     found = [
         _call_or_format(body.get("tool_choice"), body.get("response_format"), tools),
         _structured(body.get("structured_outputs")),
@@ -38,11 +31,8 @@ def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> 
 
 
 def _call_or_format(choice: Any, response_format: Any, tools: list[dict[str, Any]] | None) -> dict[str, str]:
-    """Return the schema of the answer that tools and ``response_format`` ask for together.
-
-    A required call goes before the format. A model that may call tools writes either a call, as bare JSON, or an
-    answer in the format.
-    """
+    """Return the schema of the answer that tools and ``response_format`` ask for together. A required call goes before
+    the format. A model that may call tools writes either a call, as bare JSON, or an answer in the format."""
     schema = _response_format(response_format)
     calls = _calls(choice, tools)
     if schema is not None and choice in (None, "auto"):

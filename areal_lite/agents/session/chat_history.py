@@ -23,14 +23,11 @@ that sends the same messages to two calls and then continues with the first one'
 both answers read alike, the later one's ids are continued. Both are on policy; neither is trained twice.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any, Literal
-
-from areal_lite.agents.session.chat_request import ChatRequest, Conversation, parse_message, without_reasoning
+from areal_lite.agents.session.chat_request import ChatRequest, Conversation, parse_message
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 
 Style = Literal["individual", "concat"]
@@ -58,12 +55,8 @@ class ChatHistory:
 
     def find(self, raw: list[Any]) -> Conversation | None:
         """Return the longest earlier conversation that the messages of a request begin with."""
-        found = None
-        for one in self._conversations:
-            count = len(one.raw)
-            if (found is None or count > len(found.raw)) and raw[:count] == one.raw:
-                found = one
-        return found
+        begun = [one for one in self._conversations if raw[: len(one.raw)] == one.raw]
+        return max(begun, key=lambda one: len(one.raw), default=None)
 
     def longest_recorded(self, request: ChatRequest) -> tuple[InteractionWithTokenLogpReward | None, int]:
         """Return the answer that ends the longest recorded prefix of a request, and the prefix's length in messages."""
@@ -77,16 +70,13 @@ class ChatHistory:
         """Return the answer that a prompt without template continues exactly, and the rest of the prompt."""
         parent, rest, longest = None, prompt, 0
         for text, answer in self._untemplated:
-            before, sampled = answer.model_response.prompt, answer.model_response.output_tokens
-            length = before.length + len(sampled)
+            response = answer.model_response
+            length = response.input_len + response.output_len
             if length <= longest:
                 continue
-            if isinstance(prompt, str):
-                extends = prompt.startswith(text)
-            else:
-                extends = prompt[before.length : length] == sampled and prompt[: before.length] == before.tolist()
-            if extends:
-                parent, rest, longest = answer, prompt[len(text) if isinstance(prompt, str) else length :], length
+            known = text if isinstance(prompt, str) else response.input_tokens + response.output_tokens
+            if prompt[: len(known)] == known:
+                parent, rest, longest = answer, prompt[len(known) :], length
         return parent, rest
 
     def tokens_left(self, prompt: list[int]) -> int:
@@ -112,7 +102,7 @@ class ChatHistory:
         _, key = parse_message(answer, "answer")
         end = self._nodes.setdefault((path[-1], key), len(self._nodes))
         self._answers[end] = interaction
-        self._nodes.setdefault((path[-1], without_reasoning(key)), end)  # a client may leave the reasoning out
+        self._nodes.setdefault((path[-1], key[:3]), end)  # a client may leave the reasoning out
         if not any(one.path[-1] == path[-1] for one in self._conversations):
             if request.extends is not None and request.extends in self._conversations:
                 self._conversations.remove(request.extends)
@@ -123,15 +113,19 @@ class ChatHistory:
         self.interactions[interaction.completion["id"]] = interaction
         self._untemplated.append((text, interaction))
 
-    def export(self, style: Style) -> Interactions:
+    def export(self, style: Style, agents: Collection[str] | None = None) -> Interactions:
         """Return the sequences to train on, by completion id; the originals stay as they are.
 
         "individual": every answer is a sequence of its own, its prompt not trained. "concat": every conversation is
         one sequence that trains all its answers; where conversations branch, the earlier one trains what they share,
-        so each sampled token is trained once.
+        so each sampled token is trained once. With ``agents``, only their answers are.
         """
+
+        def trains(answer: InteractionWithTokenLogpReward) -> bool:
+            return agents is None or answer.model_response.metadata.get("agent") in agents
+
         if style == "individual":
-            return {key: replace(answer, concat=False) for key, answer in self.interactions.items()}
+            return {key: replace(answer, concat=False) for key, answer in self.interactions.items() if trains(answer)}
         if style != "concat":
             raise ValueError(f"style is {style!r}: use 'individual' or 'concat'")
         parents = {id(answer.parent) for answer in self.interactions.values()}
@@ -142,10 +136,11 @@ class ChatHistory:
                 continue
             sequence: InteractionWithTokenLogpReward | None = None
             for node in leaf.chain():
-                sequence = replace(node, parent=sequence, concat=True, trained=id(node) not in trained)
+                new = trains(node) and id(node) not in trained
+                sequence = replace(node, parent=sequence, concat=True, trained=new)
                 trained.add(id(node))
-            assert sequence is not None
-            sequences[key] = sequence
+            if sequence is not None and sequence.trained_chain():
+                sequences[key] = sequence
         return sequences
 
     def _path(self, request: ChatRequest, *, grows: bool = False) -> list[Hashable]:
@@ -164,7 +159,7 @@ class ChatHistory:
 
 def _shared_length(first: list[int], second: list[int]) -> int:
     low, high = 0, min(len(first), len(second))
-    while low < high:
+    while low < high:  # slices compare without a step of Python for each of 100,000 ids
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
             low = middle

@@ -5,8 +5,6 @@ Guarantees that a later turn is rendered without its history: ``continuation`` r
 only, and the text includes what the template writes after an answer (its end token, a line break).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -14,9 +12,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
-
 import orjson
-
 from areal_lite.agents.parsers.answer_parser import AnswerParser, answer_parser
 from areal_lite.agents.parsers.response_template import ResponseTemplateParser, has_usable_template
 from areal_lite.agents.session.request_fields import RequestError
@@ -72,19 +68,15 @@ class ChatRenderer:
         self._depends_on_time = "strftime_now" in _template_text(tokenizer)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if backend and not (backend.truncation or backend.padding) else None
-        self._decode = _decoder(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self._adds_bos = list(tokenizer.encode("x"))[:1] == [getattr(tokenizer, "bos_token_id", None)]
         self._takes_parts = images is not None and _drops_strings(tokenizer)
-        self.stop_ids: list[int] = []
         ends = [tokenizer.eos_token_id]
         # A template that cannot be continued has no end token; then each turn renders the whole conversation.
         with contextlib.suppress(RequestError):
             ends += self._encode(self._text_after_answer([], None, {}))[:1]
-        for token in ends:
-            if token in self.special_ids and token not in self.stop_ids:
-                self.stop_ids.append(token)
+        self.stop_ids: list[int] = [token for token in dict.fromkeys(ends) if token in self.special_ids]
         if images is not None:  # a placeholder that is sampled is no image
             self.stop_ids.append(images.placeholder_id)
         self._dropped_ids = {
@@ -120,12 +112,7 @@ class ChatRenderer:
         return rendered
 
     async def continuation(
-        self,
-        answer: list[int],
-        ended: bool,
-        messages: list[Any],
-        tools: list[Any] | None,
-        template_kwargs: dict[str, Any],
+        self, answer: list[int], ended: bool, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]
     ) -> Rendered:
         """Return the ids after a sampled answer, up to the start of the next one; ``ended`` if no limit cut it."""
         if self._tools_in_system_prompt:
@@ -155,8 +142,9 @@ class ChatRenderer:
         bos = getattr(self.tokenizer, "bos_token_id", None)
         return [bos, *ids] if begins and bos is not None and self._adds_bos else ids
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._decode(ids, skip_special_tokens=skip_special_tokens))
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def visible_text(self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False) -> str:
         """Return the text of an answer for ``answer_parser``."""
@@ -165,7 +153,7 @@ class ChatRenderer:
             ids = ids[:-1]
         if skip_special_tokens:
             ids = [i for i in ids if i not in dropped]
-        return self.decode(ids, skip_special_tokens=False)
+        return self.decode(ids)
 
     def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
         text = self._render([*_BASE, *messages], tools, template_kwargs)
@@ -178,7 +166,10 @@ class ChatRenderer:
         self._check_text(messages, "messages")
         self._check_text(tools or (), "tools")
         if self._takes_parts:
-            messages = [_in_parts(message) for message in messages]
+            messages = [
+                {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
+                for m in messages
+            ]
         failure: Exception | None = None
         for form in _argument_forms(messages):
             try:
@@ -233,11 +224,6 @@ def _drops_strings(tokenizer: Any) -> bool:
         return True
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
 def _prompt_key(messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> bytes | None:
     """Return a key that equal prompts share; None if the prompt has no JSON form or is long."""
     try:
@@ -253,29 +239,12 @@ def _template_text(tokenizer: Any) -> str:
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
 
 
-def _decoder(tokenizer: Any) -> Callable[..., str]:
-    """Return the tokenizer's ``decode``, or its backend's if that is all it calls; it takes half the time."""
-    owners = [
-        next((owner.__module__ for owner in type(tokenizer).__mro__ if name in vars(owner)), "")
-        for name in ("decode", "_decode")
-    ]
-    if all(owner.startswith("transformers.tokenization_utils") for owner in owners):
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None and not tokenizer.clean_up_tokenization_spaces:
-            return backend.decode  # type: ignore[no-any-return]
-    return tokenizer.decode  # type: ignore[no-any-return]
-
-
 def _argument_forms(messages: list[Any]) -> Iterator[list[Any]]:
-    """Yield the messages in the forms that templates expect of a call's arguments.
-
-    Objects (or the model's text, where that is not JSON), then JSON text (DeepSeek), then objects only.
-    """
+    """Yield the messages in the forms that templates expect of a call's arguments: objects (or the model's text, where
+    that is not JSON), then JSON text (DeepSeek), then objects only."""
     yield messages
-    arguments = [call["function"]["arguments"] for m in messages for call in m.get("tool_calls") or ()]
-    if any(not isinstance(value, str) for value in arguments):
+    if any(message.get("tool_calls") for message in messages):
         yield _with_arguments(messages, lambda value: value if isinstance(value, str) else json.dumps(value or {}))
-    if any(isinstance(value, str) for value in arguments):
         yield _with_arguments(messages, lambda value: {"arguments": value} if isinstance(value, str) else value)
 
 

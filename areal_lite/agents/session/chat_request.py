@@ -1,28 +1,16 @@
-"""Check and normalise the body of a chat completion. Pure: nothing here knows tokens or sessions.
-
-The other APIs turn their bodies into this one. Its options are in ``request_options``.
-"""
-
-from __future__ import annotations
+"""Check and normalise the body of a chat completion, which the other APIs turn theirs into. Pure: nothing here knows
+tokens or sessions. Its options are in ``request_options``."""
 
 import functools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any
-
+import json
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 import orjson
-
 from areal_lite.agents.parsers.call_json import dump_json
 from areal_lite.agents.session.answer_grammar import answer_grammar
-from areal_lite.agents.session.request_body_cache import RequestBodyCache, cache_request_body
-from areal_lite.agents.session.request_fields import (
-    RequestError,
-    joined_text,
-    json_bytes,
-    short,
-    typed,
-    wrong,
-)
+from areal_lite.agents.session.request_fields import RequestError, joined_text, json_bytes, short, typed, wrong
 from areal_lite.agents.session.request_images import ImagePart, RequestImages, check_count, image_parts
 from areal_lite.agents.session.request_options import RequestOptions, request_options
 
@@ -30,6 +18,33 @@ MAX_TOOLS = 128
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
                             "tokenize", "chat_template", "conversation"}  # fmt: skip
+_SPACE = b" \t\r\n"
+_MESSAGES = b'"messages"'
+_FIELD = re.compile(rb"(?<!\\)" + _MESSAGES + rb"[ \t\r\n]*:[ \t\r\n]*\[")  # in a string, its quotes are escaped
+_BEFORE_MESSAGE = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*(?=[^\s\]])")
+_DECODER = json.JSONDecoder()
+
+
+class RequestBodyCache(NamedTuple):
+    """A JSON body up to the end of its last message. A body that begins like it is read without parsing these messages
+    again, as bytes that are equal up to the end of a message hold equal messages."""
+
+    text: bytes
+    start: int
+    """Index at which its messages begin."""
+
+    def cut_from(self, body: bytes) -> bytes | None:
+        """Return ``body`` without these messages; None if it does not begin with them or names the field again."""
+        end = len(self.text)
+        if not body.startswith(self.text) or body.find(_MESSAGES, end) >= 0:
+            return None
+        rest = body[end:].lstrip(_SPACE)
+        has_more = rest.startswith(b",")
+        if has_more:
+            rest = rest[1:].lstrip(_SPACE)
+        if has_more == rest.startswith(b"]"):  # a value that goes on, or a comma too many
+            return None
+        return self.text[: self.start] + rest
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +64,7 @@ class Conversation:
     path: list[Hashable] = field(default_factory=list)
     """Nodes of the history: those of the conversation that it extends; all of them once it is recorded."""
 
-    def extended(self, raw: list[Any], body: bytes) -> Conversation:
+    def extended(self, raw: list[Any], body: bytes) -> "Conversation":
         """Check the messages ``raw`` and return the conversation with them at its end."""
         parsed = [parse_message(message, f"messages[{len(self.raw) + i}]") for i, message in enumerate(raw)]
         messages = self.messages + [message for message, _ in parsed]
@@ -75,8 +90,8 @@ class ChatRequest:
     conversation: Conversation = field(default_factory=Conversation)
     extends: Conversation | None = None
     """The earlier conversation that it begins with."""
-    prompt: str | list[int] | None = None
-    """A prompt without chat template, as text or ids, instead of messages."""
+    prompts: Sequence[str | list[int]] = ()
+    """Prompts without chat template, as text or ids, instead of messages."""
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template, such as ``enable_thinking``."""
@@ -88,6 +103,24 @@ class ChatRequest:
     @property
     def messages(self) -> list[dict[str, Any]]:
         return self.conversation.messages
+
+    @property
+    def choices(self) -> list[Self]:
+        """The request of each answer, in the order of their indices: it has one prompt at most."""
+        requests = [replace(self, prompts=[prompt]) for prompt in self.prompts] if len(self.prompts) > 1 else [self]
+        return [request for request in requests for _ in range(self.options.n)]
+
+    @property
+    def begun(self) -> str | None:
+        """The beginning of the answer, the last message; None if the answer begins with the model's first token."""
+        return self.messages[-1]["content"] if self.options.continue_final_message else None
+
+    def without_last(self) -> Self:
+        """Return the request without its last message."""
+        whole = self.conversation
+        rest = Conversation(messages=whole.messages[:-1], keys=whole.keys[:-1], raw=whole.raw[:-1])
+        options = self.options.model_copy(update={"continue_final_message": False})
+        return replace(self, conversation=rest, extends=None, options=options)
 
     @property
     def render_key(self) -> bytes:
@@ -105,12 +138,13 @@ def parse_chat_request(
 ) -> ChatRequest:
     """Return the checked request; ``find`` finds what an earlier one has checked already, ``images`` takes its images.
 
-    If that is known, it is ``extends``, and ``body`` has only the messages after it. ``sent`` is the whole body as it
-    was sent, to recognise later bodies by.
+    If that is known, it is ``extends``, and ``body`` has only the messages after it. ``sent`` is the whole body.
     """
     options = request_options(body)
+    template_kwargs = options.chat_template_kwargs or {}
+    if taken := _RESERVED_TEMPLATE_NAMES & template_kwargs.keys():
+        raise RequestError(f"chat_template_kwargs sets {sorted(taken)}: leave these out", param="chat_template_kwargs")
     tools = _tools(body.get("tools"))
-    tool_choice = body.get("tool_choice")
     raw = body.get("messages")
     if not isinstance(raw, list) or not (raw or extends):
         raise wrong("messages", raw, "send a list of at least one")
@@ -119,33 +153,33 @@ def parse_chat_request(
         raw = raw[len(extends.raw) :]
     conversation = (extends or Conversation()).extended(raw, sent)
     check_count(conversation.messages)
+    last = conversation.messages[-1]
+    if options.continue_final_message:
+        if last["role"] != "assistant" or not last["content"] or "tool_calls" in last or "reasoning_content" in last:
+            raise wrong("continue_final_message", True, "send the text of an answer as the last message, and only that")
+    elif not options.add_generation_prompt:
+        raise wrong("add_generation_prompt", False, "leave it out, or set continue_final_message")
     return ChatRequest(
         conversation=conversation,
-        extends=extends,
         tools=tools,
-        template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),
-        parse_tools=tools is not None and tool_choice != "none",
+        template_kwargs=template_kwargs,
+        parse_tools=tools is not None and body.get("tool_choice") != "none",
         grammar=answer_grammar(body, tools),
         options=options,
     )
 
 
-def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
-    """Return one message for the chat template, and its key.
-
-    Messages with equal role, text, reasoning and tool calls have equal keys. Null, missing and "" are equal; white
-    space around an assistant's text and in the JSON of its arguments makes no difference.
-    """
+def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
+    """Return one message for the chat template, and its key: of role, text, tool calls and, fourth, reasoning. In keys,
+    null, missing and "" are equal, and white space around an assistant's text and in its arguments does not count."""
     if not isinstance(raw, dict):
         raise wrong(where, raw, "send an object with role and content")
-    role = _ROLES.get(str(raw.get("role")))
-    if role is None:
+    if (role := _ROLES.get(str(raw.get("role")))) is None:
         raise wrong(f"{where}.role", raw.get("role"), f"one of {', '.join(_ROLES)}")
     content, content_key = _content(raw.get("content"), f"{where}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id"):
-        value = typed(f"{where}.{name}", raw.get(name), str, "send a string")
-        if value is not None:
+        if (value := typed(f"{where}.{name}", raw.get(name), str, "send a string")) is not None:
             message[name] = value
     if role != "assistant":
         return message, (role, content_key, message.get("name"), message.get("tool_call_id"))
@@ -166,16 +200,8 @@ def _content(raw: Any, where: str) -> tuple[str | list[Any], Hashable]:
     if not isinstance(raw, list) or not any(isinstance(part, ImagePart) for part in raw):
         text = joined_text(raw, where)
         return text, text
-    parts = [
-        part if isinstance(part, ImagePart) else {"type": "text", "text": joined_text([part], where)} for part in raw
-    ]
+    parts = [p if isinstance(p, ImagePart) else {"type": "text", "text": joined_text([p], where)} for p in raw]
     return parts, tuple((part["type"], part.get("text") or part.get("digest")) for part in parts)
-
-
-def without_reasoning(key: Hashable) -> Hashable:
-    """Return the key of an assistant message whose reasoning the client leaves out."""
-    assert isinstance(key, tuple)
-    return key[:3]
 
 
 def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
@@ -222,15 +248,33 @@ def _tools(raw: Any) -> list[dict[str, Any]] | None:
     return raw
 
 
-def _template_kwargs(raw: Any) -> dict[str, Any]:
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict) or not all(isinstance(v, str | int | float | bool | None) for v in raw.values()):
-        raise wrong("chat_template_kwargs", raw, "send an object of plain values")
-    if taken := _RESERVED_TEMPLATE_NAMES & raw.keys():
-        raise RequestError(f"chat_template_kwargs sets {sorted(taken)}: leave these out", param="chat_template_kwargs")
-    return raw
-
-
 def _canonical(value: Any) -> bytes:
     return json_bytes(value, orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+
+
+def cache_request_body(body: bytes, known: RequestBodyCache | None = None) -> RequestBodyCache | None:
+    """Return the beginning of a valid JSON object with at least one message; ``known`` saves time if it begins so. None
+    if the field ``messages`` comes twice, or its messages are nested too deeply to find their ends."""
+    if known is not None and body.startswith(known.text):
+        start, end = known.start, len(known.text)
+    elif (field := _FIELD.search(body)) is not None and _is_top_level(body[: field.start()]):
+        start = end = field.end()
+    else:
+        return None
+    rest = body[end:].decode("latin-1")  # a character for each byte
+    at = 0
+    try:
+        while (before := _BEFORE_MESSAGE.match(rest, at)) is not None:
+            _, at = _DECODER.raw_decode(rest, before.end())
+    except (ValueError, RecursionError):
+        return None
+    return None if body.find(_MESSAGES, end + at) >= 0 else RequestBodyCache(body[: end + at], start)
+
+
+def _is_top_level(before: bytes) -> bool:
+    """Return whether a field that follows is one of the body's object."""
+    try:
+        orjson.loads(before + b'"":0}')
+    except ValueError:
+        return False
+    return True

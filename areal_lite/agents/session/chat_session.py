@@ -13,16 +13,13 @@ ever added. An episode may also end in between; then its session is closed, and 
 since the episode's sequences have been taken already.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
-
-from areal_lite.agents.session.agent_names import AgentNames
 from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer, Piece
 from areal_lite.agents.session.chat_history import ChatHistory
 from areal_lite.agents.session.chat_renderer import ChatRenderer, Rendered
@@ -41,6 +38,10 @@ from areal_lite.errors import ConfigError, ContextOverflowError
 logger = logging.getLogger(__name__)
 
 OnText = Callable[[int, Piece], None]
+CUT = ("length", "abort")
+"""Stop reasons of answers that the model did not end."""
+SETTLE_S = 2.0
+"""Seconds that an episode's end waits for answers whose clients have left."""
 
 
 class _Prompt(NamedTuple):
@@ -71,27 +72,31 @@ class ChatSession:
         self._context = episode_context.current()
         self._tasks: set[asyncio.Task[Any]] = set()
         """Running calls that no task of the episode waits for."""
+        self._left: set[asyncio.Task[None]] = set()
+        """Those whose clients have left."""
         self.history = ChatHistory()
         self.images = RequestImages(renderer.images)
         self.interactions = self.history.interactions
         self.responses: dict[str, dict[str, Any]] = {}
         """Replies of the Responses API, by id; an agent may read and delete them."""
         self.clean_turns = self.forks = self.forked_tokens = self.tool_calls = self.tool_parse_errors = 0
+        self.cut_answers = 0
         self.error: Exception | None = None
         """The engine's error in the latest call; None if that succeeded."""
         self.refusal: RequestError | None = None
 
     async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[ChatAnswer]:
-        """Return ``request.options.n`` answers to one prompt."""
+        """Return the answers to a request: ``options.n`` to each of its prompts."""
         with self._inside_episode():
             try:
                 await self.images.store(request.messages)
-                if request.options.n == 1:
-                    answers = [await self._answer(request, 0, answer_id, on_text)]
+                first, *others = request.choices
+                if not others:
+                    answers = [await self._answer(first, 0, answer_id, on_text)]
                 else:
                     async with asyncio.TaskGroup() as tasks:
-                        ids = [answer_id, *(f"{answer_id}-{k}" for k in range(1, request.options.n))]
-                        choices = [self._answer(request, k, name, on_text) for k, name in enumerate(ids)]
+                        choices = [self._answer(first, 0, answer_id, on_text)]
+                        choices += [self._answer(e, k, f"{answer_id}-{k}", on_text) for k, e in enumerate(others, 1)]
                         running = [tasks.create_task(choice) for choice in choices]
                     answers = [task.result() for task in running]
             except Exception as failure:
@@ -128,14 +133,21 @@ class ChatSession:
             episode_context.leave(outside)
 
     def counts(self) -> dict[str, float]:
-        names = ("clean_turns", "forks", "forked_tokens", "tool_calls", "tool_parse_errors")
+        names = ("clean_turns", "forks", "forked_tokens", "tool_calls", "tool_parse_errors", "cut_answers")
         return {"answers": float(len(self.interactions)), **{name: float(getattr(self, name)) for name in names}}
 
     async def count_tokens(self, request: ChatRequest) -> int:
         await self.images.store(request.messages)
         return (await self._find_prompt(request)).prefix.length
 
-    def own(self, task: asyncio.Task[list[ChatAnswer]]) -> None:
+    async def settle(self) -> None:
+        """Wait until the answers whose clients have left are recorded; those that take too long are lost."""
+        leaving = [task for task in self._tasks if task.cancelling()]
+        for tasks in (leaving, self._left):  # the first add to the second as they end
+            if tasks:
+                await asyncio.wait(tasks, timeout=SETTLE_S)
+
+    def own(self, task: asyncio.Task[Any]) -> None:
         """Cancel ``task`` when the session closes."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -152,70 +164,104 @@ class ChatSession:
         prompt = prefix.tolist()
         text_of_choice = None if on_text is None else functools.partial(on_text, index)
         reader = AnswerReader(self._renderer, request, prompt, self._gconfig, text_of_choice)
-        response = await self._generate(
-            ModelRequest(
-                input_ids=prompt,
-                prefix=prefix,
-                images=images,
-                gconfig=request.options.gconfig(
-                    self._gconfig,
-                    request.grammar,
-                    choice=index,
-                    prompt_tokens=len(prompt),
-                    agent_samples=self._agent_samples,
-                ),
-                tokenizer=self._renderer.tokenizer,
-                top_logprobs=request.options.top_logprobs,
-                metadata={"agent": agent},
-                on_tokens=None if on_text is None else reader.on_tokens,
-            )
+        gconfig = request.options.gconfig(
+            self._gconfig,
+            request.grammar,
+            choice=index % request.options.n,
+            prompt_tokens=len(prompt),
+            agent_samples=self._agent_samples,
         )
-        response.images = images
-        answer = reader.read(SharedPromptResponse.of(response, prefix), answer_id)
-        self.tool_calls += len(answer.message.get("tool_calls") or ())
-        self.tool_parse_errors += answer.unparsable
-        if not self._closed:
-            if is_fork:
-                self.forks += 1
-                self.forked_tokens += self.history.tokens_left(prompt)
+        asked = ModelRequest(
+            input_ids=prompt,
+            prefix=prefix,
+            images=images,
+            gconfig=gconfig,
+            tokenizer=self._renderer.tokenizer,
+            top_logprobs=request.options.top_logprobs,
+            metadata={"agent": agent},
+            on_tokens=None if on_text is None else reader.on_tokens,
+        )
+
+        def finish(response: ModelResponse) -> ChatAnswer:
+            response.images = images
+            answer = reader.read(SharedPromptResponse.of(response, prefix), answer_id)
+            self.tool_calls += len(answer.message.get("tool_calls") or ())
+            self.tool_parse_errors += answer.unparsable
+            if not self._closed:
+                if is_fork:
+                    self.forks += 1
+                    self.forked_tokens += self.history.tokens_left(prompt)
+                else:
+                    self.clean_turns += 1
+                self._record(request, answer, parent)
+            return answer
+
+        call = asyncio.create_task(self._generate(asked))
+        try:
+            return finish(await asyncio.shield(call))
+        except asyncio.CancelledError:
+            self.own(call)
+            if self._closed:
+                call.cancel()
             else:
-                self.clean_turns += 1
-            self._record(request, answer, parent)
-        return answer
+                self._left.add(task := asyncio.create_task(self._keep(call, asked.rid, finish)))
+                task.add_done_callback(self._left.discard)
+                self.own(task)
+            raise
+
+    async def _keep(
+        self, call: asyncio.Task[ModelResponse], rid: str, finish: Callable[[ModelResponse], ChatAnswer]
+    ) -> None:
+        """Record what was sampled of an answer whose client has left: it closed the stream, or its time was over."""
+        if not await self._engine.cut_short(rid):
+            call.cancel()
+        with contextlib.suppress(Exception):  # an error that nobody waits for
+            if (response := await call).output_tokens:
+                finish(response)
+                self.cut_answers += 1
 
     async def _generate(self, request: ModelRequest) -> ModelResponse:
         try:
             with attributed_to(FailureKind.ENGINE):
                 return await self._engine.agenerate(request)
         except ConfigError as error:
-            too_long = isinstance(error, ContextOverflowError)
-            code = "context_length_exceeded" if too_long else None
+            code = "context_length_exceeded" if isinstance(error, ContextOverflowError) else None
             raise RequestError(str(error)[:500], param="messages", code=code) from error
 
     def _record(self, request: ChatRequest, answer: ChatAnswer, parent: InteractionWithTokenLogpReward | None) -> None:
+        message = answer.message
+        if request.begun is not None:  # the next request has both in one message
+            message = {**message, "content": request.begun + (message.get("content") or "")}
+            request = request.without_last()
         interaction = InteractionWithTokenLogpReward(
             model_response=answer.response,
             parent=parent,
             messages=request.messages,
-            output_message_list=[answer.message],
+            output_message_list=[message],
             completion={"id": answer.id},
         )
-        if request.prompt is None:
+        if not request.prompts:
             self.history.record(request, interaction)
         else:
             ids = answer.response.input_tokens + answer.response.output_tokens
-            self.history.record_untemplated(self._renderer.decode(ids, skip_special_tokens=False), interaction)
+            self.history.record_untemplated(self._renderer.decode(ids), interaction)
 
     async def _find_prompt(self, request: ChatRequest) -> _Prompt:
-        if request.prompt is not None:
-            parent, rest = self.history.longest_untemplated(request.prompt)
+        if request.prompts:
+            parent, rest = self.history.longest_untemplated(request.prompts[0])
             added = list(rest) if isinstance(rest, list) else await self._renderer.plain(rest, begins=parent is None)
             return _extended(parent, Rendered(added), False)
         parent, known = self.history.longest_recorded(request)
+        if request.begun is not None:
+            if parent is not None and known == len(request.messages) and parent.model_response.stop_reason in CUT:
+                return _extended(parent, Rendered([]), False)
+            before = await self._find_prompt(request.without_last())
+            ids = before.prefix.extended(await self._renderer.plain(request.begun, begins=False))
+            return before._replace(prefix=TokenPrefix(ids.ids, ids.length, before.prefix.num_accepted))
         new, rendered = request.messages[known:], Rendered([])
         if parent is not None:
             recorded = parent.model_response
-            ended = recorded.stop_reason != "length"
+            ended = recorded.stop_reason not in CUT
             try:
                 rendered = await self._renderer.continuation(
                     recorded.output_tokens, ended, new, request.tools, request.template_kwargs
@@ -233,7 +279,7 @@ class ChatSession:
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone, special tokens included."""
-        return [self._renderer.decode([token], skip_special_tokens=False) for token in ids]
+        return [self._renderer.decode([token]) for token in ids]
 
 
 def _extended(parent: InteractionWithTokenLogpReward | None, new: Rendered, is_fork: bool) -> _Prompt:
@@ -242,3 +288,41 @@ def _extended(parent: InteractionWithTokenLogpReward | None, new: Rendered, is_f
     before = parent.model_response
     images = before.images + tuple(span.moved(before.input_len + before.output_len) for span in new.images)
     return _Prompt(before.prompt.extended(before.output_tokens + new.ids), images, parent, is_fork)
+
+
+_NAME_WORDS, _NAME_CHARACTERS = 6, 60
+
+
+class AgentNames:
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, ...], str] = {}
+        """Names per system prompt, the main agent's first."""
+
+    def name(self, request: ChatRequest) -> str:
+        """Return the name of the agent that sent a request: the request's ``metadata.agent``, or the ``name`` of its
+        system message. Otherwise the first system prompt is ``main``, and another one is named by its first words that
+        it does not share with it."""
+        system = list(takewhile(lambda message: message["role"] == "system", request.messages))
+        given = request.options.agent or next((message["name"] for message in system if "name" in message), "")
+        if given and (given := _shortened(given.split())):
+            return given
+        key = tuple(message["content"] for message in system)
+        if key not in self._names:
+            self._names[key] = self._new_name(key)
+        return self._names[key]
+
+    def _new_name(self, key: tuple[str, ...]) -> str:
+        if not self._names:
+            return "main"
+        words, main = _words(key), _words(next(iter(self._names)))
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(words, main, strict=False)))
+        name = _shortened((words[shared:] or words)[:_NAME_WORDS]) or "no system prompt"
+        return f"{name} {len(self._names) + 1}" if name in self._names.values() else name
+
+
+def _words(key: tuple[str, ...]) -> list[str]:
+    return "\n".join(key)[:4000].split()
+
+
+def _shortened(words: list[Any]) -> str:
+    return " ".join(words)[:_NAME_CHARACTERS].rstrip()

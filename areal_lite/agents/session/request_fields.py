@@ -1,11 +1,7 @@
 """Checks of single request fields, and the error that an agent's HTTP client sees."""
 
-from __future__ import annotations
-
 import reprlib
-from collections.abc import Container
 from typing import Any, TypeVar
-
 import orjson
 
 T = TypeVar("T")
@@ -45,14 +41,14 @@ def json_bytes(value: Any, option: int | None = None) -> bytes:
         raise RequestError("the tools or the schema are nested too deeply: at most 250 levels") from None
 
 
-def joined_text(raw: Any, where: str, kinds: Container[str] = ("text",)) -> str:
-    """Return a string, or the texts of parts of these kinds, joined by line breaks; raises RequestError for others."""
+def joined_text(raw: Any, where: str) -> str:
+    """Return a string, or the texts of parts, joined by line breaks; raises RequestError for other parts."""
     if raw is None or isinstance(raw, str):
         return raw or ""
     texts = []
     for part in raw if isinstance(raw, list) else [raw]:
         kind = part.get("type") if isinstance(part, dict) else part
-        if not isinstance(part, dict) or kind not in kinds or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(f"{where} has a part of type {short(kind)}: only text is supported", param=where)
         texts.append(part["text"])
     return "\n".join(texts)
@@ -61,7 +57,7 @@ def joined_text(raw: Any, where: str, kinds: Container[str] = ("text",)) -> str:
 def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
     """Return an optional value of type ``kind``; raises RequestError for another type."""
     if value is not None and not isinstance(value, kind):
-        raise wrong(name, value, f"{hint}")
+        raise wrong(name, value, hint)
     return value
 
 

@@ -1,16 +1,13 @@
 """The images of one session's requests: taken out of the messages, checked, and stored.
 
-Guarantees that messages hold no pixels once they are parsed: a part is its digest and, once it is
-stored, the name of its image. An image that is sent again, with the whole conversation, is not decoded again.
+Guarantees that messages hold no pixels once they are parsed: a part is its digest and, once it is stored, the name of
+its image. An image that is sent again, with the whole conversation, is not decoded again.
 """
-
-from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
 from areal_lite.agents.session.request_fields import RequestError, short
 from areal_lite.data.chat.prompt_encoder import parts_of
 from areal_lite.data.vision.canonical_image import CanonicalImage, ImageError

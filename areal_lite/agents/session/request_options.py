@@ -5,14 +5,10 @@ names it. An agent may shorten an answer (max_tokens, stop) and set its seed. Wh
 changes the distribution, because the trainer divides logits by the run's temperature; the agent's values are warned of.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Annotated, Any, Literal
-
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-
 from areal_lite.agents.session.request_fields import RequestError, short, wrong
 from areal_lite.config.generation import GenerationHyperparameters
 
@@ -21,8 +17,8 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 READ_ELSEWHERE = {
-    "messages", "tools", "chat_template_kwargs", "response_format", "tool_choice", "regex", "ebnf", "guided_json",
-    "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+    "messages", "tools", "response_format", "tool_choice", "regex", "ebnf", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "structured_outputs",
 }  # fmt: skip
 """Fields of a chat completion that :mod:`.chat_request` and :mod:`.answer_grammar` read."""
 IGNORED = {
@@ -44,8 +40,9 @@ _HINTS = {
     "web_search_options": "no tool runs here; declare a function in tools",
     "stop": "send a string or up to 4 strings",
     "stop_token_ids": "send a list of token ids",
+    "chat_template_kwargs": "send an object of plain values",
     "logit_bias": "send an object of token ids and numbers from -100 to 100",
-    **dict.fromkeys(("modalities", "add_generation_prompt", "continue_final_message", "echo"), "leave it out"),
+    **dict.fromkeys(("modalities", "echo"), "leave it out"),
 }
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 """Tokenizers raise on larger numbers."""
@@ -93,10 +90,12 @@ class RequestOptions(BaseModel):
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
 
     modalities: tuple[Literal["text"]] | None = Field(default=None, strict=False)
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["auto", "none"] = "auto"
-    add_generation_prompt: Literal[True] = True
-    continue_final_message: Literal[False] = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The last message is the beginning of the answer."""
     echo: Literal[False] = False
 
     @property
@@ -104,11 +103,6 @@ class RequestOptions(BaseModel):
         """Name that the client gives to the agent which calls; empty without one."""
         name = self.metadata.get("agent") if isinstance(self.metadata, dict) else None
         return name if isinstance(name, str) else ""
-
-    @property
-    def stream_usage(self) -> bool:
-        """True if a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.get("include_usage") is True
 
     def gconfig(
         self,
@@ -119,11 +113,9 @@ class RequestOptions(BaseModel):
         prompt_tokens: int,
         agent_samples: bool,
     ) -> GenerationHyperparameters:
-        """Return the sampling parameters of one answer: the run's, with what the agent may change.
-
-        ``choice`` is its index among the request's ``n``; each has a seed of its own. ``agent_samples`` applies the
-        options that change the distribution.
-        """
+        """Return the sampling parameters of one answer: the run's, with what the agent may change. ``choice`` is its
+        index among the request's ``n``; each has a seed of its own. ``agent_samples`` applies the options that change
+        the distribution."""
         room = run.max_tokens - prompt_tokens
         if room < 1:
             raise RequestError(
@@ -173,11 +165,8 @@ def warn_once(ignored: str) -> None:
 
 def request_options(body: dict[str, Any]) -> RequestOptions:
     """Return the options of a body; null is an option left out; raises RequestError for the first wrong one."""
-    given = {
-        name: value
-        for name, value in body.items()
-        if value is not None and name not in READ_ELSEWHERE and name not in IGNORED
-    }
+    others = READ_ELSEWHERE | IGNORED
+    given = {name: value for name, value in body.items() if value is not None and name not in others}
     try:
         return RequestOptions.model_validate(given)
     except ValidationError as error:

@@ -5,18 +5,15 @@ items. `areal-lite train` builds and checks batches; the operations on them are 
 """
 
 from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, overload
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 _DICTS = ("batch", "non_tensor_batch", "meta_info")
-
 ObjectArray = NDArray[np.object_]
 """``[B]`` of dtype object: one Python value per row, of any type."""
 
@@ -54,10 +51,8 @@ class DataProto:
     """``B`` items as named columns.
 
     Methods return a new object, which shares the columns if items keep their places; only :meth:`pop`, :meth:`union`
-    and :meth:`reorder` work in place. ``len(batch)`` counts items; ``len(batch.batch)`` counts tensors.
-
-    Raises:
-        ValueError: If columns differ in length or have the wrong type for their dict.
+    and :meth:`reorder` work in place. ``len(batch)`` counts items; ``len(batch.batch)`` counts tensors. ValueError if
+    columns differ in length or have the wrong type for their dict.
     """
 
     batch: dict[str, Tensor] = field(default_factory=dict)
@@ -122,30 +117,22 @@ class DataProto:
     @overload
     def __getitem__(self, items: Items) -> DataProto: ...
     def __getitem__(self, items: int | Items) -> DataProtoItem | DataProto:
-        """Return one item for an int, else the selected items in the given order; slices share storage.
-
-        Raises:
-            IndexError: If an item does not exist, or a mask has the wrong length.
-            TypeError: If ``items`` is neither item numbers nor a mask.
-        """
+        """Return one item for an int, else the selected items in the given order; slices share storage. IndexError if
+        an item does not exist or a mask has the wrong length; TypeError for neither item numbers nor a mask."""
         self.check_consistency()
+        made: type[DataProtoItem] | type[DataProto] = DataProto
+        index: Any
         if isinstance(items, int | np.integer):
-            (number,) = self._numbers([int(items)])
-            return DataProtoItem(
-                {key: tensor[number] for key, tensor in self.batch.items()},
-                {key: array[number] for key, array in self.non_tensor_batch.items()},
-                dict(self.meta_info),
-            )
-        if isinstance(items, slice) and (items.step or 1) > 0:  # tensors do not support negative steps
+            made = DataProtoItem
+            (index,) = self._numbers([int(items)])
+        elif isinstance(items, slice) and (items.step or 1) > 0:  # tensors do not support negative steps
             start, stop, step = items.indices(len(self))
-            index: Any = slice(start, stop, min(step, len(self) + 1))  # torch takes no step beyond int64
-            numbers: Any = index
+            index = slice(start, stop, min(step, len(self) + 1))  # torch takes no step beyond int64
         else:
-            numbers = self._numbers(items)
-            index = torch.from_numpy(numbers)
-        return DataProto(
+            index = self._numbers(items)
+        return made(
             {key: tensor[index] for key, tensor in self.batch.items()},
-            {key: array[numbers] for key, array in self.non_tensor_batch.items()},
+            {key: array[index] for key, array in self.non_tensor_batch.items()},
             dict(self.meta_info),
         )
 
@@ -183,11 +170,8 @@ class DataProto:
         return DataProto.from_single_dict(renamed, self.meta_info)
 
     def union(self, other: DataProto) -> Self:
-        """Add the entries of ``other`` in place and return the batch; on an error it is unchanged.
-
-        Raises:
-            ValueError: If the number of items differs, or both have a name with different values.
-        """
+        """Add the entries of ``other`` in place and return the batch; ValueError, and it is unchanged, if the number of
+        items differs, or both have a name with different values."""
         merged = DataProto(*map(_merged, self._dicts(), other._dicts(), _DICTS))
         for mine, union in zip(self._dicts(), merged._dicts(), strict=True):
             mine.update(union)
@@ -200,11 +184,7 @@ class DataProto:
         return self[np.repeat(items, repeat_times) if interleave else np.tile(items, repeat_times)]
 
     def reorder(self, indices: Items) -> None:
-        """Move item ``indices[i]`` to item ``i``, in place.
-
-        Raises:
-            ValueError: If ``indices`` does not contain each item once.
-        """
+        """Move item ``indices[i]`` to item ``i``, in place; ValueError unless ``indices`` has each item once."""
         numbers = self._numbers(indices)
         if not np.array_equal(np.sort(numbers), np.arange(len(self))):
             raise ValueError(
@@ -215,11 +195,7 @@ class DataProto:
         self.non_tensor_batch.update(ordered.non_tensor_batch)
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Return ``chunks`` batches of equal length, which share storage with this one.
-
-        Raises:
-            ValueError: If the items cannot be divided evenly.
-        """
+        """Return ``chunks`` batches of equal length, which share storage with this one; ValueError if they cannot."""
         _at_least_one("chunks", chunks)
         if len(self) % chunks:
             raise ValueError(
@@ -236,21 +212,23 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Return the items of all parts, in order.
-
+        """Return the items of all parts, in order; ValueError without parts, or if columns, shapes or metadata differ.
         Numbers in ``meta_info["metrics"]``, a dict or a list of dicts, become lists with one entry per dict (lists are
-        extended). Other metadata is taken from the parts that have it.
-
-        Raises:
-            ValueError: If there are no parts, or their columns, shapes or metadata differ.
-        """
+        extended). Other metadata is taken from the parts that have it."""
         if not parts:
             raise ValueError("there are no batches to concatenate: give at least one")
-        first = parts[0]
+        first, expected = parts[0], _item_forms(parts[0])
         metrics: dict[str, list[Any]] = {}
         meta_info: dict[str, Any] = {}
         for number, part in enumerate(parts):
-            _check_same_columns(first, part, number)
+            actual = _item_forms(part)
+            for key in expected | actual:
+                if expected.get(key) != actual.get(key):
+                    raise ValueError(
+                        f"part {number} has {actual.get(key, 'nothing')} as {key!r}, part 0 has "
+                        f"{expected.get(key, 'nothing')}: only batches with equal columns can be concatenated; pad, "
+                        "pop or rename first"
+                    )
             metadata = dict(part.meta_info)
             given = metadata.pop("metrics", {})
             for entry in given if isinstance(given, list) else [given]:
@@ -271,10 +249,8 @@ class DataProto:
         )
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Append items from the start until ``divisor`` divides the batch; return it and the number of added items.
-
-        3 items padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added items.
-        """
+        """Append items from the start until ``divisor`` divides the batch; return it and the number of added items. 3
+        items padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added items."""
         _at_least_one("divisor", divisor)
         pad_size = -len(self) % divisor
         if not pad_size:
@@ -288,12 +264,8 @@ class DataProto:
         return self[: len(self) - pad_size]
 
     def make_iterator(self, mini_batch_size: int, *, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
-        """Return an iterator over mini-batches, every item once per epoch.
-
-        Args:
-            mini_batch_size: Items of each; it must divide the batch, so every item has the same weight in a mean.
-            seed: Shuffles each epoch differently, but the same way in each run; None keeps the order.
-        """
+        """Return an iterator over mini-batches, every item once per epoch. Their size must divide the batch, so items
+        weigh the same in a mean. ``seed`` shuffles each epoch anew, but each run alike; None keeps the order."""
         _at_least_one("mini_batch_size", mini_batch_size)
         _at_least_one("epochs", epochs)
         if len(self) % mini_batch_size:
@@ -309,7 +281,6 @@ class DataProto:
         return (self[order[start : start + mini_batch_size]] for order in orders for start in starts)
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Return the batch with its tensors on ``device``."""
         tensors = {key: tensor.to(device) for key, tensor in self.batch.items()}
         return DataProto(tensors, dict(self.non_tensor_batch), dict(self.meta_info))
 
@@ -355,17 +326,6 @@ def _lookup(values: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in values:
         raise KeyError(f"{where} has no {key!r}: it has {list(values)}")
     return values[key]
-
-
-def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
-    expected, actual = _item_forms(first), _item_forms(part)
-    for key in expected | actual:
-        if expected.get(key) != actual.get(key):
-            raise ValueError(
-                f"part {number} has {actual.get(key, 'nothing')} as {key!r}, part 0 has "
-                f"{expected.get(key, 'nothing')}: only batches with equal columns can be concatenated; pad, pop or "
-                "rename first"
-            )
 
 
 def _item_forms(part: DataProto) -> dict[str, str]:

@@ -1,24 +1,19 @@
 """A batch in one file, without pickle: reading it runs no code; and a cache of batches, reused by later runs.
 
-Guarantees that the file is written atomically and that a batch reads back equal. Tensors and numeric arrays, including
-nested ones, are stored as safetensors; the rest is JSON in a tensor of bytes. Any safetensors reader finds the tensors
-of a batch as ``batch/NAME``.
+Guarantees that the file is written atomically and that a batch reads back equal. Tensors and numeric arrays, also
+nested ones, are safetensors, those of a batch named ``batch/NAME``; the rest is JSON in a tensor of bytes.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
-
 from areal_lite.data.batch.data_proto import DataProto, form_of, object_array
 from areal_lite.data.rows.fingerprint import differences
 from areal_lite.errors import ConfigError
@@ -32,14 +27,9 @@ _MADE_UNDER = "cached_batch_made_under"
 
 
 def save_data_proto(batch: DataProto, path: Path | str) -> Path:
-    """Write ``batch`` to the file ``path``, replacing an existing one, and return the path.
-
-    Gradients and devices are not stored; numpy scalars become Python numbers.
-
-    Raises:
-        ValueError: If a value cannot be stored without pickle; with its key.
-        StorageError: If the disk is full or not writable.
-    """
+    """Write ``batch`` to the file ``path``, replacing an existing one, and return the path. Gradients and devices are
+    not stored; numpy scalars become Python numbers. ValueError, with its key, if a value cannot be stored without
+    pickle; StorageError if the disk is full or not writable."""
     tensors = to_tensors(batch)
     path = Path(path)
     try:
@@ -53,11 +43,7 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
 
 
 def load_data_proto(path: Path | str) -> DataProto:
-    """Return the batch that :func:`save_data_proto` wrote, on the CPU.
-
-    Raises:
-        ConfigError: If the file is missing, truncated, from another program, or from a later version.
-    """
+    """Return the batch of :func:`save_data_proto`, on the CPU; ConfigError for a missing, broken or newer file."""
     try:
         with safe_open(path, framework="pt") as file:
             mark = file.metadata() or {}
@@ -127,11 +113,8 @@ def _to_json(value: Any, tensors: dict[str, Tensor], name_prefix: str) -> Any:
         return value
     if isinstance(value, Tensor | np.ndarray):
         name = f"{name_prefix}/{len(tensors)}"
-        if isinstance(value, Tensor):
-            tensors[name] = _dense(value)
-            return {_KIND: "tensor", "value": name}
-        tensors[name] = torch.from_numpy(np.array(value))
-        return {_KIND: "array", "value": name}
+        tensors[name] = _dense(value) if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        return {_KIND: "tensor" if isinstance(value, Tensor) else "array", "value": name}
     if isinstance(value, list):
         return [_to_json(item, tensors, name_prefix) for item in value]
     if isinstance(value, tuple):
@@ -160,11 +143,7 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class BatchCache:
-    """One file per training step.
-
-    Args:
-        made_under: Settings that a batch depends on, by name; JSON values.
-    """
+    """One file per training step; ``made_under`` are the settings that a batch depends on, by name, as JSON values."""
 
     def __init__(self, directory: Path | str, made_under: Mapping[str, Any]) -> None:
         self._directory = Path(directory)

@@ -4,8 +4,6 @@ Guarantees that every item is in exactly one part, that no part is empty, and th
 at most the longest item. Pure, without torch. Has no token cap; ``trainer/forward/microbatches.py`` has one.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 
@@ -17,20 +15,11 @@ _FEW_ITEMS = 1024
 
 
 def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
-    """Return ``k_partitions`` lists of indices with nearly equal total lengths.
+    """Return ``k_partitions`` lists of indices into ``lengths``, each sorted, with nearly equal total lengths.
 
-    Returns the better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs,
-    unless ``equal_size`` makes the latter cheap.
-
-    Args:
-        k_partitions: Number of parts; at most the number of items.
-        equal_size: Parts also have equally many items, or counts that differ by one.
-
-    Returns:
-        Indices into ``lengths``, sorted inside each part.
-
-    Raises:
-        ValueError: If there are fewer items than parts, no parts, or a negative length.
+    They are the better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs,
+    unless ``equal_size`` makes the latter cheap: then parts also have equally many items, or counts that differ by one.
+    ValueError if there are fewer items than parts, no parts, or a negative length.
     """
     if not 1 <= k_partitions <= len(lengths):
         raise ValueError(
@@ -47,7 +36,6 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int, eq
 
 
 def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the total length of each part."""
     return [sum(lengths[index] for index in part) for part in parts]
 
 

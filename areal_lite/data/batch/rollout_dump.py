@@ -4,15 +4,11 @@ Guarantees that files are written atomically and never replaced: a step that is 
 file. The engine dumps full trajectories; these files hold the scores that the trainer saw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
-
 import orjson
-
 from areal_lite.data.batch.data_proto import form_of
 from areal_lite.files.whole_files import storing, write_whole
 

@@ -4,16 +4,12 @@ docs/data.md lists the keys with shapes and padding. A sequence's tokens are con
 ``logprobs`` is NaN where not recorded. Knows nothing of advantages or losses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
 from areal_lite.api.image_span import images_of, plain_images
 from areal_lite.api.tensor_dict import check_tensor_dict
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
@@ -29,6 +25,7 @@ _DTYPES = {
     "rewards": torch.float32,
     "episode_rewards": torch.float32,
     "token_rewards": torch.float32,
+    "reference_logprobs": torch.float32,
 }
 """Dtypes of :func:`collate_sequences`; others of the same kind are converted when sequences are read."""
 _PER_TOKEN: dict[str, tuple[int, Callable[[TokenSequence], Any]]] = {
@@ -37,6 +34,7 @@ _PER_TOKEN: dict[str, tuple[int, Callable[[TokenSequence], Any]]] = {
     "logprobs": (0, lambda sequence: np.where(sequence.loss_mask, np.float32(np.nan), np.float32(0))),
     "versions": (-1, lambda sequence: np.full(len(sequence), -1)),
     "token_rewards": (0, lambda sequence: np.full(len(sequence), np.nan, np.float32)),
+    "reference_logprobs": (0, lambda sequence: np.full(len(sequence), np.nan, np.float32)),
 }
 """The padding of each column, and its values in a sequence without it."""
 _REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how good each sequence is"}
@@ -81,7 +79,6 @@ def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_to
 
 
 def check_training_batch(batch: DataProto) -> None:
-    """Check every rule of a training batch."""
     batch.check_consistency()
     if not len(batch):
         raise ValueError("the training batch has no sequences: give at least one group")

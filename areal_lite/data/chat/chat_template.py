@@ -1,31 +1,29 @@
 """A chat template with its variables: renders messages, and finds what it writes at the end of an answer.
 
-Guarantees that whatever a template, which is a program, raises comes out as a ``ConfigError`` that names the messages.
+Guarantees that whatever a template, which is a program, raises comes out as a :class:`TemplateError`.
 """
-
-from __future__ import annotations
 
 import functools
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-
 import orjson
-
 from areal_lite.errors import ConfigError
 
 Message = Mapping[str, Any]
 """``role`` and ``content``; also ``tool_calls``, ``reasoning_content``, ... if the template supports them."""
-
 PROBE = "probe-of-the-end-mark"
-
 EndOfTurn = Literal["end_mark", "next_role"]
+
+
+class TemplateError(ConfigError):
+    """A chat template rejected messages, which the text names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """The chat template with its variables."""
+    """The chat template of a tokenizer or processor with its variables."""
 
     tokenizer: Any
     tools: list[Any] | None
@@ -40,9 +38,9 @@ class ChatTemplate:
                 list(messages), tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.variables
             )
         except Exception as error:  # a template is a program and may raise anything
-            raise ConfigError(
-                f"the chat template cannot write messages[:{len(messages)}] ({error}): fix the conversation, or use "
-                "another template"
+            raise TemplateError(
+                f"the chat template cannot write messages[:{len(messages)}] ({type(error).__name__}: {error}): fix the "
+                f"conversation, or use another template; they are {str(messages)[:200]}"
             ) from error
         return text
 
@@ -53,14 +51,13 @@ class ChatTemplate:
             self._written[key] = self.write(messages[:count], prompt=prompt)
         return self._written[key]
 
-    def written(self, messages: Sequence[Message], count: int, mark: EndMark | None) -> str:
+    def written(self, messages: Sequence[Message], count: int, mark: "EndMark | None") -> str:
         """Return the text of the first ``count`` messages; an answer at the end has its end mark."""
-        last = messages[count - 1]
+        own, last = self.write_first(messages, count), messages[count - 1]
         if mark is None or not mark.only_continued or last["role"] != "assistant":
-            return self.write_first(messages, count)
+            return own
         if mark.after_calls is not None:  # the next message is prompted alike, whatever the answer
-            return self.write_first(messages, count) + (mark.after_calls if last.get("tool_calls") else mark.text)
-        own = self.write_first(messages, count)
+            return own + (mark.after_calls if last.get("tool_calls") else mark.text)
         try:
             text = self.write([*messages[:count], {"role": "user", "content": content_like("x", messages)}])
         except ConfigError:
@@ -69,7 +66,7 @@ class ChatTemplate:
         # Some templates take the thoughts out of an answer once a question follows; they train from its own text.
         return text if mark.before is None or text.startswith(own) else own + mark.before + mark.text
 
-    def end_mark(self, question: Sequence[Message]) -> EndMark | None:
+    def end_mark(self, question: Sequence[Message]) -> "EndMark | None":
         """Return the end mark of an answer to ``question``; None if there is none."""
 
         def after_probe(*more: Message) -> str:
@@ -102,7 +99,7 @@ class ChatTemplate:
             mark = same[same.find(mark) : same.find(eos) + len(eos)] or mark
         return EndMark(mark, last.partition(mark)[2])
 
-    def _next_role(self, question: Sequence[Message], continued: str) -> EndMark:
+    def _next_role(self, question: Sequence[Message], continued: str) -> "EndMark":
         """Return what begins the message after an answer, ``continued``, and after one with calls, as an end mark."""
 
         def header(text: str) -> str:
@@ -166,15 +163,13 @@ def _plain_end_mark(
 
 
 def turn_end(tokenizer: Any, written: str, mark: EndMark | None) -> tuple[int, bool]:
-    """Return the end of the turn in its rendered text, and whether it is an end mark. Some templates end tool calls
-    with another token than texts."""
+    """Return the end of the turn in its text, and whether it is an end mark; tool calls may end with another token."""
     if mark is None:
         return len(written), False
     if mark.after_calls is not None:
         return len(written), written.endswith((mark.text, mark.after_calls))
     written = written.removesuffix(mark.rest)
-    last = mark.text
-    if not last:
+    if not (last := mark.text):
         return len(written), False
     if last not in written:
         special = _special_tokens(tokenizer, written)

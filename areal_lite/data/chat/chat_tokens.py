@@ -9,8 +9,6 @@ message adds is its span. If a template rewrites history (e.g. strips thoughts f
 in the full text get their own sequences. A fast tokenizer's offsets map characters to tokens.
 """
 
-from __future__ import annotations
-
 import os.path
 import re
 from bisect import bisect_right
@@ -18,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
-
 from areal_lite.data.chat.chat_template import (
     PROBE,
     ChatTemplate,
@@ -109,7 +106,6 @@ def tokenize_messages(
     apply_chat_template: bool = True,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
-    tools_in_system_prompt: bool = False,
 ) -> list[ChatTokens]:
     """Return the sequences that train each assistant message of a conversation once, in order.
 
@@ -130,9 +126,8 @@ def tokenize_messages(
         tools: Tool schemas for the template; an empty list is the same as None.
         apply_chat_template: False joins the contents unchanged, without roles, end marks or special tokens.
         template_kwargs: Extra variables of the template, or another ``chat_template``.
-        tools_in_system_prompt: Write tools, calls and results as text, for templates that do not render them.
     """
-    rendering = Rendering(apply_chat_template, template_kwargs or {}, tools_in_system_prompt)
+    rendering = Rendering(apply_chat_template, template_kwargs or {})
     return [tokens_of(tokenizer, text) for text in render_conversation(tokenizer, messages, tools, rendering)]
 
 
@@ -166,8 +161,7 @@ def render_conversation(
 
 
 def _forms(messages: Sequence[Message]) -> list[Sequence[Message]]:
-    """Return the messages with all contents as texts and as lists of parts, their own form first. Messages with images
-    or other parts that are no text keep their parts."""
+    """Return the messages with contents as texts and as parts, their own form first; only parts if one is no text."""
     texts, parts = [], []
     for message in messages:
         content = message.get("content")
@@ -206,7 +200,8 @@ def _turns(messages: Sequence[Message], template: ChatTemplate, mark: EndMark | 
             continue
         text, start, is_prompted = _with_start(messages, i, template, mark)
         before = start
-        if not _is_written(_answer(message), text[start:]) and i:  # its beginning may be in the prompt
+        answer = _THOUGHT_END.split(_text(message))[-1]
+        if not _is_written(answer, text[start:]) and i:  # its beginning may be in the prompt
             before = min(start, len(os.path.commonprefix([text, template.write_first(messages, i)])))
         shortfalls = _shortfalls(i, message, text[before:])
         end, is_marked = turn_end(template.tokenizer, text[start:], mark)
@@ -221,9 +216,8 @@ def _turns(messages: Sequence[Message], template: ChatTemplate, mark: EndMark | 
 def _with_start(
     messages: Sequence[Message], i: int, template: ChatTemplate, mark: EndMark | None
 ) -> tuple[str, int, bool]:
-    """Return the text up to an answer, where the answer starts in it, and whether its whole prompt is before that. If
-    the template writes the question differently once the answer is there, the text is that of the prompt, followed by
-    the answer."""
+    """Return the text up to an answer, where the answer starts in it, and whether its whole prompt is before that. The
+    text is the prompt and the answer if the template writes the question differently once the answer is there."""
     text = template.written(messages, i + 1, mark)
     if i == 0:
         return text, _start_of_first(text, template.write_first(messages, 1, prompt=True)), True
@@ -251,9 +245,8 @@ def _with_start(
 
 
 def _start_of_first(text: str, prompted: str) -> int:
-    """Return where the answer starts in ``text``, a conversation that begins with the assistant. A template cannot
-    render a prompt without messages, so the prompt is taken from ``prompted``: the same message followed by a prompt
-    for the next."""
+    """Return where the answer starts in ``text``, a conversation that begins with the assistant. Without messages no
+    prompt can be rendered, so it is taken from ``prompted``: the same message followed by a prompt for the next."""
     prompt = prompted[len(os.path.commonprefix([text, prompted])) :]
     for wanted in (prompt, _THOUGHT_TAG.split(prompt)[0]):
         if wanted and (at := text.find(wanted)) >= 0:
@@ -271,8 +264,8 @@ def _shortfalls(i: int, message: Message, written: str) -> set[Shortfall]:
                 "not be trained: set tools_in_system_prompt to true, or use a template that supports tool_calls"
             )
     shortfalls = set()
-    answer = _answer(message)
-    thoughts = [*_THOUGHT_END.split(_text(message))[:-1], *(str(message.get(key) or "") for key in _THOUGHT_KEYS)]
+    *thoughts, answer = _THOUGHT_END.split(_text(message))
+    thoughts += [str(message.get(key) or "") for key in _THOUGHT_KEYS]
     if not all(_is_written(_THOUGHT_TAG.sub("", thought), written) for thought in thoughts):
         shortfalls.add(Shortfall.NO_THOUGHT)
     content = message.get("content")
@@ -286,10 +279,6 @@ def _shortfalls(i: int, message: Message, written: str) -> set[Shortfall]:
 def _is_written(text: str, written: str) -> bool:
     text = text.strip()
     return text in written or "".join(text.split()) in "".join(written.split())
-
-
-def _answer(message: Message) -> str:
-    return _THOUGHT_END.split(_text(message))[-1]
 
 
 def _text(message: Message) -> str:
@@ -339,14 +328,19 @@ def _check_messages(messages: Any) -> None:
 
 def tokens_of(tokenizer: Any, rendered: ChatText) -> ChatTokens:
     """Return the tokens of a rendered sequence, with those inside one of its spans trained."""
-    if rendered.joints:
-        return _tokens_of_pieces(tokenizer, rendered)
     text, spans = rendered.text, rendered.spans
+    ids: list[int] = []
+    mask: list[bool] = []
+    if rendered.joints:
+        for piece in pairwise((*rendered.joints, len(text))):
+            tokens = tokenizer.encode(text[slice(*piece)], add_special_tokens=False)
+            ids += tokens
+            mask += [piece in spans] * len(tokens)
+        return _never_first(ids, mask)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids: list[int] = encoded["input_ids"]
+    ids = encoded["input_ids"]
     special = special_ids(tokenizer, len(tokenizer))
     starts = [start for start, _ in spans]
-    mask = []
     last_end = 0
     for token, (start, end) in zip(ids, encoded["offset_mapping"], strict=True):
         # Some byte-level tokenizers exclude a token's leading spaces from its offsets.
@@ -356,16 +350,6 @@ def tokens_of(tokenizer: Any, rendered: ChatText) -> ChatTokens:
         span_end = spans[span][1] if span >= 0 else 0
         # A special token never crosses spans, but its offsets may include blanks after it.
         mask.append(begin < span_end and (end <= span_end or token in special))
-    return _never_first(ids, mask)
-
-
-def _tokens_of_pieces(tokenizer: Any, rendered: ChatText) -> ChatTokens:
-    ids: list[int] = []
-    mask: list[bool] = []
-    for piece in pairwise((*rendered.joints, len(rendered.text))):
-        tokens = tokenizer.encode(rendered.text[slice(*piece)], add_special_tokens=False)
-        ids += tokens
-        mask += [piece in rendered.spans] * len(tokens)
     return _never_first(ids, mask)
 
 

@@ -4,15 +4,13 @@ The plain form is Hermes': the tools in the system prompt, calls as ``<tool_call
 ``<tool_response>`` in a user message.
 """
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-
 import orjson
-
+from areal_lite.data.chat.chat_template import ChatTemplate, TemplateError
 from areal_lite.errors import ConfigError
 
 _PROBE_TOOL = {
@@ -39,12 +37,11 @@ The results come in <tool_response></tool_response>."""
 
 
 def drops_tools(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the chat template renders the same text with and without tools. The answer is cached per
-    tokenizer, template and ``template_kwargs``."""
+    """Return whether the chat template renders the same text with and without tools; cached by all arguments."""
     return _drops_tools(
         tokenizer,
         repr(getattr(tokenizer, "chat_template", None)),
-        orjson.dumps(template_kwargs, option=orjson.OPT_NON_STR_KEYS, default=str) if template_kwargs else b"{}",
+        orjson.dumps(template_kwargs, option=orjson.OPT_NON_STR_KEYS, default=str),
     )
 
 
@@ -89,21 +86,14 @@ def in_hermes_form(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] |
 @functools.lru_cache(maxsize=64)
 def _drops_tools(tokenizer: Any, template: str, template_kwargs: bytes) -> bool:
     variables = orjson.loads(template_kwargs)
+    without, with_tools = (ChatTemplate(tokenizer, tools, variables) for tools in (None, [_PROBE_TOOL]))
     rendered = False
     user = {"role": "user", "content": "x"}
     for messages in ([user], [{"role": "system", "content": "x"}, user]):
-        try:
-            texts = [
-                tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
-                )
-                for tools in (None, [_PROBE_TOOL])
-            ]
-        except Exception:
-            continue
-        if texts[0] != texts[1]:
-            return False
-        rendered = True
+        with contextlib.suppress(TemplateError):
+            if without.write(messages, prompt=True) != with_tools.write(messages, prompt=True):
+                return False
+            rendered = True
     return rendered
 
 

@@ -2,27 +2,19 @@
 
 The only place where prompts of rows meet a chat template. Guarantees the same tokens for measuring a prompt and for
 using it, in a dataset's items and in the rows of a run. Knows nothing of padding, nor of images, which
-:mod:`areal_lite.data.vision.multimodal` adds. Encoders are copied to worker processes, so they hold only their
-arguments.
+``data.vision.multimodal`` adds. Encoders are copied to worker processes, so they hold only their arguments.
 """
 
-from __future__ import annotations
-
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import orjson
-
 from areal_lite.config.dataset_config import DatasetConfig
+from areal_lite.data.chat.chat_template import ChatTemplate
 from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
 from areal_lite.errors import ConfigError
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "return_dict", "tokenize"}
-
-
-class TemplateError(ConfigError):
-    """A chat template rejected the messages of a row."""
 
 
 def prompt_messages(row: Mapping[str, Any], prompt_key: str) -> list[dict[str, Any]]:
@@ -57,6 +49,19 @@ def parts_of(messages: Iterable[Mapping[str, Any]], *kinds: str) -> list[Mapping
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") in kinds]
+
+
+def from_json(row: Mapping[str, Any], key: str) -> Any:
+    """Return a column that holds a list, or JSON text of a list."""
+    value = row.get(key)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{key!r} is the text {value[:80]!r}, which is not JSON ({error}): it must be a list, or JSON text of one"
+        ) from error
 
 
 def without_nulls(value: Any) -> Any:
@@ -103,34 +108,15 @@ class PromptEncoder:
         """The owner of the chat template."""
         return self.tokenizer
 
-    def rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
-        """Return ``messages`` as text that ends with the prompt for the assistant's answer. ``tools`` are schemas, or
-        JSON text of them, as the row has them."""
-        config = self.config
-        variables = dict(config.apply_chat_template_kwargs)
-        if isinstance(tools, str):
-            try:
-                tools = orjson.loads(tools)
-            except orjson.JSONDecodeError as error:
-                raise ConfigError(
-                    f"the tools in {config.tools_key!r} are not JSON ({error}): write a list of schemas"
-                ) from None
-        schemas = without_nulls(tools) or variables.pop("tools", None)
-        if config.tools_in_system_prompt:
+    def rendered(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> str:
+        """Return ``messages`` as text that ends with the prompt for the assistant's answer; ``row`` may have tools."""
+        variables = dict(self.config.apply_chat_template_kwargs)
+        tools = variables.pop("tools", None)
+        schemas = without_nulls(from_json(row, self.config.tools_key)) or tools
+        if self.config.tools_in_system_prompt:
             messages, schemas = in_hermes_form(messages, schemas), None
         check_tools_are_rendered(self.renderer, schemas, variables)
-        if schemas:
-            variables["tools"] = schemas
-        try:
-            text: str = self.renderer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **variables
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            raise TemplateError(
-                f"the chat template cannot write {str(messages)[:200]} ({type(error).__name__}: {error}): fix the "
-                "row, or use another template"
-            ) from error
-        return text
+        return ChatTemplate(self.renderer, schemas or None, variables).write(messages, prompt=True)
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the prompt's messages, after the system prompt if the row's is text."""
@@ -157,8 +143,7 @@ class PromptEncoder:
             return EncodedPrompt(messages=[], text=prompt, input_ids=ids)
         row = row if isinstance(row, Mapping) else {config.prompt_key: row}
         messages = self.messages(row)
-        text = self.rendered(messages, row.get(config.tools_key))
-        return self.tokenized(row, messages, text)
+        return self.tokenized(row, messages, self.rendered(messages, row))
 
     def tokenized(self, row: Mapping[str, Any], messages: list[dict[str, Any]], text: str) -> EncodedPrompt:
         """Return the rendered prompt of ``row`` with its ids; ConfigError if it has images or videos."""
@@ -173,9 +158,8 @@ class PromptEncoder:
         return EncodedPrompt(messages=messages, text=text, input_ids=ids)
 
     def forms(self, prompt: EncodedPrompt) -> dict[str, Any]:
-        """Return the forms of a prompt that do not depend on padding, by the names that a row has them under.
-        ``raw_prompt_ids`` are its ids, at most max_prompt_length of them; ``raw_prompt`` are its messages, with
-        return_raw_chat; ``full_prompts`` is its text, with return_full_prompt."""
+        """Return the forms of a prompt in a row: ``raw_prompt_ids``, at most max_prompt_length ids without padding;
+        ``raw_prompt``, its messages, with return_raw_chat; ``full_prompts``, its text, with return_full_prompt."""
         config, ids = self.config, prompt.input_ids
         if (limit := config.max_prompt_length) is not None and len(ids) > limit:
             if prompt.media:
@@ -183,8 +167,7 @@ class PromptEncoder:
                     f"the prompt has {len(ids)} tokens, but max_prompt_length is {limit}, and images cannot be "
                     "truncated: raise it, or set filter_overlong_prompts"
                 )
-            head, tail = kept_ends(len(ids), limit, config.truncation)
-            ids = ids[:head] + ids[len(ids) - tail :]
+            ids = [ids[place] for place in kept_places(len(ids), limit, config.truncation)]
         forms: dict[str, Any] = {"raw_prompt_ids": ids}
         if config.return_raw_chat:
             forms["raw_prompt"] = prompt.messages
@@ -193,12 +176,12 @@ class PromptEncoder:
         return forms
 
 
-def kept_ends(length: int, limit: int, truncation: str) -> tuple[int, int]:
-    """Return how many tokens a prompt of ``length`` above ``limit`` keeps at its beginning and at its end."""
+def kept_places(length: int, limit: int, truncation: str) -> list[int]:
+    """Return the places of the ``limit`` tokens that a prompt of ``length`` above it keeps."""
     if truncation == "error":
         raise ValueError(
             f"the prompt has {length} tokens, and the maximum is {limit}: raise max_prompt_length, set "
             "filter_overlong_prompts, or set truncation to left, right or middle"
         )
     head = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
-    return head, limit - head
+    return [*range(head), *range(length - limit + head, length)]

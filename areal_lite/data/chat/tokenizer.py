@@ -1,6 +1,4 @@
-"""Loads a model's tokenizer (once per folder), processor and model type."""
-
-from __future__ import annotations
+"""Loads a model's tokenizer (once per folder) and processor."""
 
 import functools
 import shutil
@@ -10,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_hub_name, is_hub_name
 
@@ -46,9 +43,9 @@ def check_chat_template(tokenizer: Any) -> None:
         )
 
 
+@functools.cache
 def tokenizer_files(path: str) -> dict[str, bytes]:
-    """Return the files of tokenizer and image processor of ``path`` by name, as they are stored beside a model's
-    weights."""
+    """Return the files of tokenizer and image processor of ``path`` by name, as they are stored beside weights."""
     with TemporaryDirectory() as folder:
         save_tokenizer(load_tokenizer(path), Path(folder))
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
@@ -76,15 +73,6 @@ def load_processor(path: str) -> Any:
             return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]  # nosec B615 # a folder
         except ImportError:
             return None
-
-
-def model_type(path: str) -> str:
-    """Return ``model_type`` of the model's config, or "" if it has none."""
-    with _lock, _as_config_error(f"no model config can be read from {path!r}", "name a folder with config.json"):
-        from transformers import PretrainedConfig
-
-        config, _ = PretrainedConfig.get_config_dict(path)
-        return str(config.get("model_type", ""))
 
 
 @contextmanager

@@ -1,16 +1,11 @@
 """The adapter between dataset rows, engine and trainer: one object per kind of model.
 
-It makes a workflow's input (``get_rollout_input``), makes a training sequence of each answer
-(``get_policy_input``), and collates the batch. It runs on the CPU.
+On the CPU, it makes a workflow's input and a training sequence of each answer, and collates the batch.
 """
-
-from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-
 from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import Group, TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
@@ -21,7 +16,6 @@ from areal_lite.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from areal_lite.data.batch.data_proto import DataProto
-
 
 RolloutOutput = str | list[int] | TokenSequence | Sample
 """An answer's text, its ids, or what was recorded: prompt, answers and the text between. A run gives sequences."""
@@ -40,13 +34,7 @@ class DataPacker(ABC):
     """The ``collate_fn`` of the dataset section, which makes a batch of a mini-batch of rows."""
 
     def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
-        """Take what the run has loaded.
-
-        Args:
-            tokenizer: The model's Hugging Face tokenizer.
-            processor: Its multi-modal processor, if it has one.
-            config: The dataset section of the config.
-        """
+        """Take what the run has loaded: the model's tokenizer and processor (Hugging Face), the dataset section."""
         self.tokenizer, self.processor = tokenizer, processor
         if config is not None:
             self.config = config
@@ -57,10 +45,8 @@ class DataPacker(ABC):
         raise NotImplementedError("implement get_rollout_input in the subclass")
 
     def rollout_collate_fn(self, items: list[Any]) -> list[Any]:
-        """Return one mini-batch of inputs, one for each of ``items`` in order; the list itself by default.
-
-        A run collates ``rollout.consumer_batch_size`` rows at once, in the order in which it draws them.
-        """
+        """Return one mini-batch of inputs, one for each of ``items`` in order; the list itself by default. A run
+        collates ``rollout.consumer_batch_size`` rows at once, in the order in which it draws them."""
         return items
 
     @property
@@ -85,7 +71,6 @@ class DataPacker(ABC):
 
 
 _DECODER_ONLY = "areal_lite.data.packer.decoder_only_llm_packer.DecoderOnlyLLMDataPacker"
-
 # A dotted path is imported on first use.
 _packers: dict[str, str | type[DataPacker]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"), _DECODER_ONLY),
@@ -96,11 +81,7 @@ PackerClass = TypeVar("PackerClass", bound=type[DataPacker])
 
 
 def register_data_packer(*model_types: str) -> Callable[[PackerClass], PackerClass]:
-    """Return a class decorator that registers a packer for these ``model_type``s of Hugging Face configs.
-
-    Raises:
-        ConfigError: If one of them has a packer already; then none is registered.
-    """
+    """Return a class decorator that registers a packer for these ``model_type``s; ConfigError if one has another."""
 
     def register(packer: PackerClass) -> PackerClass:
         for model_type in model_types:
@@ -144,43 +125,33 @@ class UnpreparedRow(dict[str, Any]):
 
 def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[dict[str, Any]]:
     """Return what workflows get for ``rows``, one dict each, in order; with ``prepare_prompt`` :class:`UnpreparedRow`.
-
-    If the packer turns a row into text or messages, they become the dict's ``prompt_key``.
-    """
+    If the packer turns a row into text or messages, they become the dict's ``prompt_key``."""
     inputs = packer.rollout_collate_fn([packer.get_rollout_input(row) for row in rows])
     if len(inputs) != len(rows):
         raise ConfigError(
             f"{type(packer).__name__}.rollout_collate_fn made {len(inputs)} inputs of {len(rows)}: return one for each"
         )
-    made: list[dict[str, Any]] = []
+    made = []
     for row, item in zip(rows, inputs, strict=True):
-        columns = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
-        if not isinstance(item, Mapping) and isinstance(row, Mapping):
-            columns = {**row, **columns}
+        others = row if isinstance(row, Mapping) and not isinstance(item, Mapping) else {}
+        columns = {**others, **(item if isinstance(item, Mapping) else {prompt_key: item})}
         made.append(with_added(columns, row, packer.config))
     if packer.collate_fn is not None:
         made = rows_of_batch(packer.collate_fn(made), len(rows))
-    for place, (row, item, columns) in enumerate(zip(rows, inputs, made, strict=True)):
-        if (prepare := packer.prepare_prompt) is not None:
-            # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
-            source: Any = row if isinstance(row, list | str) and isinstance(item, str) else columns
-            made[place] = UnpreparedRow(columns, partial(_prepared, prepare, source, columns))
-    return made
+    if (prepare := packer.prepare_prompt) is None:
+        return made
+
+    def unprepared(row: Any, item: Any, columns: dict[str, Any]) -> UnpreparedRow:
+        # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
+        source: Any = row if isinstance(row, list | str) and isinstance(item, str) else columns
+        return UnpreparedRow(columns, lambda: {**prepare(source), **columns})
+
+    return list(map(unprepared, rows, inputs, made))
 
 
-def _prepared(prepare: Callable[[Row], Row], source: Row, columns: Row) -> dict[str, Any]:
-    return {**prepare(source), **columns}
-
-
-def training_batch(packer: DataPacker, groups: Sequence[Group]) -> DataProto:
-    """Return the accepted groups as a ``DataProto``, one item per sequence, each through the packer; with baselines.
-
-    The trainer takes groups as they are; this is for a packer that changes what is trained.
-
-    Raises:
-        ConfigError: If a trajectory has no reward.
-        TrainingError: If nothing was accepted.
-    """
+def training_batch(packer: DataPacker, groups: Sequence[Group]) -> "DataProto":
+    """Return the accepted groups as a ``DataProto``, one item per sequence, each through the packer; with baselines. It
+    is for packers that change what is trained. ConfigError without a reward, TrainingError without accepted groups."""
     from areal_lite.data.batch.data_proto import DataProto
     from areal_lite.data.batch.training_batch import training_sequences, with_baselines
 

@@ -1,20 +1,15 @@
 """The packer of text-only language models: Llama, Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3.
 
-Guarantees that a token trains if and only if the policy sampled it and nobody excluded it: recorded tokens
-are never tokenized again, and the loss mask is aligned to the token itself, over the whole sequence. The
-trainer makes the shift by one.
+Guarantees that a token trains if and only if the policy sampled it and nobody excluded it: recorded tokens are never
+tokenized again. The loss mask is aligned to the token itself, over the whole sequence; the trainer shifts it by one.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
-
 import numpy as np
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
@@ -34,10 +29,8 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         return PromptEncoder(self.config, self.tokenizer)
 
     def get_rollout_input(self, item: Any) -> Any:
-        """Return text unchanged, a list of messages rendered by the chat template up to the start of the answer.
-
-        A dict is returned as it is: the workflow reads its columns. ConfigError for another type, or without template.
-        """
+        """Return text unchanged, a list of messages rendered by the chat template up to the start of the answer. A dict
+        is returned as it is: the workflow reads its columns. ConfigError for another type, or without template."""
         if isinstance(item, str | Mapping):
             return item
         return self.encoder.encode(item).text
@@ -45,7 +38,8 @@ class DecoderOnlyLLMDataPacker(DataPacker):
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
     ) -> TokenSequence:
-        """Return the whole training sequence of one answer.
+        """Return the whole training sequence of one answer. TypeError for an output that is none of those below,
+        ConfigError for a row without prompt, ValueError without finite reward or prompt, or for too short an answer.
 
         Args:
             sample: The dataset row, or a :class:`Sample` with its prompt. Ignored if the output is recorded.
@@ -53,11 +47,6 @@ class DecoderOnlyLLMDataPacker(DataPacker):
                 they are; or, for a single turn, the answer's ids, or its text. Then the reward is that of ``sample``,
                 or its column ``reward``, and 0 if there is none.
             n_ignore_prefix_tokens: Number of the answer's first tokens to mask.
-
-        Raises:
-            TypeError: If the output is none of the three.
-            ConfigError: If the row has no prompt.
-            ValueError: Without finite reward or prompt, or if the answer has fewer than ``n_ignore_prefix_tokens``.
         """
         if not isinstance(rollout_output, Sample | TokenSequence):
             source = _row_sample(sample, self.config)
@@ -76,12 +65,8 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         return max(map(len, processed_samples))
 
     def policy_collate_fn(self, processed_samples: Sequence[TokenSequence], computed_max_len: int) -> dict[str, Any]:
-        """Return the batch of :func:`collate_sequences`, padded on the right.
-
-        Raises:
-            ValueError: If ``computed_max_len`` is below the longest sequence; nothing is cut off.
-            ConfigError: If the tokenizer has neither a padding nor an end token.
-        """
+        """Return the batch of :func:`collate_sequences`, padded on the right. ValueError if a sequence is longer than
+        ``computed_max_len``; ConfigError if the tokenizer has neither a padding nor an end token."""
         from areal_lite.data.batch.training_batch import collate_sequences
 
         return collate_sequences(processed_samples, computed_max_len, pad_token_id=_pad_token_id(self.tokenizer))

@@ -1,12 +1,8 @@
-"""What a workflow gets beside the columns of its row: slime's metadata, what verl reads from ``extra_info``, and what a
-``collate_fn`` made of a mini-batch of rows."""
-
-from __future__ import annotations
+"""What a workflow gets beside a row's columns: slime's metadata, verl's ``extra_info``, what a ``collate_fn`` made."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
-
 from areal_lite.config.dataset_config import DatasetConfig, RowsConfig
 from areal_lite.config.dotted_path import load_object
 from areal_lite.data.source.sample import deep_copy

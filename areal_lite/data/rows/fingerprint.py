@@ -3,13 +3,10 @@
 It covers a few evenly spread values: a change between them that keeps the number of rows is not noticed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
-
 import numpy as np
 
 FINGERPRINT_ROWS = 64
@@ -22,8 +19,7 @@ def spread_positions(size: int) -> list[int]:
 
 
 def content_hash(values: Iterable[Any]) -> str:
-    """Return a hash of JSON values, which may contain arrays and tensors. Other objects, such as images, contribute
-    only their type."""
+    """Return a hash of JSON values, arrays and tensors; of other objects, such as images, only their type counts."""
     digest = hashlib.sha256()
     for value in values:
         digest.update(json.dumps(value, default=_as_json, skipkeys=True).encode())

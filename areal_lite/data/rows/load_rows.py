@@ -3,16 +3,13 @@
 Guarantees at least one row, and that rows of files stay on disk and are read on access.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
 from areal_lite.config.dataset_config import RowsConfig
 from areal_lite.config.dotted_path import load_object
 from areal_lite.data.rows.row_files import load_dataset, looks_like_files
@@ -30,18 +27,13 @@ def is_environment(path: str | list[str]) -> bool:
 def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     """Return the rows that ``config`` names, at most ``max_samples``.
 
-    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; the others give a list.
-    The rows of a reasoning-gym task have the keys question, answer, metadata and task.
-
-    Args:
-        seed: Chooses the rows if ``max_samples`` and ``shuffle`` are set; they keep their order.
-
-    Raises:
-        ConfigError: If the rows cannot be loaded, one is damaged, or there are none.
+    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; the others give a list. Rows of a
+    reasoning-gym task have the keys question, answer, metadata and task. ``seed`` chooses rows, which stay in order,
+    if ``max_samples`` and ``shuffle`` are set. ConfigError if rows cannot be loaded, one is damaged, or there are none.
     """
     path = config.path
     if isinstance(path, str) and (is_environment(path) or not looks_like_files(path)):
-        make = _environment if is_environment(path) else _function
+        make = importlib.import_module("areal_lite.environments.catalog").rows if is_environment(path) else _function
         rows: Sequence[Row] = make(path, config.kwargs)
         if not rows:
             raise ConfigError(f"dataset {path}: there are no rows: give at least one")
@@ -59,24 +51,23 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
 
 def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
     """Return the rows at the indices ``chosen``; rows of files stay on disk."""
-    if isinstance(rows, list):
-        return [rows[index] for index in chosen]
-    return rows.select(chosen)  # type: ignore[attr-defined,no-any-return]
+    select = getattr(rows, "select", None)
+    return [rows[index] for index in chosen] if select is None else select(chosen)
 
 
-def _environment(path: str, kwargs: dict[str, Any]) -> Sequence[Row]:
-    rows: Sequence[Row] = importlib.import_module("areal_lite.environments.catalog").rows(path, kwargs)
-    return rows
+def check_arguments(function: Callable[..., Any], kwargs: dict[str, Any], *, where: str) -> None:
+    """Check that ``function`` takes the arguments; raises ConfigError."""
+    try:
+        inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{where} {kwargs} do not fit: {error}") from None
 
 
 def _function(path: str, kwargs: dict[str, Any]) -> list[Row]:
     function = load_object(path, where="dataset path")
     if not callable(function):
         raise ConfigError(f"dataset {path}: a {kind_of(function)}: it must be a function that returns rows")
-    try:
-        inspect.signature(function).bind(**kwargs)
-    except TypeError as error:
-        raise ConfigError(f"dataset {path}: kwargs {kwargs} do not fit: {error}") from None
+    check_arguments(function, kwargs, where=f"dataset {path}: kwargs")
     rows = function(**kwargs)
     if isinstance(rows, str | Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise ConfigError(f"dataset {path}: it returned a {kind_of(rows)}: it must return a list of dicts")

@@ -1,11 +1,8 @@
 """Batches of a dataset, with a position that can be saved and restored.
 
 Guarantees that an epoch's order depends only on (seed, epoch), or is the user's curriculum; that the position counts
-the batches handed out, not those that workers prefetched; and that a loader with a restored position yields exactly the
-remaining batches. Torch's DataLoader does the loading.
+batches handed out, not those that workers prefetched; and that a restored loader yields exactly the remaining ones.
 """
-
-from __future__ import annotations
 
 import itertools
 import logging
@@ -14,11 +11,9 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.fingerprint import content_hash, differences, spread_positions
 from areal_lite.data.rows.samplers import AbstractSampler, make_curriculum
@@ -61,24 +56,19 @@ class ResumableLoader:
     """Each iteration yields the rest of the current epoch; the next iteration starts a new epoch in its own order.
 
     Breaking out of an iteration keeps the position. Only one iteration can run at a time. The dataset may grow: new
-    rows are drawn from the next epoch on.
+    rows are drawn from the next epoch on. ConfigError if an epoch would have no batch, or a curriculum is combined with
+    workers; ValueError if ``batch_size`` is below 1, or both ``sampler`` and ``shuffle`` are given.
 
     Args:
-        dataset: Rows by index: a list, a torch ``Dataset``, a ``datasets.Dataset``. Worker processes get a pickled copy
-            when an epoch begins.
+        dataset: Rows by index: a list, a torch ``Dataset``, a ``datasets.Dataset``; pickled for workers at each epoch.
         batch_size: Rows per batch; None means the whole dataset, e.g. for validation.
-        sampler: The order, e.g. from :func:`create_rl_sampler`. None uses an
-            :class:`EpochSampler` with ``shuffle`` and ``seed``.
+        sampler: The order. None uses an :class:`EpochSampler` with ``shuffle`` and ``seed``.
         shuffle: Draw each epoch in a new order; only without ``sampler``.
         num_workers: Processes that load rows; 0 loads them on demand in this process. Workers import the main script,
             so it needs ``if __name__ == "__main__"``.
         read_ahead: Without workers and curriculum, load the next batch in a thread while this one is used.
         drop_last: Drop an incomplete last batch of an epoch: True for training, False for validation.
         collate_fn: Turns a list of rows into a batch; None uses torch's default, which stacks.
-
-    Raises:
-        ConfigError: If an epoch would have no batch, or a curriculum is combined with workers.
-        ValueError: If ``batch_size`` is below 1, or both ``sampler`` and ``shuffle`` are given.
     """
 
     def __init__(
@@ -134,24 +124,17 @@ class ResumableLoader:
         return full + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of this epoch.
-
-        Raises:
-            RuntimeError: If another iteration began or a position was restored meanwhile.
-        """
+        """Yield the rest of this epoch; RuntimeError if another iteration began or a position was restored since."""
         self._iteration = mine = object()
         context = multiprocessing.get_context("forkserver")
         if self._num_workers:
             context.set_forkserver_preload([__name__])
         position = random.Random(f"{self._seed} {self._epoch} {self._batches}")
+        skipped = 0 if self._sampler_has_state else self._batches * self._batch_size
         loader = DataLoader[Any](
             self._dataset,
             batch_sampler=BatchSampler(
-                itertools.islice(
-                    self._sampler, 0 if self._sampler_has_state else self._batches * self._batch_size, None
-                ),
-                self._batch_size,
-                self._drop_last,
+                itertools.islice(self._sampler, skipped, None), self._batch_size, self._drop_last
             ),
             collate_fn=self._collate_fn,
             # By default torch draws the workers' seeds from the global state that training uses too.
@@ -176,27 +159,16 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values: epoch, batches handed out, rows of the epoch, and a data fingerprint.
-
-        Includes the state of a curriculum that has one, but not the state of the dataset.
-        """
-        state = {
-            "epoch": self._epoch,
-            "batches": self._batches,
-            "epoch_rows": self._epoch_rows,
-            "fingerprint": self._fingerprint(),
-        }
+        Includes the state of a curriculum that has one, but not the state of the dataset."""
+        state: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches, "epoch_rows": self._epoch_rows}
+        state["fingerprint"] = self._fingerprint()
         if self._sampler_has_state:
             state["sampler"] = self._sampler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``; restore the rows of a dataset that grew first.
-
-        A different dataset is recognized by its number of rows and the content of a few of them.
-
-        Raises:
-            ConfigError: If rows, batch size, sampler, shuffle or seed have changed.
-        """
+        """Resume from ``state``; restore the rows of a dataset that grew first. ConfigError if rows (their number, or
+        the content of a few of them), batch size, sampler, shuffle or seed have changed."""
         if changed := differences(state["fingerprint"], self._fingerprint()):
             raise ConfigError(
                 f"the checkpoint's loader does not fit: {changed}. Use the same dataset and settings, or another trial"

@@ -4,8 +4,6 @@ A user's generator adds rows at the start and after each step. Guarantees that d
 that a resumed run has the rows it had generated. ``load_rows`` reads the rows; ``prompt_encoder`` measures a prompt.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect
@@ -15,19 +13,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
 import orjson
 from torch.utils.data import Dataset
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_class
-from areal_lite.data.chat.prompt_encoder import PromptEncoder, TemplateError
+from areal_lite.data.chat.chat_template import TemplateError
+from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.rows.load_rows import load_rows, select_rows
 from areal_lite.data.rows.text_rows import Row, checked_row, different_columns
 from areal_lite.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-
 TOO_LONG = "too long"
 TEMPLATE_FAILED = "template failed"
 
@@ -36,19 +32,16 @@ class PromptRows(Dataset[Any]):
     """The rows of a dataset section as they were read, without the dropped ones.
 
     ``dropped`` counts those by reason, :data:`TOO_LONG` or :data:`TEMPLATE_FAILED`; ``first_failure`` is the first
-    message of the chat template. A run adds ``raw_prompt_ids`` and the like to a row when its group starts.
+    message of the chat template. A run adds ``raw_prompt_ids`` and the like to a row when its group starts. ConfigError
+    if the rows cannot be loaded, all are dropped, or a column is missing; ValueError for another ``max_samples``.
 
     Args:
         data_files: Paths, as :func:`areal_lite.data.rows.load_rows.load_rows` takes them.
         tokenizer: Hugging Face tokenizer with a chat template; None if only ``rows`` are needed.
         config: Column names and settings; ``data_files`` replaces its path.
         processor: Hugging Face processor of a model that reads images or videos, for :class:`RLHFDataset`.
-        max_samples: Rows before filtering; -1 uses ``config.max_samples``.
+        max_samples: Rows before filtering, at least 1; -1 uses ``config.max_samples``.
         system_prompt: System message before a prompt that is text.
-
-    Raises:
-        ConfigError: If the rows cannot be loaded, all are dropped, or, with a tokenizer, the prompt column is missing.
-        ValueError: If ``max_samples`` is neither -1 nor positive.
     """
 
     def __init__(
@@ -138,14 +131,13 @@ class PromptRows(Dataset[Any]):
 
     def _check_column(self, row: Row, setting: str) -> None:
         key = getattr(self.config, setting)
-        if isinstance(row, str | list):  # a prompt without columns
+        if isinstance(row, str | list) or key in row:  # a prompt has no columns
             return
-        if key not in row:
-            close = difflib.get_close_matches(key, row)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are {sorted(row)}{hint}"
-            )
+        close = difflib.get_close_matches(key, row)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are {sorted(row)}{hint}"
+        )
 
     def _encoder_with(self, system_prompt: str | None) -> PromptEncoder:
         return PromptEncoder(self.config, self.tokenizer, system_prompt)
@@ -235,15 +227,9 @@ class _GrowingRows(Sequence[Row]):
 
 
 def make_dataset(config: DatasetConfig, default: type[PromptRows], **given: Any) -> Dataset[Any]:
-    """Return a dataset of the user's class ``config.custom_cls``, else of ``default``.
-
-    Args:
-        given: Arguments of the class: data_files, tokenizer, processor; max_samples, seed and system_prompt are left
-            out if the user's class does not accept them.
-
-    Raises:
-        ConfigError: If the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that
-            was given.
+    """Return a dataset of the user's class ``config.custom_cls``, else of ``default``, with the arguments ``given``:
+    data_files, tokenizer, processor; max_samples, seed and system_prompt, unless the user's class does not accept them.
+    ConfigError if the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that was given.
     """
     if config.custom_cls is None:
         return default(config=config, **given)

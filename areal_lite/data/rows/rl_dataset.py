@@ -3,18 +3,14 @@
 For training loops of your own; a run reads :class:`PromptRows`. Guarantees that every item has the same tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
-
 from areal_lite.config.dataset_config import DatasetConfig
-from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, kept_ends
+from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, kept_places
 from areal_lite.data.rows.added_columns import tool_columns
 from areal_lite.data.rows.prompt_rows import DynamicGenRows, PromptRows, make_dataset
 from areal_lite.data.vision.multimodal import MultimodalEncoder
@@ -28,7 +24,7 @@ class RLHFDataset(PromptRows):
     """Rows, and the tensors of their prompts. See :class:`PromptRows` for arguments and errors."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the row at ``index`` with its prompt replaced by tensors.
+        """Return the row at ``index`` with its prompt replaced by tensors; ConfigError, with the index, if that fails.
 
         ``T`` is the config's max_prompt_length, or the prompt's length if that is null:
 
@@ -39,9 +35,6 @@ class RLHFDataset(PromptRows):
         * ``raw_prompt`` (messages) with return_raw_chat, ``full_prompts`` (text) with return_full_prompt
         * ``multi_modal_data``, ``multi_modal_inputs`` if the row has images or videos
         * the other columns of the row
-
-        Raises:
-            ConfigError: If the row cannot be encoded or is too long; with its index.
         """
         encoder = self._encoder("encoding prompts")
         row = self.rows[index]
@@ -72,10 +65,8 @@ class RLHFDataset(PromptRows):
             ends = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
             padding = next((int(token) for token in ends if token is not None), 0)  # masked out
             ids, mask = postprocess_data(ids, mask, limit, padding)
-        positions = None
-        if self.processor is not None:
-            inputs = prompt.media.get("multi_modal_inputs", {})
-            positions = multimodal_position_ids(self.processor, ids[0], mask[0], inputs)
+        inputs = prompt.media.get("multi_modal_inputs", {})
+        positions = multimodal_position_ids(self.processor, ids[0], mask[0], inputs)
         return {
             "input_ids": ids[0],
             "attention_mask": mask[0],
@@ -97,10 +88,8 @@ def create_rl_dataset(
     seed: int = 1,
     system_prompt: str | None = None,
 ) -> Dataset[Any]:
-    """Return the dataset that ``data_config`` names: its ``custom_cls``, rows that grow, or :class:`RLHFDataset`.
-
-    See :func:`make_dataset`, with which it shares arguments and errors.
-    """
+    """Return the dataset that ``data_config`` names: its ``custom_cls``, rows that grow, or :class:`RLHFDataset`; see
+    :func:`make_dataset`, with which it shares arguments and errors."""
     cls = DynamicGenDataset if data_config.datagen is not None and is_train else RLHFDataset
     given = {"data_files": data_paths, "tokenizer": tokenizer, "processor": processor, "max_samples": max_samples}
     return make_dataset(data_config, cls, **given, seed=seed, system_prompt=system_prompt)
@@ -114,22 +103,11 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: Truncation = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and mask padded or truncated to ``max_length``.
+    """Return ids ``[B, T]`` int64 and their mask, 0 at padding, padded or truncated to ``[B, max_length]``.
 
-    Args:
-        input_ids: ``[B, T]`` int64.
-        attention_mask: ``[B, T]``, 0 at padding.
-        max_length: Length of the result, 1 or more.
-        pad_token_id: Fills ids; the mask is filled with 0.
-        left_pad: Pad before the prompt, so its last token stays last.
-        truncation: For longer prompts, left keeps the last tokens, right the first ones, and middle the first
-            ``max_length // 2`` plus the last ones.
-
-    Returns:
-        Two tensors ``[B, max_length]``.
-
-    Raises:
-        ValueError: If a prompt is longer and ``truncation`` is error, or an argument is invalid.
+    ``left_pad`` pads before the prompt, so its last token stays last. Of longer prompts, the truncation left keeps the
+    last tokens, right the first ones, middle the first ``max_length // 2`` and the last ones; error raises ValueError,
+    as does an invalid argument.
     """
     if truncation not in get_args(Truncation):
         raise ValueError(f"truncation is {truncation!r}: it must be one of {', '.join(get_args(Truncation))}")
@@ -140,15 +118,12 @@ def postprocess_data(
     if max_length < 1:
         raise ValueError(f"max_length is {max_length}: it must be 1 or more")
     length = input_ids.shape[1]
-    if length <= max_length:
-        return (
-            pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad),
-            pad_sequence_to_length(attention_mask, max_length, 0, left_pad),
-        )
-    head, tail = kept_ends(length, max_length, truncation)
+    if length > max_length:
+        kept = kept_places(length, max_length, truncation)
+        return input_ids[:, kept], attention_mask[:, kept]
     return (
-        torch.cat([input_ids[:, :head], input_ids[:, length - tail :]], dim=1),
-        torch.cat([attention_mask[:, :head], attention_mask[:, length - tail :]], dim=1),
+        pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad),
+        pad_sequence_to_length(attention_mask, max_length, 0, left_pad),
     )
 
 

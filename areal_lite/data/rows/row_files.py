@@ -1,11 +1,9 @@
 """Rows from files, folders and the hub, as one ``datasets.Dataset`` that stays on disk.
 
-Guarantees that everything named is read, in the order given, or an error says what cannot be read. ``text_rows`` reads
-JSON and CSV; ``files`` copies remote ones.
+Guarantees that everything named is read, in the order given, or an error says what cannot be read.
 """
 
 from __future__ import annotations
-
 import contextlib
 import difflib
 import itertools
@@ -14,7 +12,6 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
 from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import check_cache, local_copies
@@ -23,28 +20,22 @@ if TYPE_CHECKING:
     import datasets
 
 _log = logging.getLogger(__name__)
-
 _TEXT = (".json", ".jsonl", ".csv")
 _SUFFIXES = (*_TEXT, ".parquet", ".arrow")
 _SPLIT = re.compile(r"[\w.\-]+(\[[^\]]*\])?(\+[\w.\-]+(\[[^\]]*\])?)*")
 _HUB_NAME = re.compile(r"[\w\-]+(/[\w.\-]+)?")
-
 _Source = tuple[str, dict[str, list[str]]]  # the wanted split or slice, and files (or their addresses) by split
 
 
 def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None) -> datasets.Dataset:
-    """Return the rows of ``data_path``; those of a list are concatenated.
+    """Return the rows of ``data_path``; those of a list are concatenated. ConfigError, with path and line, if something
+    cannot be read, sources differ in columns, or there are no rows; StorageError if the cache cannot be written.
 
     Args:
         data_path: A file (parquet, json, jsonl, csv, arrow; text files also .gz, .bz2, .xz, .zst), a pattern, a folder
             of such files, an address (https://, s3://, hf://, ...), or the name of a dataset on the hub. Each may
             begin with ``SPLIT@``: ``train[:10%]@x.jsonl``, ``test@folder``; the default is all of ``train``.
         cache_dir: Folder for copies of remote files and for tables; None means ``~/.cache/areal_lite``.
-
-    Raises:
-        ConfigError: If something cannot be read, sources differ in columns, or there are no rows; with the path and,
-            for text files, the line.
-        StorageError: If the cache is full or not writable.
     """
     paths = [data_path] if isinstance(data_path, str) else list(data_path)
     cache = Path(cache_dir or "~/.cache/areal_lite").expanduser()
@@ -166,9 +157,7 @@ def _parts(split: str, files: dict[str, list[str]], cache: Path) -> list[tuple[s
 
 
 def _read(names: Sequence[str], cache: Path) -> list[tuple[str, datasets.Dataset]]:
-    files: list[Path] = []
-    for name in names:
-        files += _local(name, cache)
+    files = [file for name in names for file in _local(name, cache)]
     parts = []
     for is_text, group in itertools.groupby(files, lambda file: _suffix(file.name) in _TEXT):
         adjacent = list(group)
@@ -243,8 +232,7 @@ def _quiet() -> Iterator[None]:
     """Silence the progress bars of ``datasets``, and its log of errors, which are raised anyway."""
     import datasets
 
-    level = datasets.logging.get_verbosity()
-    bars = not datasets.are_progress_bars_disabled()
+    level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
     try:

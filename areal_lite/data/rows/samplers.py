@@ -4,14 +4,10 @@
 :class:`~areal_lite.data.rows.loader.ResumableLoader` in loops of your own; both count and restore the position.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from typing import Any
-
 from torch.utils.data import Sampler
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_class
 from areal_lite.errors import ConfigError
@@ -44,10 +40,7 @@ class AbstractSampler(Sampler[int], ABC):
 
 def make_curriculum(config: DatasetConfig, dataset: Sized) -> AbstractSampler | None:
     """Return the curriculum that ``config.sampler`` names, over the rows of ``dataset``; None if it names none.
-
-    Raises:
-        ConfigError: If the class cannot be loaded, or does not implement :class:`AbstractSampler`.
-    """
+    ConfigError if the class cannot be loaded, or does not implement :class:`AbstractSampler`."""
     if config.sampler is None:
         return None
     cls: type[AbstractSampler] = load_class(config.sampler, AbstractSampler, where="sampler")

@@ -8,8 +8,6 @@ The readers of ``datasets`` turn "2024-01-01" into a timestamp and "007" into 7,
 first megabytes, and do not report line numbers.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip
@@ -25,9 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
-
 import orjson
-
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import cached_file
 
@@ -49,7 +45,7 @@ class _Column:
     where: str
 
 
-def text_table(files: Sequence[Path], cache: Path) -> Dataset:
+def text_table(files: Sequence[Path], cache: Path) -> "Dataset":
     """Return the rows of ``files``, in order; missing keys become None."""
     from datasets import Dataset
 
@@ -82,15 +78,12 @@ def _write(path: Path, files: Sequence[Path]) -> None:
     schema = Features(
         {name: Json() if column.type == "json" else Value(column.type) for name, column in columns.items()}
     ).arrow_schema
+    as_json = [name for name, column in columns.items() if column.type == "json"]
     rows = (row for file in files for row in located_rows(file))
     with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
         while batch := list(itertools.islice(rows, _BATCH)):
-            arrays = []
-            for name, column in columns.items():
-                convert = _as_json if column.type == "json" else lambda value, where: value
-                values = [convert(row.get(name), where) for where, row in batch]
-                arrays.append(pa.array(values, type=schema.field(name).type))
-            writer.write_batch(pa.record_batch(arrays, schema=schema))
+            records = [{**row, **{name: _as_json(row.get(name), where) for name in as_json}} for where, row in batch]
+            writer.write_batch(pa.RecordBatch.from_pylist(records, schema=schema))
 
 
 def _as_json(value: Any, where: str) -> str | None:

@@ -1,16 +1,17 @@
 """Data sources that also take samples back: stopped groups with their tokens, surplus groups, finished ones."""
 
-from __future__ import annotations
-
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
 import numpy as np
-
 from areal_lite.config.dotted_path import load_object
-from areal_lite.data.source.data_source_state import group_to_json, groups_from_json
-from areal_lite.data.source.rollout_data_source import RolloutDataSource, group_index_of
+from areal_lite.data.source.rollout_data_source import (
+    RolloutDataSource,
+    group_index_of,
+    group_to_json,
+    groups_from_json,
+)
 from areal_lite.data.source.sample import Sample
 from areal_lite.data.source.source_settings import BufferFilter, SampleGroup, SourceSettings
 from areal_lite.errors import ConfigError
@@ -40,27 +41,19 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer_filter: BufferFilter = chosen or pop_first
 
     def add_samples(self, samples: list[SampleGroup]) -> None:
-        """Append groups to the buffer, all or, on an error, none.
-
-        Samples of one group that share an index count as one member; groups and samples without a number get one.
-
-        Raises:
-            ValueError: If it is not a list of groups, or a group does not have ``n_samples_per_prompt`` members,
-                is already in the buffer, or has a non-finite reward.
-        """
+        """Append groups to the buffer, all or, on an error, none. Samples of one group that share an index count as one
+        member; groups and samples without a number get one. ValueError if it is not a list of groups, or a group does
+        not have ``n_samples_per_prompt`` members, is already in the buffer, or has a non-finite reward."""
         if not isinstance(samples, list) or not all(isinstance(group, list) for group in samples):
             kinds = samples if not isinstance(samples, list) else [type(group).__name__ for group in samples]
             raise ValueError(f"samples must be a list of lists of Sample, got {kinds!r}"[:500])
         with self._lock:
-            added: set[int] = set()
             for index, group in enumerate(samples):
                 self._check_group(index, group)
-                if group[0].group_index is None:
-                    continue
-                number = group_index_of(group)
-                if number in self._buffered or number in added:
+            given = Counter(group_index_of(group) for group in samples if group[0].group_index is not None)
+            for number, count in given.items():
+                if number in self._buffered or count > 1:
                     raise ValueError(f"group {number} is in the buffer already: add each group once")
-                added.add(number)
             for group in samples:
                 if group[0].group_index is None:
                     for sample in group:

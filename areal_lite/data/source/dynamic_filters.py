@@ -1,12 +1,8 @@
 """Filters that a config names: of ``should_accept_fn``, which groups train; of ``buffer_filter``, which come first."""
 
-from __future__ import annotations
-
 import math
-from functools import partial
 from numbers import Real
 from typing import Any
-
 from areal_lite.api.engine_api import FilterDecision
 from areal_lite.data.source.source_settings import SampleGroup
 
@@ -31,13 +27,14 @@ def highest_reward_first(
 ) -> list[SampleGroup]:
     """Take the groups of the highest mean reward; those without a reward yet come last."""
     settings = getattr(source, "settings", source)  # slime's args have their own reward_key
-    return sorted(buffer, key=partial(_mean_reward, getattr(settings, "reward_key", None)), reverse=True)[:num_samples]
+    reward_key = getattr(settings, "reward_key", None)
 
+    def mean_reward(group: SampleGroup) -> float:
+        rewards = [
+            sample.get_reward_value(None if isinstance(sample.reward, Real) else reward_key)
+            for sample in group
+            if isinstance(sample.reward, Real) or (reward_key is not None and sample.reward is not None)
+        ]
+        return sum(rewards) / len(rewards) if rewards else -math.inf
 
-def _mean_reward(reward_key: str | None, group: SampleGroup) -> float:
-    rewards = [
-        sample.get_reward_value(None if isinstance(sample.reward, Real) else reward_key)
-        for sample in group
-        if isinstance(sample.reward, Real) or (reward_key is not None and sample.reward is not None)
-    ]
-    return sum(rewards) / len(rewards) if rewards else -math.inf
+    return sorted(buffer, key=mean_reward, reverse=True)[:num_samples]

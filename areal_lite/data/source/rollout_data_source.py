@@ -1,34 +1,24 @@
 """Groups of samples for rollouts, drawn from rows whose position is saved and restored.
 
 Guarantees that a group handed out is owed until it is trained, dropped or given back, and that a state loaded in
-another process hands the owed groups out again, before all others. The order of the rows is
+another process hands the owed groups out again, before all others. A state is JSON. The order of the rows is
 :mod:`areal_lite.data.source.row_streams`'. Any thread may call any method.
 """
 
-from __future__ import annotations
-
-import copy
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
+import orjson
 from areal_lite.data.packer.data_packer import UnpreparedRow, rollout_inputs
 from areal_lite.data.rows.fingerprint import differences
-from areal_lite.data.source.data_source_state import (
-    group_to_json,
-    groups_from_json,
-    read_state,
-    state_bytes,
-    state_path,
-)
 from areal_lite.data.source.row_streams import DatasetRows, IterableRows, RowStream, empty_rows
-from areal_lite.data.source.sample import with_own_containers
+from areal_lite.data.source.sample import Sample, SampleStatus, deep_copy, with_own_containers
 from areal_lite.data.source.source_settings import SampleGroup, SourceSettings, dataset_of
-from areal_lite.errors import ConfigError
+from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.files.whole_files import storing, write_whole
 
 SCHEMA = 1
@@ -37,14 +27,9 @@ SCHEMA = 1
 class RolloutDataSource:
     """A read-only source; :class:`RolloutDataSourceWithBuffer` also takes samples.
 
-    Args:
-        dataset: A dataset (see :class:`DatasetRows`), another :class:`RowStream` with its own settings, or slime's
-            ``args``, which name both. None gives samples without a row, for tests. A row is a dict of columns, text, or
-            a list of messages.
-        settings: What becomes of a row; None takes the defaults.
-
-    Raises:
-        ConfigError: If the dataset has no rows.
+    ``dataset`` is a dataset (see :class:`DatasetRows`), whose rows are dicts of columns, text, or lists of messages;
+    another :class:`RowStream` with its own settings; slime's ``args``, which name both; or None, for samples without a
+    row. ``settings`` are what becomes of a row.
     """
 
     supports_buffer = False
@@ -89,17 +74,9 @@ class RolloutDataSource:
         """Return the number of rows in one epoch."""
         return len(self.rows)
 
-    # -- drawing ---------------------------------------------------------------------------------
-
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """Return ``num_samples`` groups; they are owed from here on.
-
-        What was taken before an error is handed out next time.
-
-        Raises:
-            ValueError: If ``num_samples`` is below 0.
-            ConfigError: If a row is neither a dict nor text nor a list.
-        """
+        """Return ``num_samples`` groups; they are owed from here on. What was taken before an error is handed out next
+        time. ValueError if ``num_samples`` is below 0; ConfigError if a row is neither a dict nor text nor a list."""
         if num_samples < 0:
             raise ValueError(f"num_samples is {num_samples}: it must be 0 or more")
         with self._lock:
@@ -141,13 +118,8 @@ class RolloutDataSource:
     def _get_samples_from_buffer(self, num_samples: int) -> list[SampleGroup]:
         return []
 
-    # -- how an owed group ends ------------------------------------------------------------------
-
     def mark_trained(self, groups: Iterable[SampleGroup]) -> None:
-        """Mark groups as trained, so that they are no longer owed.
-
-        Groups that are not owed, or were given back and handed out again since, are skipped.
-        """
+        """Mark groups as trained, so no longer owed; skip those that are not, or were handed out again since."""
         with self._lock:
             for group in groups:
                 _end_owed(self._owed, group)
@@ -178,14 +150,8 @@ class RolloutDataSource:
         with self._lock:
             return len(self._owed)
 
-    # -- state -----------------------------------------------------------------------------------
-
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Merge JSON values into the metadata, which are part of the state.
-
-        Raises:
-            ValueError: If a value is not JSON, NaN or infinite.
-        """
+        """Merge JSON values into the metadata, which are part of the state; ValueError for others, NaN or infinity."""
         try:
             json.dumps(metadata, allow_nan=False, default=lambda value: value.tolist())  # of numpy
         except (TypeError, ValueError, AttributeError) as error:
@@ -194,7 +160,6 @@ class RolloutDataSource:
             self.metadata.update(metadata)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the metadata."""
         return self.metadata
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +170,7 @@ class RolloutDataSource:
                 "fingerprint": self._fingerprint,
                 "sample_index": self.sample_index,
                 "group_index": self._next_group,
-                "metadata": copy.deepcopy(self.metadata),
+                "metadata": deep_copy(self.metadata),
                 "dropped": dict(self.dropped),
                 "owed": [group_to_json(group) for group in self._owed.values()],
                 "returned": [group_to_json(group) for group in self._returned],
@@ -213,11 +178,7 @@ class RolloutDataSource:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``; groups owed then are handed out first.
-
-        Raises:
-            ConfigError: If the dataset, seed, shuffle or group size have changed.
-        """
+        """Resume from ``state``, owed groups first; ConfigError if dataset, seed, shuffle or group size changed."""
         if state.get("schema", SCHEMA) != SCHEMA:
             raise ConfigError(
                 f"the data state has schema {state['schema']}, this version reads {SCHEMA}: use the one that wrote it"
@@ -231,7 +192,7 @@ class RolloutDataSource:
             self.rows.load_state_dict(state)
             self.sample_index = int(state.get("sample_index", 0))
             self._next_group = int(state.get("group_index", 0))
-            self.metadata = copy.deepcopy(state.get("metadata", {}))
+            self.metadata = deep_copy(state.get("metadata", {}))
             self.dropped = Counter(state.get("dropped", {}))
             self._owed.clear()
             owed = groups_from_json(state.get("owed", []), self.rows)
@@ -241,14 +202,9 @@ class RolloutDataSource:
             ]
 
     def save(self, rollout_id: int, directory: Path | str | None = None) -> None:
-        """Write the state to ``directory/rollout/global_dataset_state_dict_{rollout_id}.json`` atomically.
-
-        Writes nothing without rows. The default of ``directory`` is slime's ``args.save``.
-
-        Raises:
-            ConfigError: If there is no directory.
-            StorageError: If it cannot be written; an older state stays.
-        """
+        """Write the state to ``directory/rollout/global_dataset_state_dict_{rollout_id}.json`` atomically. Writes
+        nothing without rows. The default of ``directory`` is slime's ``args.save``; ConfigError without either,
+        StorageError if it cannot be written; an older state stays."""
         directory = directory or getattr(self.settings.slime_args, "save", None)
         if not self.rows.has_position:
             return
@@ -259,25 +215,24 @@ class RolloutDataSource:
             write_whole(path, content)
 
     def load(self, rollout_id: int, directory: Path | str | None = None, *, strict: bool = True) -> bool:
-        """Load what :meth:`save` wrote for ``rollout_id`` and return whether there was anything to load.
-
-        Loads nothing without rows or directory.
-
-        Args:
-            directory: Where it was saved; None is slime's ``args.load``.
-            strict: False keeps the fresh state if the file is missing.
-
-        Raises:
-            CheckpointError: If the file is missing (with ``strict``) or broken.
-            ConfigError: If it was made with other data.
-        """
+        """Load what :meth:`save` wrote for ``rollout_id`` and return whether there was anything to load. Loads nothing
+        without rows or directory, whose default is slime's ``args.load``. CheckpointError if the file is broken or,
+        with ``strict``, missing; else the state stays fresh. ConfigError if it was made with other data."""
         directory = directory or getattr(self.settings.slime_args, "load", None)
         if not self.rows.has_position or directory is None:
             return False
         path = state_path(directory, rollout_id)
-        if not strict and not path.exists():
-            return False
-        self.load_state_dict(read_state(path))
+        try:
+            state = orjson.loads(path.read_bytes())
+        except FileNotFoundError:
+            if not strict:
+                return False
+            raise CheckpointError(
+                f"there is no data state {path}: name the directory and the step of a checkpoint, or start a new run"
+            ) from None
+        except (OSError, orjson.JSONDecodeError) as error:
+            raise CheckpointError(f"the data state {path} cannot be read: {error}: use another step") from error
+        self.load_state_dict(state)
         return True
 
 
@@ -305,3 +260,48 @@ def restarted(group: SampleGroup) -> SampleGroup:
     for sample in members:
         sample.reset()
     return members
+
+
+def state_path(directory: Path | str, rollout_id: int) -> Path:
+    """Return the file of the state after ``rollout_id`` rollouts."""
+    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.json"
+
+
+def state_bytes(state: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise ConfigError(f"the data state is not JSON ({error}): keep JSON in metadata and rewards") from error
+
+
+def group_to_json(group: list[Sample]) -> list[dict[str, Any]]:
+    """Return the samples as JSON values; a row is named by its position if it has one."""
+    saved = []
+    for sample in group:
+        values = sample.to_dict()
+        if sample.position is not None:
+            for key in ("row", "prompt", "label"):
+                del values[key]
+        if sample.status is SampleStatus.PENDING and not sample.tokens:
+            for key in ("tokens", "loss_mask", "logprobs", "versions", "spans", "response", "reward"):
+                del values[key]
+        saved.append(values)
+    return saved
+
+
+def groups_from_json(saved: Iterable[list[dict[str, Any]]], stream: RowStream) -> list[list[Sample]]:
+    """Return saved groups as samples, with their rows."""
+    groups, settings = list(saved), stream.settings
+    positions = {v["position"] for group in groups for v in group if v.get("position") is not None}
+    rows = dict(zip(positions, stream.read(list(positions)), strict=True)) if positions else {}
+
+    def sample_of(saved: dict[str, Any]) -> Sample:  # siblings share the row, and nothing else
+        position = saved["position"]
+        return Sample.from_dict(saved | (settings.sample_fields(rows[position]) if position in rows else {}))
+
+    loaded = [[sample_of(saved) for saved in group] for group in groups]
+    again = settings.in_mini_batches([None] * len(loaded), [group[0].row for group in loaded])
+    for group, drawn in zip(loaded, again, strict=True):
+        for sample in group:
+            sample.mini_batch = drawn.mini_batch
+    return loaded

@@ -5,8 +5,6 @@ counts what was drawn and can be moved there again; which rows are still owed is
 made under the data source's lock, except :meth:`CurriculumRows.update`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import itertools
@@ -15,13 +13,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.dotted_path import load_object
 from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
+from areal_lite.data.rows.load_rows import check_arguments
 from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.source_settings import DrawnRow, SourceSettings, checked_row
 from areal_lite.errors import ConfigError
@@ -260,8 +257,5 @@ def generator_of(rows: DatasetConfig) -> Callable[[], Iterator[Any]]:
             f"{path!r} is none: name a function that yields rows, or set rollout_global_dataset: true for files and "
             "functions that return a list"
         )
-    try:
-        inspect.signature(function).bind(**rows.kwargs)
-    except TypeError as error:
-        raise ConfigError(f"train_dataset.kwargs {rows.kwargs} do not fit {path}: {error}") from None
+    check_arguments(function, rows.kwargs, where=f"train_dataset.path {path}: train_dataset.kwargs")
     return lambda: function(**rows.kwargs)

@@ -5,17 +5,13 @@ A data source hands out and takes back samples; the record of an episode is the
 :meth:`Sample.append` checks it. Sampled tokens are kept as spans, so that a stopped episode can resume from them.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from numbers import Real
 from typing import Any, NamedTuple, Self
-
 import numpy as np
-
 from areal_lite.api.image_span import Images, images_of, plain_images
 from areal_lite.api.trajectory import TokenSequence
 
@@ -61,11 +57,6 @@ class Sample:
 
     Status = SampleStatus
 
-    __slots__ = (
-        "_row", "_shared_row", "attempts", "group_index", "images", "index", "label", "logprobs", "loss_mask",
-        "metadata", "mini_batch", "position", "prompt", "response", "reward", "spans", "status", "tokens", "versions",
-    )  # fmt: skip
-
     def __init__(
         self,
         index: int | None = None,
@@ -105,7 +96,7 @@ class Sample:
         self.images: Images = ()
         """Images among the tokens."""
 
-    def sibling(self, index: int | None) -> Sample:
+    def sibling(self, index: int | None) -> "Sample":
         """Return another pending sample of the same row and group, with ``metadata`` and ``attempts``."""
         sibling = Sample(index, group_index=self.group_index, position=self.position, row=self._shared_row)
         sibling.mini_batch, sibling.attempts = self.mini_batch, self.attempts
@@ -135,7 +126,8 @@ class Sample:
         trained: bool | None = None,
         stop_reason: str = "stop",
     ) -> None:
-        """Add tokens at the end; all or, on an error, none.
+        """Add tokens at the end; all or, on an error, none. ValueError if lengths differ, an id or log-prob is invalid,
+        or tokens that were not sampled have log-probs, versions or training.
 
         Args:
             logprobs: Behaviour log-probs in nats, one per token; only of sampled tokens.
@@ -143,10 +135,6 @@ class Sample:
             sampled: True if the policy wrote them: they become a span.
             trained: True if they train; None is the same as ``sampled``, False keeps sampled tokens out.
             stop_reason: Why a span ended: stop, length, or abort if it was cut off.
-
-        Raises:
-            ValueError: If lengths differ, an id or log-prob is invalid, or tokens that were not
-                sampled have log-probs, versions or training.
         """
         trained = sampled if trained is None else trained
         count = len(tokens)
@@ -190,14 +178,8 @@ class Sample:
         return float(reward)
 
     def to_sequence(self) -> TokenSequence:
-        """Return the tokens as a sequence to train on.
-
-        Log-probs are None if no trained token has one, else NaN where one is missing; versions are None if
-        no token has one.
-
-        Raises:
-            ValueError: If there is no finite reward, or the loss mask has the first token.
-        """
+        """Return the tokens as a sequence to train on; ValueError without finite reward, or if the first token trains.
+        Log-probs are None if no trained token has one, else NaN where missing; versions None if no token has one."""
         loss_mask = np.array(self.loss_mask, np.bool_)
         logprobs = np.array(self.logprobs, np.float32)
         versions = np.array(self.versions, np.int64)
@@ -229,13 +211,8 @@ class Sample:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Return the sample of :meth:`to_dict`; ``record`` is not modified.
-
-        Unknown keys are kept in ``metadata``.
-
-        Raises:
-            ValueError: If lengths differ, or the status is unknown.
-        """
+        """Return the sample of :meth:`to_dict`; ``record`` is not modified, and its unknown keys are kept in
+        ``metadata``. ValueError if lengths differ, or the status is unknown."""
         values: dict[str, Any] = deep_copy(dict(record))
         sample = cls(**{name: values.pop(name) for name in _GIVEN if name in values})
         sample.response, sample.reward = values.pop("response", ""), values.pop("reward", None)
@@ -272,21 +249,16 @@ class Sample:
         )
 
 
-def with_own_containers(value: Any) -> Any:
-    """Return a copy with new dicts and lists; the values in them, such as images, are shared."""
+def with_own_containers(value: Any, *, deep: bool = False) -> Any:
+    """Return a copy with new dicts and lists; the values in them, such as images, are shared unless ``deep``."""
     kind = type(value)
     if kind is dict:
-        return {key: with_own_containers(item) for key, item in value.items()}
+        return {key: with_own_containers(item, deep=deep) for key, item in value.items()}
     if kind is list:
-        return [with_own_containers(item) for item in value]
-    return value
+        return [with_own_containers(item, deep=deep) for item in value]
+    return copy.deepcopy(value) if deep and kind not in (str, int, float, bool, bytes, type(None)) else value
 
 
 def deep_copy(value: Any) -> Any:
     """Return a deep copy; quick for JSON values."""
-    kind = type(value)
-    if kind is dict:
-        return {key: deep_copy(item) for key, item in value.items()}
-    if kind is list:
-        return [deep_copy(item) for item in value]
-    return value if kind in (str, int, float, bool, bytes, type(None)) else copy.deepcopy(value)
+    return with_own_containers(value, deep=True)

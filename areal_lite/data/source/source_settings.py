@@ -1,12 +1,9 @@
 """Settings of a data source, and what they make of a dataset row: a sample's fields, a workflow's input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
 from areal_lite.data.rows.added_columns import metadata_of
@@ -115,8 +112,7 @@ def checked_row(row: Any) -> Any:
 
 
 def dataset_of(args: Any) -> tuple[Any, SourceSettings]:
-    """Return the dataset that slime's ``args`` name, None without ``rollout_global_dataset``, and the settings.
-    Settings that are missing have slime's defaults."""
+    """Return the dataset of slime's ``args``, None without ``rollout_global_dataset``; settings with its defaults."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     settings = SourceSettings(
         n_samples_per_prompt=args.n_samples_per_prompt,

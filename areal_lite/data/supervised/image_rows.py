@@ -4,11 +4,8 @@ Guarantees that each image part of a conversation is one span, that no token of 
 whole images. Pixels are not in items: the run's image store has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
 from areal_lite.api.image_span import Images
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.supervised_config import SFTDatasetConfig
@@ -29,7 +26,7 @@ class ImageTokens(NamedTuple):
     loss_mask: list[bool]
     images: Images = ()
 
-    def cut(self, max_length: int) -> ImageTokens:
+    def cut(self, max_length: int) -> "ImageTokens":
         """Return at most the first ``max_length`` tokens, fewer if the last ones were a part of an image."""
         end = min([max_length, *(span.offset for span in self.images if span.end > max_length)])
         kept = tuple(span for span in self.images if span.end <= end)
@@ -39,12 +36,8 @@ class ImageTokens(NamedTuple):
 def take_images(
     messages: Sequence[Message], row: Mapping[str, Any], config: SFTDatasetConfig, encoder: ImageEncoder
 ) -> tuple[Sequence[Message], tuple[CanonicalImage, ...]]:
-    """Return the messages with an empty part for each image, and the images in their order.
-
-    Raises:
-        ConfigError: If an image cannot be read, an answer has one, a part is neither text nor image, or a text spells a
-            token of images.
-    """
+    """Return the messages with an empty part for each image, and the images in their order. ConfigError if an image
+    cannot be read, an answer has one, a part is neither text nor image, or a text spells a token of images."""
     keys = DatasetConfig(path="", prompt_key="messages", image_key=config.image_key)
     row = {"messages": list(messages), **{key: row.get(key) for key in (keys.image_key, keys.video_key)}}
     built = build_messages(row, keys)

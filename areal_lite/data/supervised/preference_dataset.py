@@ -4,26 +4,22 @@ Guarantees that both sequences of a pair are equal up to the answer, that only t
 at most ``max_length`` long. ``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns rows into items.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
-
 import torch
-
 from areal_lite.config.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_template import Message
 from areal_lite.data.chat.chat_tokens import ChatText, Shortfall, render_conversation, tokens_of
+from areal_lite.data.chat.prompt_encoder import from_json
 from areal_lite.data.supervised.image_rows import refuse_images
-from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, surely_within
 from areal_lite.errors import ConfigError
 
 
 class PreferenceDataset(BaseDataset):
     """One item per pair, in the order of the rows. See :class:`BaseDataset`.
 
-    An item has ``chosen_ids``, ``chosen_mask``, ``rejected_ids`` and ``rejected_mask``. A mask is 1 where the token
-    itself is trained: in the last answer.
+    An item has ``chosen_ids``, ``chosen_mask``, ``rejected_ids`` and ``rejected_mask``; masks are 1 in the last answer.
 
     The chosen and rejected columns hold text or messages that follow the row's prompt, or the whole conversation. The
     prompt is messages, or text (the user's question). A pair with a sequence that is too long is skipped, since a cut

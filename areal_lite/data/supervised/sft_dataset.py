@@ -4,17 +4,14 @@ Guarantees that every item trains at least one token and is at most ``max_length
 ``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns rows into items.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-
 import torch
-
 from areal_lite.config.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.chat_template import Message
 from areal_lite.data.chat.chat_tokens import ChatText, Shortfall, render_conversation, tokens_of
+from areal_lite.data.chat.prompt_encoder import from_json
 from areal_lite.data.supervised.image_rows import ImageTokens, expanded, refuse_images, take_images
-from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, from_json, surely_within
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, Texts, surely_within
 from areal_lite.errors import ConfigError
 
 _LONGEST_TOKEN = 128  # characters of the longest token of a vocabulary

@@ -6,32 +6,27 @@ becomes sequences and which ones to skip. Knows nothing of batches or packing.
 """
 
 from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import logging
-import multiprocessing
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
-
+from torch.utils.data import DataLoader, Dataset
 from areal_lite.config.supervised_config import ConversationsConfig
 from areal_lite.data.chat.chat_tokens import ChatText, Rendering, Shortfall
 from areal_lite.data.chat.prompt_encoder import without_nulls
 from areal_lite.data.rows.added_columns import collate_fn_of, rows_of_batch
-from areal_lite.data.rows.load_rows import load_rows
+from areal_lite.data.rows.load_rows import load_rows, select_rows
 from areal_lite.data.rows.row_files import text_files
 from areal_lite.data.rows.text_rows import located_rows
 from areal_lite.data.vision.image_encoder import ImageEncoder
@@ -39,7 +34,6 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import cached_file
 
 logger = logging.getLogger(__name__)
-
 Row = Mapping[str, Any]
 Item = dict[str, Any]
 Texts = tuple[ChatText, ...]  # text of one item: a sequence, or a pair of them
@@ -52,23 +46,18 @@ class BaseDataset(Dataset[Item], ABC):
     """The items of a run's rows.
 
     An item holds ``[T]`` int64 tensors of ids and masks, and ``row``, the number of its row from 0. It is rendered and
-    tokenized when it is read. The constructor renders each row once to learn how many items there are, which also finds
-    every row that cannot be trained, and keeps 12 bytes per item. For rows of files this index is stored in the cache,
-    so a second start with the same rows, tokenizer and settings reads it instead. Raises ConfigError if there are no
-    rows, one is damaged (with its number from 0), or all are skipped.
+    tokenized when it is read. The constructor renders each row once to count the items, which also finds every row that
+    cannot be trained, and keeps 12 bytes per item. For rows of files the cache has this index for the next start.
+    ConfigError if there are no rows, one is damaged (with its number from 0), or all are skipped.
 
     Args:
         data_path: Paths as in ``config.path``, or the rows themselves: dicts, or a ``datasets.Dataset``.
         tokenizer: A fast Hugging Face tokenizer with a chat template.
         max_length: Longest sequence in tokens; None uses ``config.max_length``.
         config: All settings except ``path``; needed if ``max_length`` is None. Rows given directly are all used, in
-            their order. With ``num_workers`` above 0, each worker imports the main module again, so a script needs
-            ``if __name__ == "__main__"``.
+            their order. Workers import the main module again, so a script needs ``if __name__ == "__main__"``.
         seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
         images: Encodes the images of rows, for a model that reads them.
-
-    Raises:
-        ConfigError: If there are no rows, one is damaged (with its number from 0), or all are skipped.
     """
 
     config_class: type[ConversationsConfig] = ConversationsConfig
@@ -95,14 +84,16 @@ class BaseDataset(Dataset[Item], ABC):
         paths: list[str] = []
         if isinstance(rows, str) or isinstance(rows[0], str):
             paths = [rows] if isinstance(rows, str) else list(rows)
-            rows = load_rows(replace(config, path=rows if isinstance(rows, str) else paths), seed=seed)
+            rows = load_rows(dataclasses.replace(config, path=rows if isinstance(rows, str) else paths), seed=seed)
         self._collate_fn = collate_fn_of(config)
         self.tokenizer = tokenizer
         self.images = images
         self.max_length = max_length or config.max_length
-        self.config = replace(config, max_length=self.max_length)
+        self.config = dataclasses.replace(config, max_length=self.max_length)
         self.rows = rows
-        self._padded = _padded_columns(rows)
+        schema = rows.features.arrow_schema if hasattr(rows, "features") else ()
+        # Arrow fills keys that a record lacks with None.
+        self._padded = {column.name for column in schema if "struct<" in str(column.type)}
         self._latest: tuple[int | None, Sequence[Texts]] = None, ()
         self._index = self._stored_index(paths)
         self.dropped = Counter(self._index.dropped)  # skipped sequences by reason
@@ -117,9 +108,8 @@ class BaseDataset(Dataset[Item], ABC):
             logger.warning("row %d, and perhaps others: %s", number, Shortfall[shortfall])
 
     def rendering(self, apply_chat_template: bool = True) -> Rendering:
-        config = self.config
-        kwargs, in_system = config.apply_chat_template_kwargs, config.tools_in_system_prompt
-        return Rendering(apply_chat_template, kwargs, in_system, config.end_of_turn)
+        kwargs, in_system = self.config.apply_chat_template_kwargs, self.config.tools_in_system_prompt
+        return Rendering(apply_chat_template, kwargs, in_system, self.config.end_of_turn)
 
     def __len__(self) -> int:
         return len(self._index.rows)
@@ -133,8 +123,7 @@ class BaseDataset(Dataset[Item], ABC):
         return self.item(texts[sequence]) | {"row": torch.tensor(number)}
 
     def collate_fn(self, batch: Sequence[Item]) -> list[Item]:
-        """Return the items as a list, which the config's ``collate_fn`` may change: they differ in length, and the
-        trainer packs them."""
+        """Return the items, after the config's ``collate_fn``, as a list: the trainer packs them."""
         items = list(batch)
         return items if self._collate_fn is None else rows_of_batch(self._collate_fn(items), len(items), items[0])
 
@@ -156,12 +145,20 @@ class BaseDataset(Dataset[Item], ABC):
         )
 
     def _stored_index(self, paths: list[str]) -> _Index:
-        kind = type(self).__name__ + ("" if self.images is None else self.images.processor.settings)
-        made_from = _identity(self.rows, self.tokenizer, self.config, kind)
-        if made_from is None:
+        """Return the index from the cache, or a new one. Its name there is a hash of all that decides which items the
+        rows have. The loader compares items itself, so an accidentally equal hash cannot train other rows."""
+        rows, tokenizer = self.rows, self.tokenizer
+        fingerprint, backend = getattr(rows, "_fingerprint", None), getattr(tokenizer, "backend_tokenizer", None)
+        if fingerprint is None or backend is None:
             return self._make_index(paths)
+        used = {"path", "cache_dir", "num_workers", "shuffle", "max_samples", "kwargs"}
+        settings = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in used}
+        kind = type(self).__name__ + ("" if self.images is None else self.images.processor.settings)
+        facts = [_INDEX_FORMAT, kind, fingerprint, len(rows), settings]
+        facts += [tokenizer.chat_template, tokenizer.special_tokens_map, backend.to_str()]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
         folder = Path(self.config.cache_dir or "~/.cache/areal_lite").expanduser() / "indices"
-        return _Index.load(cached_file(folder / f"{made_from}.npz", lambda path: self._make_index(paths).save(path)))
+        return _Index.load(cached_file(folder / f"{digest}.npz", lambda path: self._make_index(paths).save(path)))
 
     def _make_index(self, paths: list[str]) -> _Index:
         dropped = Counter[str]()
@@ -185,25 +182,21 @@ class BaseDataset(Dataset[Item], ABC):
         return _Index(np.array(numbers, np.int64), np.array(places, np.int32), dropped, shortfalls)
 
     def _checked(self) -> Iterator[_CheckedRow]:
-        starts = range(0, len(self.rows), _CHUNK)
-        if self.config.num_workers == 0:
-            for start in starts:
-                yield from self._check(start)
-            return
-        # A child forked from a process with tokenizer and torch threads may hang.
-        spawn = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(self.config.num_workers, spawn, initializer=_share, initargs=(self,))
-        try:
-            for chunk in pool.map(_check_in_worker, starts):
-                yield from chunk
-        finally:
-            pool.shutdown(cancel_futures=True)
+        starts: Any = range(0, len(self.rows), _CHUNK)
+        workers = self.config.num_workers
+        chunks = DataLoader[list[_CheckedRow]](
+            starts,
+            batch_size=None,
+            collate_fn=self._check,  # type: ignore[arg-type] # torch knows batches only
+            generator=torch.Generator(),  # by default torch draws the workers' seeds from the state that training uses
+            num_workers=workers,
+            # A child forked from a process with tokenizer and torch threads may hang.
+            multiprocessing_context="spawn" if workers else None,
+        )
+        return chain.from_iterable(chunks)
 
     def _check(self, start: int) -> list[_CheckedRow]:
-        stop = min(start + _CHUNK, len(self.rows))
-        select = getattr(self.rows, "select", None)
-        chunk = self.rows[start:stop] if select is None else select(range(start, stop))
-        return [self._check_row(row) for row in chunk]
+        return list(map(self._check_row, select_rows(self.rows, range(start, min(start + _CHUNK, len(self.rows))))))
 
     def _check_row(self, row: Row) -> _CheckedRow:
         try:
@@ -211,9 +204,7 @@ class BaseDataset(Dataset[Item], ABC):
             reasons = [self.skip_reason(texts) or "" for texts in items]
         except ConfigError as error:
             return _CheckedRow(error=str(error))
-        return _CheckedRow(
-            reasons, frozenset[Shortfall]().union(*(text.shortfalls for texts in items for text in texts))
-        )
+        return _CheckedRow(reasons, frozenset(shortfall for text in chain(*items) for shortfall in text.shortfalls))
 
 
 class _CheckedRow(NamedTuple):
@@ -239,46 +230,9 @@ class _Index(NamedTuple):
             return cls(stored["rows"], stored["places"], Counter(dropped), shortfalls)
 
 
-_shared: list[BaseDataset] = []
-
-
-def _share(dataset: BaseDataset) -> None:
-    _shared[:] = [dataset]
-
-
-def _check_in_worker(start: int) -> list[_CheckedRow]:
-    return _shared[0]._check(start)
-
-
-def from_json(row: Row, key: str) -> Any:
-    """Return a column that holds a list, or JSON text of a list."""
-    value = row.get(key)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{key!r} is the text {value[:80]!r}, which is not JSON ({error}): it must be a list, or JSON text of one"
-        ) from error
-
-
 def surely_within(text: str, max_length: int) -> bool:
     """Return whether ``text`` has at most ``max_length`` tokens, as no token is shorter than a byte."""
     return len(text.encode()) + 8 <= max_length  # a tokenizer may add a few of its own
-
-
-def _identity(rows: Any, tokenizer: Any, config: ConversationsConfig, kind: str) -> str | None:
-    """Return a hash of all that decides which items the rows have; None for rows or tokenizers without a fingerprint.
-    The loader compares the content of items itself, so a hash that is the same by accident cannot train other rows."""
-    fingerprint, backend = getattr(rows, "_fingerprint", None), getattr(tokenizer, "backend_tokenizer", None)
-    if fingerprint is None or backend is None:
-        return None
-    used = {"path", "cache_dir", "num_workers", "shuffle", "max_samples", "kwargs"}
-    settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in used}
-    facts = [_INDEX_FORMAT, kind, fingerprint, len(rows), settings]
-    facts += [tokenizer.chat_template, tokenizer.special_tokens_map, backend.to_str()]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def place_of_row(paths: Sequence[str], row: Row, *, cache_dir: str | None) -> str:
@@ -289,10 +243,3 @@ def place_of_row(paths: Sequence[str], row: Row, *, cache_dir: str | None) -> st
         return ""
     rows = (located for file in files for located in located_rows(file))
     return next((where for where, found in rows if all(found.get(key) == value for key, value in row.items())), "")
-
-
-def _padded_columns(rows: Any) -> frozenset[str]:
-    """Return the columns in which Arrow fills keys that a record lacks with None."""
-    if not hasattr(rows, "features"):
-        return frozenset()
-    return frozenset(column.name for column in rows.features.arrow_schema if "struct<" in str(column.type))

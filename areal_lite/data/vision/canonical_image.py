@@ -5,11 +5,9 @@ processor reads it again, here or in a server: equal pixels to the bit. Its sha2
 """
 
 from __future__ import annotations
-
 import hashlib
 import io
 from typing import TYPE_CHECKING, NamedTuple
-
 from areal_lite.data.vision.image_processor import Grid, ImageProcessor
 from areal_lite.errors import ConfigError
 
@@ -36,11 +34,8 @@ class CanonicalImage(NamedTuple):
 
 
 def canonical_image(source: bytes, processor: ImageProcessor) -> CanonicalImage:
-    """Return the canonical form of the bytes of an image file; of an animation, its first frame.
-
-    Raises:
-        ImageError: If it is no PNG, JPEG, WebP or GIF, is damaged, or has too many bytes or pixels.
-    """
+    """Return the canonical form of the bytes of an image file; of an animation, its first frame. ImageError if it is no
+    PNG, JPEG, WebP or GIF, is damaged, or has too many bytes or pixels."""
     upright = upright_image(source)
     before, size = None, (upright.height, upright.width)
     try:

@@ -5,7 +5,6 @@ in those of a text that a chat template has just written, whose messages name no
 """
 
 from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 from areal_lite.api.image_span import Images, ImageSpan
 from areal_lite.api.io_struct import ModelRequest
 from areal_lite.config.rollout_config import InferenceEngineConfig
@@ -44,8 +42,7 @@ class ImageEncoder:
         ]
 
     def stored(self, source: bytes | str) -> CanonicalImage:
-        """Store the canonical form of an image file or its data URL, and return it without its bytes; raises
-        ImageError, and StorageError if it cannot be written."""
+        """Store the canonical form of an image file or data URL; return it without bytes. ImageError, StorageError."""
         image = canonical_image(data_url_bytes(source) if isinstance(source, str) else source, self.processor)
         self.store.put(image.png)
         return image._replace(png=b"")
@@ -55,11 +52,8 @@ class ImageEncoder:
         return next((mark for mark in self.processor.marks if mark in text), None)
 
     def expanded(self, ids: Sequence[int], images: Sequence[CanonicalImage]) -> tuple[list[int], Images]:
-        """Return ids that have one placeholder per image with all of its tokens, and the spans of the images.
-
-        Raises:
-            ConfigError: If there are more or fewer placeholders than images.
-        """
+        """Return ids that have one placeholder per image with all of its tokens, and the spans of the images;
+        ConfigError if there are more or fewer placeholders than images."""
         places = [index for index, token in enumerate(ids) if token == self.placeholder_id]
         if len(places) != len(images):
             raise ConfigError(
@@ -79,11 +73,8 @@ class ImageEncoder:
         return longer + list(ids[start:]), tuple(spans)
 
     def located(self, ids: Sequence[int], images: Sequence[CanonicalImage]) -> Images:
-        """Return the spans of images in ids that a processor has expanded already, as AReaL's workflows do.
-
-        Raises:
-            ConfigError: If the placeholders are not those of these images in order, and no more.
-        """
+        """Return the spans of images in ids that a processor has expanded already, as AReaL's workflows do;
+        ConfigError if the placeholders are not those of these images in order, and no more."""
         places = [index for index, token in enumerate(ids) if token == self.placeholder_id]
         lengths = [self.processor.num_tokens(image.grid) for image in images]
         runs = [places[end - n : end] for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)]

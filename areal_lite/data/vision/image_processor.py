@@ -5,12 +5,10 @@ server, the trainer and proofs. Only the models of :data:`FAMILIES`, and process
 """
 
 from __future__ import annotations
-
 import functools
 import io
 import math
 from typing import TYPE_CHECKING, Any
-
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import stored_config
 
@@ -121,12 +119,8 @@ FAMILIES: dict[str, type[QwenImageProcessor | Idefics3ImageProcessor]] = {
 
 @functools.lru_cache(maxsize=8)
 def load_image_processor(model_path: str) -> ImageProcessor:
-    """Return the image processor of a model, by its folder or its name on the hub.
-
-    Raises:
-        ConfigError: If the model is not one of :data:`FAMILIES`, its processor cuts images into tiles, or Pillow or the
-            folder's preprocessor_config.json is missing.
-    """
+    """Return the image processor of a model, by its folder or its name on the hub. ConfigError if the model is not one
+    of :data:`FAMILIES`, its processor cuts images into tiles, or Pillow or preprocessor_config.json is missing."""
     if (family := stored_config(model_path).get("model_type")) is None:
         raise ConfigError(f"{model_path!r} has no config.json with a model_type: name a model's folder")
     if family not in FAMILIES:

@@ -5,7 +5,6 @@ Guarantees that a row reads no file outside the folder of its data, also not thr
 """
 
 from __future__ import annotations
-
 import base64
 import binascii
 import io
@@ -13,26 +12,18 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
 from areal_lite.config.dataset_config import RowsConfig
 from areal_lite.data.vision.canonical_image import MAX_ENCODED_BYTES, ImageError
 
 DOWNLOAD_TIMEOUT_S = 30.0
 """Timeout of reads from an image server, in seconds."""
-_URLS = ("http://", "https://")
 
 
 def image_bytes(value: Any, rows: RowsConfig) -> bytes:
-    """Return the file of the image that a row has.
-
-    Args:
-        value: Bytes of an image file, ``{"bytes": ..., "path": ...}`` from ``datasets``, a base64 ``data:`` URL, a path
-            (from the folder of ``rows.path``), an http(s) URL with ``rows.image_urls``, a PIL image, or a uint8 array
-            ``[H, W]`` or ``[H, W, C]``.
-
-    Raises:
-        ImageError: If the value is something else, or cannot or must not be read.
-    """
+    """Return the file of the image that a row has: bytes of an image file, ``{"bytes": ..., "path": ...}`` from
+    ``datasets``, a base64 ``data:`` URL, a path (from the folder of ``rows.path``), an http(s) URL with
+    ``rows.image_urls``, a PIL image, or a uint8 array ``[H, W]`` or ``[H, W, C]``. ImageError if ``value`` is none of
+    these, or cannot or must not be read."""
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes):
@@ -41,9 +32,14 @@ def image_bytes(value: Any, rows: RowsConfig) -> bytes:
         text = str(value)
         if text.startswith("data:"):
             return data_url_bytes(text)
-        if text.startswith(_URLS):
-            return _downloaded(text, rows)
-        return _file_bytes(text.removeprefix("file://"), rows)
+        if not text.startswith(("http://", "https://")):
+            return _file_bytes(text.removeprefix("file://"), rows)
+        if not rows.image_urls:
+            raise ImageError(
+                "a URL is not fetched: set image_urls of the dataset to true, or put the image beside its data"
+            )
+        with urllib.request.urlopen(text, timeout=DOWNLOAD_TIMEOUT_S) as response:  # nosec B310 # only http(s), redirected too
+            return response.read(MAX_ENCODED_BYTES + 1)  # type: ignore[no-any-return]
     return png_of(value)
 
 
@@ -84,19 +80,7 @@ def _folder(path: str) -> Path | None:
     found = Path(path).expanduser()
     while any(mark in str(found) for mark in "*?["):
         found = found.parent
-    if not found.exists():
-        return None
-    return (found if found.is_dir() else found.parent).resolve()
-
-
-def _downloaded(url: str, rows: RowsConfig) -> bytes:
-    if not rows.image_urls:
-        raise ImageError(
-            "a URL is not fetched: set image_urls of the dataset to true, or put the image beside its data"
-        )
-    with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:  # nosec B310 # only http(s), redirected too
-        content: bytes = response.read(MAX_ENCODED_BYTES + 1)
-        return content
+    return (found if found.is_dir() else found.parent).resolve() if found.exists() else None
 
 
 def png_of(value: Any) -> bytes:

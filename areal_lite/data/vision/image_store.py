@@ -4,15 +4,12 @@ A file is written whole or not at all, and before any line that names it, so wha
 """
 
 from __future__ import annotations
-
 import base64
-import functools
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
+from typing import TYPE_CHECKING, Generic, TypeVar
 from areal_lite.api.image_span import ImageSpan, is_sha256
 from areal_lite.data.vision.image_processor import ImageProcessor
 from areal_lite.errors import ConfigError
@@ -21,7 +18,32 @@ from areal_lite.files.whole_files import storing, write_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_BYTES = 512 << 20
+T = TypeVar("T")
+MAX_BYTES = 64 << 20
+"""Bytes that a process keeps of one form of its images."""
+
+
+class Latest(Generic[T]):
+    """Values of digests, made by ``make``; the latest stay, with at most ``max_bytes`` of ``size``. Thread-safe."""
+
+    def __init__(self, make: Callable[[str], T], size: Callable[[T], int], max_bytes: int) -> None:
+        self._make, self._size, self._max_bytes = make, size, max_bytes
+        self._kept: dict[str, T] = {}  # the latest last
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, sha256: str) -> T:
+        """Return the value of one digest; errors as ``make``."""
+        with self._lock:
+            if sha256 in self._kept:
+                value = self._kept.pop(sha256)
+            else:
+                value = self._make(sha256)
+                self._bytes += self._size(value)
+            self._kept[sha256] = value
+            while self._bytes > self._max_bytes and len(self._kept) > 1:
+                self._bytes -= self._size(self._kept.pop(next(iter(self._kept))))
+        return value
 
 
 class ImageStore:
@@ -44,10 +66,6 @@ class ImageStore:
                 write_whole(path, png)
         return sha256
 
-    def encoded(self, images: Iterable[ImageSpan]) -> dict[str, str]:
-        """Return the PNG of each image, once, in base64, by its digest; errors as :meth:`read`."""
-        return {sha256: _encoded(self, sha256) for sha256 in {span.sha256 for span in images}}
-
     def path(self, sha256: str) -> Path:
         """Return where the image is; the digest is checked, so a path never leaves the folder."""
         if not is_sha256(sha256):
@@ -66,30 +84,22 @@ class ImageStore:
         return png
 
 
-@functools.lru_cache(maxsize=64)  # calls with one image share its text
-def _encoded(store: ImageStore, sha256: str) -> str:
-    return base64.b64encode(store.read(sha256)).decode()
+class EncodedImages(Latest[str]):
+    """Reads the images of ``store`` in base64."""
+
+    def __init__(self, store: ImageStore, *, max_bytes: int = MAX_BYTES) -> None:
+        super().__init__(lambda sha256: base64.b64encode(store.read(sha256)).decode(), len, max_bytes)
+
+    def of(self, images: Iterable[ImageSpan]) -> dict[str, str]:
+        """Return the PNG of each image, once, by its digest; errors as :meth:`ImageStore.read`."""
+        return {sha256: self(sha256) for sha256 in {span.sha256 for span in images}}
 
 
-class ImagePixels:
-    """Reads the images of ``store`` with a model's processor. Thread-safe; keeps at most ``max_bytes`` of tensors."""
+class ImagePixels(Latest["dict[str, Tensor]"]):
+    """Reads the images of ``store`` with a model's processor: the model's inputs of each."""
 
     def __init__(self, store: ImageStore, processor: ImageProcessor, *, max_bytes: int = MAX_BYTES) -> None:
-        self._store, self._processor, self._max_bytes = store, processor, max_bytes
-        self._kept: dict[str, dict[str, Tensor]] = {}  # the latest last
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, sha256: str) -> dict[str, Tensor]:
-        """Return the model's inputs of one image; ConfigError if its file is missing or damaged."""
-        with self._lock:
-            if (pixels := self._kept.pop(sha256, None)) is None:
-                pixels = self._processor.pixels(self._store.read(sha256))
-                self._bytes += _size(pixels)
-            self._kept[sha256] = pixels
-            while self._bytes > self._max_bytes and len(self._kept) > 1:
-                self._bytes -= _size(self._kept.pop(next(iter(self._kept))))
-        return pixels
+        super().__init__(lambda sha256: processor.pixels(store.read(sha256)), _size, max_bytes)
 
 
 def _size(pixels: dict[str, Tensor]) -> int:

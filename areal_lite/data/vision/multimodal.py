@@ -1,20 +1,16 @@
 """Images and videos of a dataset row, from placeholders in its text to tensors, and prompts that have them.
 
 For training loops of your own; no run takes images. Guarantees that placeholders and media match one to one, in order,
-and that the row is not modified. The tensors are the processor's; :mod:`areal_lite.data.vision.rope_positions` computes
-token positions.
+and that the row is not modified. The tensors are the processor's; ``rope_positions`` computes token positions.
 """
 
 from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
 import numpy as np
-
 from areal_lite.config.dataset_config import DatasetConfig, RowsConfig
 from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, parts_of, prompt_messages
 from areal_lite.data.vision.canonical_image import ImageError, upright_image
@@ -55,12 +51,9 @@ class MultimodalEncoder(PromptEncoder):
 
 
 def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str, Any]]:
-    """Return the row's prompt as messages with each image and video as a separate part.
-
-    If the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}`` and
-    ``{"type": "image"}``; the same for videos. Content that is a list of parts is kept, without the None keys that
-    tables add.
-    """
+    """Return the row's prompt as messages with each image and video as a separate part. If the row has a column of
+    images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}`` and ``{"type": "image"}``; the same
+    for videos. A content of parts is kept, without the None keys that tables add."""
     kinds = {kind for kind, key in _columns(keys) if row.get(key) is not None}
     messages = [
         {**message, "content": _split(message["content"], kinds)} for message in prompt_messages(row, keys.prompt_key)
@@ -75,10 +68,8 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
 
 
 def media_values(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], keys: DatasetConfig) -> dict[str, Any]:
-    """Return the values of ``image`` and ``video`` that there are, in the order of their parts, not yet loaded.
-
-    A part without a value of its own takes the next one of the row's column.
-    """
+    """Return the values of ``image`` and ``video`` that there are, in the order of their parts, not yet loaded. A part
+    without a value of its own takes the next one of the row's column."""
     media = {}
     for kind, key in _columns(keys):
         rest = iter(_column(row, key))
@@ -103,11 +94,7 @@ def _column(row: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def load_images(values: Sequence[Any], rows: RowsConfig) -> list[Image]:
-    """Return ``values``, which are those of :func:`image_bytes`, as PIL images in RGB.
-
-    Raises:
-        ConfigError: If one cannot or must not be read.
-    """
+    """Return ``values``, which are those of :func:`image_bytes`, as PIL images in RGB, or raise ConfigError."""
     images = []
     for number, value in enumerate(values):
         try:
@@ -121,14 +108,8 @@ def load_images(values: Sequence[Any], rows: RowsConfig) -> list[Image]:
 
 
 def load_videos(values: Sequence[Any], rows: RowsConfig) -> list[list[Image]]:
-    """Return the frames of each video as PIL images in RGB.
-
-    Args:
-        values: Lists of images as in :func:`load_images`, or uint8 arrays ``[T, H, W, C]``.
-
-    Raises:
-        ConfigError: If a value is a video file or has another type, or a frame cannot be read.
-    """
+    """Return the frames of each video, a list of images as in :func:`load_images` or a uint8 array ``[T, H, W, C]``, as
+    PIL images in RGB; ConfigError if a value is a video file or has another type, or a frame cannot be read."""
     videos = []
     for number, value in enumerate(values):
         frames = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 4)
@@ -142,11 +123,7 @@ def load_videos(values: Sequence[Any], rows: RowsConfig) -> list[list[Image]]:
 
 
 def processor_inputs(processor: Any, text: str, media: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the processor's model inputs for one sequence.
-
-    Args:
-        text: Text with one of the model's placeholder tokens per image and video.
-    """
+    """Return the processor's model inputs for one text, which has one placeholder token per image and video."""
     import torch
 
     try:

@@ -5,11 +5,9 @@ whose tokens and images do not fit is refused.
 """
 
 from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer.data_packer import RolloutOutput
@@ -46,9 +44,8 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         ``{"type": "text", "text": ...}``; or a dict with such a prompt (or text, the user's message), where ``<image>``
         and parts without an image take theirs from the column of images; or a result of this method.
 
-        Returns:
-            ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, with the text under
-            the config's ``prompt_key`` and only the kinds present. A dict keeps its other columns.
+        The result is ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, with the
+        config's ``prompt_key`` and only the kinds present. A dict keeps its other columns.
         """
         config = self.config
         if isinstance(item, Mapping) and "multi_modal_data" in item:
@@ -57,7 +54,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         messages = self.encoder.messages(row)
         others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
         return others | {
-            config.prompt_key: self.encoder.rendered(messages, row.get(config.tools_key)),
+            config.prompt_key: self.encoder.rendered(messages, row),
             "multi_modal_data": load_media(messages, row, config),
         }
 
@@ -65,9 +62,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
     ) -> TokenSequence:
         """Return the training sequence of one answer, with ``multi_modal_inputs`` if the row has images or videos.
-
-        ``sample`` is what :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
-        """
+        ``sample`` is what :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt."""
         row = (sample.row or sample.prompt) if isinstance(sample, Sample) else sample
         item = self.get_rollout_input(row)
         inputs = processor_inputs(self.processor, item[self.config.prompt_key], item["multi_modal_data"])
@@ -80,13 +75,10 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
         return dataclasses.replace(trained, multi_modal_inputs=multi_modal_inputs or None)
 
     def policy_collate_fn(self, processed_samples: Sequence[TokenSequence], computed_max_len: int) -> dict[str, Any]:
-        """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
-
-        A model with plain positions gets none. Others take them as ``[4, B, T]``, and
-        ``multi_modal_inputs`` concatenated along dim 0. ValueError if recorded placeholders do not fit their images.
-        """
+        """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64. A model with plain
+        positions gets none. Others take them as ``[4, B, T]``, and ``multi_modal_inputs`` concatenated along dim 0.
+        ValueError if recorded placeholders do not fit their images."""
         import torch
-
         from areal_lite.data.vision.rope_positions import multimodal_position_ids
 
         batch = super().policy_collate_fn(processed_samples, computed_max_len)

@@ -6,19 +6,15 @@ spread over them, and the next token starts after the longer edge of the grid. N
 """
 
 from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-
 import torch
 from torch import Tensor
-
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.errors import ConfigError
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
-
 _SEPARATE_FRAMES = {
     "Qwen2VLProcessor": False,
     "Qwen2_5_VLProcessor": False,
@@ -36,23 +32,12 @@ def multimodal_position_ids(
     *,
     tokens_per_second: float = 2.0,
 ) -> Tensor | None:
-    """Return the positions of one sequence in the format of its model.
+    """Return the positions of one sequence ``[4, T]`` int64: the plain ones, then time, row and column (0 at padding).
+    None if all are plain. ValueError if placeholders and grids disagree; ConfigError for grids of an unknown processor.
 
-    The class of ``processor`` selects the rule. ``multi_modal_inputs`` may have ``image_grid_thw`` ``[N, 3]`` patches,
-    ``video_grid_thw`` and, for Qwen2.5-VL, ``second_per_grid_ts`` ``[N]``.
-
-    Args:
-        input_ids: ``[T]`` int64, image and video placeholders expanded.
-        attention_mask: ``[T]``, 0 at padding on either side.
-        tokens_per_second: Positions per second of video, ``vision_config.tokens_per_second`` of the model's config.
-
-    Returns:
-        ``[4, T]`` int64: the plain positions, then time, row and column (0 at padding). None if the model has
-        plain positions only.
-
-    Raises:
-        ValueError: If placeholders and grids disagree.
-        ConfigError: If there are grids, but the processor is unknown.
+    The class of ``processor`` selects the rule. ``input_ids`` ``[T]`` have all placeholders; ``attention_mask`` ``[T]``
+    is 0 at padding on either side. ``multi_modal_inputs`` may have ``image_grid_thw`` ``[N, 3]`` patches,
+    ``video_grid_thw`` and, for Qwen2.5-VL, ``second_per_grid_ts`` ``[N]``, at the ``tokens_per_second`` of its config.
     """
     known = [name for name in (kind.__name__ for kind in type(processor).__mro__) if name in _SEPARATE_FRAMES]
     image_grids, video_grids = (multi_modal_inputs.get(f"{kind}_grid_thw") for kind in ("image", "video"))

@@ -4,17 +4,13 @@ Guarantees that a span is what its image is: the PNG has the digest, the size is
 the served model's own processor. So two requests with equal keys have equal content.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
 import torch
 from torch import Tensor
-
 from areal_lite.api.image_span import Images, check_images, images_of, keyed_ids
 from areal_lite.data.vision.canonical_image import MAX_PIXELS, ImageError
 from areal_lite.data.vision.image_processor import ImageProcessor
@@ -30,10 +26,8 @@ class ImagePrompt:
     images: Images
     pngs: Mapping[str, bytes]
     """The canonical file of each image, by its sha256; its pixels are many times as large, and made when computed."""
-    keys: list[int]
-    """``[T]``, equal where the content is; see :func:`keyed_ids`."""
-    axes: Tensor | None
-    """``[3, T]`` time, row and column of each token; None if the model has plain positions."""
+    keys: list[int]  # ``[T]``, equal where the content is; see :func:`keyed_ids`
+    axes: Tensor | None  # ``[3, T]`` time, row and column of each token; None if the model has plain positions
 
     def positions(self, start: int, count: int) -> Tensor | None:
         """Return ``[3, count]`` of the tokens from column ``start`` on, those after the prompt included."""

@@ -4,14 +4,10 @@ Projections of one input are one product, shared keys are not copied, and nothin
 model's own forward does. Shares the model's weights; in bfloat16 on a CPU it also keeps a packed copy of them.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
-
 import torch
 from torch import Tensor, nn
-
 from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, Turn
 from areal_lite.embedded.decoder.slot_cache import SlotCache, SlotLayer
 from areal_lite.models.decoder_family import DecoderLayer
@@ -58,31 +54,22 @@ def can_pack() -> bool:
 
 
 class LeanDecoder:
-    """Computes logits with a cache.
-
-    Args:
-        model: A causal LM whose decoder is of a known family; its projections of one input become views of a joined
-            weight.
-        cache: Holds the keys and values of earlier tokens.
-        operations: Arithmetic of a layer between its matrix products.
-    """
+    """Computes logits of ``model``, a causal LM whose decoder is of a known family, with a cache of the keys and values
+    of earlier tokens. ``operations`` compute a layer between its matrix products. The model's projections of one input
+    become views of a joined weight."""
 
     def __init__(self, model: Any, cache: SlotCache, operations: LayerOperations) -> None:
         self._cache = cache
         self._body = text_decoder(model) or model.model
         self._operations = operations
+        self.pads = operations.pads  # the slots of a pass need equally many tokens; if not, each is a row of its own
         self._head = self._joined(model.get_output_embeddings())
-        self._layers = [DecoderLayer.of(layer).with_products(self._joined) for layer in self._body.layers]
+        self._layers = [DecoderLayer.of(layer, self._joined) for layer in self._body.layers]
 
     def weights_changed(self) -> None:
         """Drop the packed copies; the next pass makes new ones."""
         for linear in (self._head, *(part for layer in self._layers for part in layer if isinstance(part, _Linear))):
             linear.packed = None
-
-    @property
-    def pads(self) -> bool:
-        """True if the slots of a pass need equally many tokens; if not, each token is a row of its own."""
-        return self._operations.pads
 
     def forward(self, inputs: Tensor, positions: Tensor, masks: dict[str, Tensor], last: Tensor) -> Tensor:
         """Run a pass that the cache's plan describes, and store its KV.
@@ -114,15 +101,14 @@ class LeanDecoder:
 
     def _joined(self, *linears: nn.Linear) -> _Linear:
         """Return weight and bias of one product in place of several, of which they become views."""
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            whole = torch.cat(parts)
+            for part, view in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
+                part.data = view
+            return whole
+
         if len(linears) == 1:
             return _Linear(linears[0].weight, linears[0].bias, self._operations)
-        sizes = [linear.out_features for linear in linears]
-        weight = torch.cat([linear.weight for linear in linears])
-        for linear, part in zip(linears, torch.split(weight, sizes), strict=True):
-            linear.weight.data = part
-        if linears[0].bias is None:
-            return _Linear(weight, None, self._operations)
-        bias = torch.cat([linear.bias for linear in linears])
-        for linear, part in zip(linears, torch.split(bias, sizes), strict=True):
-            linear.bias.data = part
-        return _Linear(weight, bias, self._operations)
+        bias = None if linears[0].bias is None else joined([linear.bias for linear in linears])
+        return _Linear(joined([linear.weight for linear in linears]), bias, self._operations)

@@ -112,6 +112,7 @@ static inline void tile(const float* states, const Number* weight, const Number*
     Floats sums[OUTS][ROWS] = {};
     for (Count i = 0; i < width; i += LANES)
         for (int o = 0; o < OUTS; o++) {
+            __builtin_prefetch(weight + o * width + i + 4096 / sizeof(Number));  // hardware stops at the end of a page
             const Floats column = load(weight + o * width + i);
             for (int r = 0; r < ROWS; r++) sums[o][r] += column * load(states + r * width + i);
         }

@@ -6,17 +6,13 @@ up to its own end, and any number of tokens of it. A product of few rows takes a
 need several times that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
-
+from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
 from areal_lite.embedded.decoder.slot_cache import SlotLayer
 from areal_lite.models.decoder_family import family_of, fits_kernels, query_key_norms
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
@@ -41,7 +37,7 @@ class Turn(NamedTuple):
     mask: Tensor | None  # ``[n, 1, q * groups, kv]`` added to the scores; None if causal
 
     @classmethod
-    def of(cls, angles: tuple[Tensor, Tensor], mask: Tensor | None, groups: int) -> Turn:
+    def of(cls, angles: tuple[Tensor, Tensor], mask: Tensor | None, groups: int) -> Self:
         """Prepare ``(cos, sin)``, each ``[n, q, width]``, and a mask ``[n, 1, q, kv]`` for all layers."""
         cos, sin = (part[:, :, None] for part in angles)
         half = sin.shape[-1] // 2
@@ -76,8 +72,7 @@ class LayerOperations:
             query = query.transpose(1, 2)
             read = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=True)
         else:  # the heads that share a key are queries of one head, so no key is copied
-            shape = query.shape
-            query = query.reshape(*shape[:2], kv_heads, groups, -1).transpose(1, 2).flatten(2, 3)
+            query = query.reshape(*query.shape[:2], kv_heads, groups, -1).transpose(1, 2).flatten(2, 3)
             read = F.scaled_dot_product_attention(query, keys, values, turn.mask, scale=scale)
             read = read.reshape(len(query), kv_heads, -1, groups, read.shape[-1])
         return read.transpose(1, 2).flatten(2)
@@ -147,14 +142,8 @@ class CompiledOperations(LayerOperations):
     def add_norm(self, hidden: Tensor, added: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         normed = torch.empty_like(hidden)
         rows, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
-        self._library.add_norm(
-            *addresses(hidden, added, norm.weight),
-            norm.variance_epsilon,
-            rows,
-            width,
-            normed.data_ptr(),
-            torch.get_num_threads(),
-        )
+        eps, threads = norm.variance_epsilon, torch.get_num_threads()
+        self._library.add_norm(*addresses(hidden, added, norm.weight), eps, rows, width, normed.data_ptr(), threads)
         return hidden, normed
 
     def gated(self, joined: Tensor, activation: Any) -> Tensor:
@@ -173,15 +162,9 @@ class CompiledOperations(LayerOperations):
             return super().product(states, weight, bias)
         outs, width = weight.shape
         out = states.new_empty(*states.shape[:-1], outs)
-        self._library.product(
-            *addresses(states, weight),
-            None if bias is None else bias.data_ptr(),
-            states.numel() // width,
-            width,
-            outs,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        bias_at, threads = None if bias is None else bias.data_ptr(), torch.get_num_threads()
+        rows = states.numel() // width
+        self._library.product(*addresses(states, weight), bias_at, rows, width, outs, out.data_ptr(), threads)
         return out
 
 

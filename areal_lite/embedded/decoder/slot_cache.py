@@ -9,16 +9,12 @@ ring of the window's size would save memory, but would have lost what a fork bef
 be shared only at that end; and its order of keys would change the bits.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
-
 from areal_lite.models.attention_windows import FULL, SLIDING, added_to_scores, layer_kinds, window_of
 
 
@@ -30,20 +26,15 @@ class ForwardPlan:
         self.capacity = capacity
         self.window = window or capacity  # positions that a query of a windowed layer sees, its own included
         self.device = device
-        self.used = torch.empty(0, dtype=torch.long)
-        self.columns = torch.empty(0, 0, dtype=torch.long)
-        self.kv_length = 0
-        self.fresh = True
-        self.leading = False
         self._rows: dict[int, Tensor] = {}
+        self.set([0], [0], 0)  # a pass of no tokens
 
     def set(self, used: list[int], past: list[int], query_length: int) -> None:
         """Plan a pass of ``query_length`` tokens, right-padded, for each of the ``used`` slots, of which ``past``
         columns are filled."""
         self.used = torch.tensor(used, device=self.device)
         starts = torch.tensor(past, device=self.device)
-        columns = starts[:, None] + torch.arange(query_length, device=self.device)
-        self.columns = columns.clamp(max=self.capacity)
+        self.columns = (starts[:, None] + torch.arange(query_length, device=self.device)).clamp(max=self.capacity)
         self.fresh = not any(past)
         self.leading = used == list(range(len(used)))
         self._rows.clear()
@@ -87,12 +78,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         where = slice(len(plan.used)) if plan.leading else plan.used
         return self.keys[where, :, : plan.kv_length], self.values[where, :, : plan.kv_length]
 
-    def copy_columns(self, sources: Tensor | int, targets: Tensor | int, length: int) -> None:
-        for states in (self.keys, self.values):
-            if states is not None:
-                # The right side is copied before anything is written, so a slot may be both source and target.
-                states[targets, ..., :length, :] = states[sources, ..., :length, :]
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self.plan.fresh else self.plan.kv_length), 0
 
@@ -101,8 +86,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_max_length(self) -> int:
         return self.plan.capacity
-
-    get_max_cache_shape = get_max_length
 
 
 def _lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -142,4 +125,7 @@ class SlotCache(Cache):
         target_slots = targets[0] if one else torch.tensor(targets, device=self.plan.device)
         for layer in self.layers:
             assert isinstance(layer, SlotLayer)
-            layer.copy_columns(source_slots, target_slots, length)
+            for states in (layer.keys, layer.values):
+                if states is not None:
+                    # The right side is copied before anything is written, so a slot may be both source and target.
+                    states[target_slots, ..., :length, :] = states[source_slots, ..., :length, :]

@@ -1,12 +1,8 @@
 """Pausing, health, and what the server says of itself. ``/health`` answers at once in every state."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
-
 from aiohttp import web
-
 from areal_lite import __version__
 from areal_lite.embedded.bad_request import wrong_type
 from areal_lite.embedded.model_thread import ModelThread

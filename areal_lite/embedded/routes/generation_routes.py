@@ -4,20 +4,16 @@ Guarantees: an invalid request gets a 4xx and never reaches the model; when a cl
 aborted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
-
 import orjson
 from aiohttp import web
-
 from areal_lite.embedded.bad_request import BadRequest, invalid_value
-from areal_lite.embedded.generate_body import parse_generate
+from areal_lite.embedded.generate_body import checked_prompt, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.model_thread import ModelThread
@@ -52,6 +48,8 @@ class GenerationRoutes:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await json_of(request)
+        if isinstance(body, dict) and body.get("logprob_start_len") == 0:
+            return await self._score(body)
         try:
             one = await self._accept(body)
         except BadRequest as error:
@@ -68,6 +66,28 @@ class GenerationRoutes:
             if one.finish_reason.get("status_code"):
                 raise invalid_value(one.finish_reason["message"], status=one.finish_reason["status_code"])
             return reply_json(await self._reply(one))
+
+    async def _score(self, body: dict[str, Any]) -> web.Response:
+        """Answer with the log-probs of the prompt's own tokens and none sampled, as SGLang does."""
+        params, runner = body.get("sampling_params"), self.runner
+        if not isinstance(params, dict) or params.get("max_new_tokens") != 0 or params.get("temperature", 1) != 1:
+            raise invalid_value(
+                "logprob_start_len 0 asks for the prompt's log-probs, which the embedded server gives with "
+                "max_new_tokens 0 and temperature 1 alone."
+            )
+        prompt = checked_prompt(body, runner, new_tokens=0).input_ids
+        self.weights.check_adapter(body)
+        scores, version = await self._model.command(lambda: (runner.score(prompt), self._scheduler.weight_version))
+        pairs = zip([None, *scores], prompt, strict=True)
+        meta = {
+            "id": body.get("rid"),
+            "finish_reason": {"type": "length", "length": 0},
+            "prompt_tokens": len(prompt),
+            "completion_tokens": 0,
+            "weight_version": version,
+            "input_token_logprobs": [[score, token, None] for score, token in pairs],
+        }
+        return reply_json({"text": "", "output_ids": [], "meta_info": meta})
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a streamed ``/generate`` call, for programs in this process. Closing the iterator aborts

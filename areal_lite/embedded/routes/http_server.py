@@ -3,15 +3,12 @@
 Guarantees: an invalid request gets a 4xx with a JSON body; a web page's request is refused; a slow client is cut off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
-
 import orjson
 from aiohttp import web
-
 from areal_lite.embedded.bad_request import BadRequest, wrong_type
+from areal_lite.errors import ArealLiteError
 from areal_lite.processes.browser_guard import loopback_names, refusal_of
 from areal_lite.processes.http_limits import BodyError, HttpLimits, read_body
 
@@ -26,7 +23,7 @@ class Routes(Protocol):
 
 def application(routes: Iterable[Routes], *, host: str, limits: HttpLimits) -> web.Application:
     """Return the application with these routes, for a server bound to ``host``."""
-    app = web.Application(middlewares=[_programs_only(loopback_names(host)), _errors_as_json])
+    app = web.Application(middlewares=[_checked(loopback_names(host))])
     app[LIMITS] = limits
     for one in routes:
         one.add_to(app.router)
@@ -35,11 +32,6 @@ def application(routes: Iterable[Routes], *, host: str, limits: HttpLimits) -> w
 
 def reply_json(body: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
-
-
-def failure(error: Exception, **fields: Any) -> web.Response:
-    """Return SGLang's reply to a weight update that failed."""
-    return reply_json({"success": False, "message": str(error), **fields}, status=400)
 
 
 async def body_of(request: web.Request) -> bytes:
@@ -66,34 +58,25 @@ async def fields_of(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def version_of(given: Any) -> str | None:
-    """Return the weight version that a field names; raises BadRequest for another type."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
-        raise wrong_type(f"the weight version must be a string, got {given!r}.")
-    return None if given is None else str(given)
-
-
-def _programs_only(host_names: frozenset[str]) -> Any:
-    """Return a middleware that refuses what a web page makes a browser send."""
+def _checked(host_names: frozenset[str]) -> Any:
+    """Return a middleware that refuses what a web page makes a browser send, and answers errors as SGLang does."""
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         refusal = refusal_of(request.headers, has_body=request.can_read_body, host_names=host_names)
         if refusal is not None:
             return reply_json({"error": {"message": refusal.message}}, status=refusal.status)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except BadRequest as error:
+            return reply_json(error.body, status=error.status)
+        except BodyError as error:
+            hint = "; send shorter prompts, or fewer at once." if error.status == 413 else ""
+            return reply_json({"error": {"message": f"{error}{hint}"}}, status=error.status)
+        except ArealLiteError as error:  # of new weights or an adapter; SGLang has the text under either name
+            failure = {"success": False, **dict.fromkeys(("message", "error_message"), str(error))}
+            return reply_json(failure | {"num_paused_requests": 0}, status=400)
+        except web.HTTPException as error:
+            return reply_json({"detail": error.reason}, status=error.status)
 
-    return guard
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except BadRequest as error:
-        return reply_json(error.body, status=error.status)
-    except BodyError as error:
-        hint = "; send shorter prompts, or fewer at once." if error.status == 413 else ""
-        return reply_json({"error": {"message": f"{error}{hint}"}}, status=error.status)
-    except web.HTTPException as error:
-        return reply_json({"detail": error.reason}, status=error.status)
+    return answer

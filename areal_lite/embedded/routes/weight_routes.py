@@ -4,24 +4,23 @@ Guarantees that weights are checked before they are loaded, between two steps, s
 weights; a load that fails halfway restores the served ones, if a folder has them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-
 import torch
 from aiohttp import web
-
-from areal_lite.embedded.adapter import Adapter, read_adapter
-from areal_lite.embedded.bad_request import invalid_value, wrong_type
-from areal_lite.embedded.checked_weights import Checkpoint, check_manifest, check_shapes, check_tied
+from torch import Tensor
+from areal_lite.embedded.bad_request import invalid_value, version_of, wrong_type
+from areal_lite.embedded.checked_weights import Checkpoint, check_fit, check_manifest, read_adapter
 from areal_lite.embedded.model_thread import ModelThread
-from areal_lite.embedded.routes.http_server import failure, fields_of, reply_json, version_of
-from areal_lite.embedded.weight_receiver import WeightReceiver
-from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.embedded.routes.http_server import fields_of, reply_json
+from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.vision_model import own_name
+from areal_lite.servers.weights.process_group import broadcast, join_group, open_store
+
+_SILENCE_S = 60.0
 
 
 class WeightRoutes:
@@ -39,10 +38,14 @@ class WeightRoutes:
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_post("/update_weights_from_disk", self._update_weights)
-        router.add_post("/init_weights_update_group", self._join_group)
-        router.add_post("/destroy_weights_update_group", self._leave_group)
-        router.add_post("/begin_weight_update", self._begin_update)
-        router.add_post("/update_weights_from_distributed", self._receive_weights)
+        receiver = self._receiver
+        for path, work, message in (
+            ("/init_weights_update_group", receiver.join, "Succeeded to initialize custom process group."),
+            ("/destroy_weights_update_group", receiver.leave, "Succeeded to destroy custom process group."),
+            ("/begin_weight_update", receiver.begin, "Success"),
+            ("/update_weights_from_distributed", receiver.receive, "Succeeded to receive weights."),
+        ):
+            router.add_post(path, partial(self._in_thread, work, message))
         router.add_post("/end_weight_update", self._end_update)
         router.add_post("/update_weight_version", self._update_version)
         router.add_post("/load_lora_adapter", self._load_adapter)
@@ -60,25 +63,16 @@ class WeightRoutes:
             self._scheduler.weight_version = version
 
         await self._model.command(change)
-        message = f"Weight version updated to {version}"
-        return reply_json({"success": True, "message": message, "new_version": version})
+        return reply_json({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
         """Check the checkpoint outside the model thread, then load it between two steps."""
         fields = await fields_of(request)
-        path, version = fields.get("model_path"), version_of(fields.get("weight_version"))
-        if not isinstance(path, str):
-            raise wrong_type(f"model_path: Field required, a string; got {path!r}.")
+        path, version = _field(fields, "model_path", str), version_of(fields.get("weight_version"))
         async with self._updating:
-            try:
-                checkpoint = await asyncio.to_thread(self._check_checkpoint, path)
-                await self._model.command(
-                    lambda: self._scheduler.change_weights(
-                        lambda: self._load(checkpoint), version, abort_all=fields.get("abort_all_requests") is True
-                    )
-                )
-            except (ArealLiteError, OSError) as error:
-                return failure(error, num_paused_requests=0)
+            checkpoint = await asyncio.to_thread(self._check_checkpoint, path)
+            abort_all = fields.get("abort_all_requests") is True
+            await self._change_weights(lambda: self._load(checkpoint), version, abort_all=abort_all)
             self.model_path, self._can_restore, self.adapter = path, True, None
         message = "Succeeded to update model weights."
         if version is not None:
@@ -86,89 +80,54 @@ class WeightRoutes:
         paused = len(self._scheduler.running) if self._scheduler.paused else 0
         return reply_json({"success": True, "message": message, "num_paused_requests": paused})
 
-    async def _join_group(self, request: web.Request) -> web.Response:
-        fields = await fields_of(request)
-        message = "Succeeded to initialize custom process group."
-        return await self._in_update(lambda: self._receiver.join(fields), message)
-
-    async def _leave_group(self, request: web.Request) -> web.Response:
-        name = str((await fields_of(request)).get("group_name"))
-        return await self._in_update(lambda: self._receiver.leave(name), "Succeeded to destroy custom process group.")
-
-    async def _begin_update(self, request: web.Request) -> web.Response:
-        await fields_of(request)
-        return await self._in_update(self._receiver.begin, "Success")
-
-    async def _receive_weights(self, request: web.Request) -> web.Response:
-        """Receive weights while generation goes on; ``/end_weight_update`` loads them."""
-        fields = await fields_of(request)
-        version = version_of(fields.get("weight_version"))
-        answer = await self._in_update(lambda: self._receiver.receive(fields), "Succeeded to receive weights.")
-        if version is not None:
-            self._receiver.version = version
-        return answer
+    async def _in_thread(
+        self, work: Callable[[dict[str, Any]], None], message: str, request: web.Request
+    ) -> web.Response:
+        await asyncio.to_thread(work, await fields_of(request))
+        return reply_json({"success": True, "message": message})
 
     async def _end_update(self, request: web.Request) -> web.Response:
         """Load the received weights between two steps, if they are complete."""
         await fields_of(request)
         async with self._updating:
-            try:
-                received, version = self._receiver.end(), self._receiver.version
-                tensors = {own_name(self._runner.model, name): tensor for name, tensor in received.items()}
-                shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                served, tied = self._runner.weight_shapes()
-                check_shapes("the broadcast", shapes, served, tied)
-                check_tied("the broadcast", shapes, tied, lambda a, b: torch.equal(tensors[a], tensors[b]))
+            received, version = self._receiver.end(), self._receiver.version
+            tensors = {own_name(self._runner.model, name): tensor for name, tensor in received.items()}
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            served, tied = self._runner.weight_shapes()
+            check_fit("the broadcast", shapes, served, tied, tensors.__getitem__)
 
-                def load() -> None:
-                    self._can_restore = False
-                    self._runner.load_tensors(tensors.items(), shapes)
-                    self._runner.adapt(None)
+            def load() -> None:
+                self._can_restore = False
+                self._runner.load_tensors(tensors.items(), shapes)
+                self._runner.adapt(None)
 
-                await self._model.command(lambda: self._scheduler.change_weights(load, version, abort_all=False))
-                self.adapter = None
-            except ArealLiteError as error:
-                return failure(error)
+            await self._change_weights(load, version)
+            self.adapter = None
         return reply_json({"success": True, "message": "Success"})
-
-    async def _in_update(self, work: Callable[[], None], message: str) -> web.Response:
-        """Run ``work`` in a thread; a failure is SGLang's answer with status 400."""
-        try:
-            await asyncio.to_thread(work)
-        except ArealLiteError as error:
-            return failure(error)
-        return reply_json({"success": True, "message": message})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         """Put an adapter on the weights, for every request from here on, in place of the one before."""
         fields = await fields_of(request)
-        name, path, version = fields.get("lora_name"), fields.get("lora_path"), version_of(fields.get("weight_version"))
-        if not isinstance(name, str) or not isinstance(path, str):
-            raise wrong_type("lora_name and lora_path: Fields required, strings.")
+        name, path = (_field(fields, key, str) for key in ("lora_name", "lora_path"))
+        version = version_of(fields.get("weight_version"))
         async with self._updating:
-            try:
-                adapter = await asyncio.to_thread(read_adapter, path, self._runner.model)
-            except (ArealLiteError, OSError) as error:
-                return reply_json({"success": False, "error_message": str(error)}, status=400)
-            await self._change_adapter(adapter, name, version)
+            adapter = await asyncio.to_thread(read_adapter, path, self._runner.model)
+            self.adapter = name  # requests from here on run after the command
+            await self._change_weights(lambda: self._runner.adapt(adapter), version)
         return reply_json({"success": True, "loaded_adapters": {name: path}})
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
-        """Serve the weights without an adapter again."""
         fields = await fields_of(request)
         name, version = fields.get("lora_name"), version_of(fields.get("weight_version"))
         async with self._updating:
             if name is None or name != self.adapter:
-                message = f"LoRA with name {name} does not exist."
-                return reply_json({"success": False, "error_message": message}, status=400)
-            await self._change_adapter(None, None, version)
+                raise ConfigError(f"LoRA with name {name} does not exist.")
+            self.adapter = None
+            await self._change_weights(lambda: self._runner.adapt(None), version)
         return reply_json({"success": True, "loaded_adapters": {}})
 
-    async def _change_adapter(self, adapter: Adapter | None, name: str | None, version: str | None) -> None:
-        self.adapter, runner = name, self._runner  # requests from here on run after the command
-        await self._model.command(
-            lambda: self._scheduler.change_weights(lambda: runner.adapt(adapter), version, abort_all=False)
-        )
+    async def _change_weights(self, load: Callable[[], None], version: str | None, *, abort_all: bool = False) -> None:
+        await self._model.command(lambda: self._scheduler.change_weights(load, version, abort_all=abort_all))
 
     def check_adapter(self, body: Any) -> None:
         """Refuse a request that names another adapter; its ``submit`` must follow without waiting."""
@@ -180,10 +139,8 @@ class WeightRoutes:
         path = Path(model_path).expanduser()
         checkpoint = Checkpoint(path, self._runner.model)
         check_manifest(path)
-        served, tied = self._runner.weight_shapes()
         source = f"checkpoint {str(path)!r}"
-        check_shapes(source, checkpoint.shapes, served, tied)
-        check_tied(source, checkpoint.shapes, tied, checkpoint.has_equal)
+        check_fit(source, checkpoint.shapes, *self._runner.weight_shapes(), checkpoint.read)
         return checkpoint
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -201,3 +158,78 @@ class WeightRoutes:
             raise ConfigError(
                 f"loading {str(checkpoint.path)!r} failed ({error}); the server restored its weights."
             ) from error
+
+
+class WeightReceiver:
+    """The server's process groups, and the tensors of the update that is open. Its methods block: they run in threads.
+
+    Servers receive as SGLang does, but while the model generates.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.received: dict[str, Tensor] | None = None
+        self.version: str | None = None
+        self._device = device
+        self._groups: dict[str, tuple[Any, torch.device]] = {}
+
+    def join(self, fields: dict[str, Any]) -> None:
+        """Join the group that ``/init_weights_update_group`` describes; raises BadRequest or ServerError."""
+        address, name, backend = (_field(fields, key, str) for key in ("master_address", "group_name", "backend"))
+        port, rank, size = (_field(fields, key, int) for key in ("master_port", "rank_offset", "world_size"))
+        if backend not in ("gloo", "nccl"):
+            raise wrong_type(f"backend: Input should be 'gloo' or 'nccl', got {backend!r}.")
+        try:
+            store = open_store(address, port, size)
+            group = join_group(name, store, rank=rank, size=size, backend=backend)
+        except RuntimeError as error:
+            raise ServerError(f"Failed to initialize custom process group: {error}.") from error
+        self._groups = {name: (group, self._device if backend == "nccl" else torch.device("cpu"))}  # the newest only
+
+    def leave(self, fields: dict[str, Any]) -> None:
+        if self._groups.pop(str(fields.get("group_name")), None) is None:
+            raise ServerError("The group to be destroyed does not exist.")
+
+    def begin(self, _fields: dict[str, Any]) -> None:
+        if self.received is not None:
+            raise ServerError("a weight-update session is already open; call end_weight_update() first")
+        self.received, self.version = {}, None
+
+    def receive(self, fields: dict[str, Any]) -> None:
+        """Receive the tensors that ``/update_weights_from_distributed`` names, into memory of the CPU, while generation
+        goes on; ``/end_weight_update`` loads them."""
+        version = version_of(fields.get("weight_version"))
+        names, dtypes, shapes = (_field(fields, key, list) for key in ("names", "dtypes", "shapes"))
+        received, (group, device) = self.received, self._groups.get(_field(fields, "group_name", str), (None, None))
+        if received is None:
+            raise ServerError("update_weights_from_distributed must run between begin_weight_update() and its end")
+        if group is None:
+            raise ServerError(f"Group {fields['group_name']} not in {list(self._groups)}")
+        try:
+            tensors = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+            }
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise wrong_type(f"names, dtypes and shapes must be lists of one length: {error}") from error
+        try:
+            for name, tensor in tensors.items():
+                broadcast(group, tensor, stall_s=_SILENCE_S)
+                received[name] = tensor.cpu()
+        except RuntimeError as error:
+            self._groups.pop(fields["group_name"], None)
+            raise ServerError(f"Failed to receive weights: {error}") from error
+        if version is not None:
+            self.version = version
+
+    def end(self) -> dict[str, Tensor]:
+        if self.received is None:
+            raise ServerError("no weight-update session is open; call begin_weight_update() first")
+        received, self.received = self.received, None
+        return received
+
+
+def _field(fields: dict[str, Any], name: str, kind: type[Any]) -> Any:
+    value = fields.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise wrong_type(f"{name}: Field required, of type {kind.__name__}; got {value!r}.")
+    return value

@@ -3,8 +3,6 @@
 Takes half a second to a second. Without a compiler, torch's operations do the same more slowly.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os
@@ -15,7 +13,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-
 from torch import Tensor
 
 logger = logging.getLogger(__name__)

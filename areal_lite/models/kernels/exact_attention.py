@@ -5,21 +5,15 @@ token: each query is computed on its own, over its keys in whole blocks. The oth
 in every pass of :func:`whole_rows`, which callers keep. Slower than plain attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
-
 from areal_lite.models.attention_windows import added_to_scores, causal_window, short_windows
 
-EXACT = "areal_lite_exact"
-"""Name of the attention implementation."""
-MIN_ROWS = 16
-"""Fewest rows of a matrix product; libraries have other kernels for fewer."""
+EXACT = "areal_lite_exact"  # name of the attention implementation
+MIN_ROWS = 16  # fewest rows of a matrix product; libraries have other kernels for fewer
 _BLOCK = 32
 
 
@@ -30,14 +24,7 @@ def whole_rows(tokens: int) -> int:
 
 
 def exact_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    **options: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Return ``[n, T, heads, width]`` from inputs ``[n, heads, T, width]``, the layout of transformers."""
     if options.get("softcap") is not None:
@@ -59,7 +46,7 @@ def exact_attention(
             q = query[row, :, start:end].transpose(0, 1)[:, :, None]
             k, v = (states[row, None, :, :width].expand(end - start, -1, -1, -1) for states in (key, value))
             seen = mask[row, :, start:end, :width].transpose(0, 1)[:, :, None]
-            parts.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scaling)[:, :, 0])
+            parts.append(F.scaled_dot_product_attention(q, k, v, seen, scale=options.get("scaling"))[:, :, 0])
             start = end
     return torch.cat(parts).view(rows, length, heads, -1), None
 

@@ -4,14 +4,11 @@ The compiled ones are used in bfloat16 on a CPU where there is a C++ compiler wi
 first pass.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
-
+from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,14 +16,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-
 from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.kernels.ragged_attention import Segments
 
 _PRODUCTS = 256  # longest bin whose attention is plain products; torch's kernel is faster above
-_SCORES = 1 << 18
-"""Attention scores that are computed at once, as a core's cache holds them, unless those of one bin are more."""
+_SCORES = 1 << 18  # attention scores computed at once, as a core's cache holds them; those of one bin may be more
 _LONGEST = 8192
 """Longest causal bin whose attention is computed here; torch's kernel reads keys in blocks and is faster above. For a
 tree it needs a mask of all tokens by all."""
@@ -148,7 +143,7 @@ class _Layout(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, tokens: Tokens) -> _Layout:
+    def of(cls, tokens: Tokens) -> Self:
         queries, keys, width, scale = tokens.heads
         arrays = *addresses(tokens.cos, tokens.sin), *(part.ctypes.data for part in tokens.layout)
         return cls(*arrays, len(tokens.lengths), keys, queries // keys, width, scale)

@@ -7,14 +7,11 @@ another, which is worth it where they are long.
 Transformers selects it by the name :data:`RAGGED`. A forward pass without segments is plain attention.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-
+from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,7 +21,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
 from areal_lite.models.attention_windows import causal_window
 from areal_lite.models.parallel.sequence_parallel import SequenceParallel
 
@@ -44,7 +40,7 @@ class Segments:
     longest_key: int
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Segments:
+    def of(cls, parts: Iterable[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Self:
         """Return the segments of ``(prefix, begin, end)``: the tokens from ``begin`` to ``end`` see those of ``prefix``
         and each other, up to themselves. The parts are in the order of their tokens; empty ones are left out."""
         queries, keys = [0], [np.arange(0)]
@@ -62,7 +58,7 @@ class Segments:
         )
 
     @classmethod
-    def causal(cls, lengths: Sequence[int]) -> Segments:
+    def causal(cls, lengths: Sequence[int]) -> Self:
         """Return one segment for each bin, whose tokens see all tokens before them."""
         ends = np.cumsum([0, *lengths]).tolist()
         return cls.of(((np.arange(0), *bin) for bin in pairwise(ends)), torch.device("cpu"))
@@ -73,9 +69,8 @@ class Segments:
         starts = np.cumsum([0, *lengths])
         seen = torch.eye(width, dtype=torch.bool).repeat(len(lengths), 1, 1)
         keys = self.keys.cpu()
-        for (begin, end), span in zip(
-            pairwise(self.query_ends.tolist()), pairwise(self.key_ends.tolist()), strict=True
-        ):
+        query_spans, key_spans = (pairwise(ends.tolist()) for ends in (self.query_ends, self.key_ends))
+        for (begin, end), span in zip(query_spans, key_spans, strict=True):
             number = int(np.searchsorted(starts, begin, "right")) - 1
             rows = seen[number, begin - starts[number] : end - starts[number]]
             visible = causal_window(end - begin, span[1] - span[0], None, rows.device)
@@ -84,22 +79,16 @@ class Segments:
 
 
 def ragged_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    segments: Segments | None = None,
-    **options: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Return ``[1, T, heads, width]`` from inputs ``[1, heads, T, width]``, the layout of transformers; with an
-    ``exchange`` of this rank's tokens alone, while the segments are those of all."""
+    ``exchange`` of this rank's tokens alone, while the ``segments`` are those of all."""
     exchange: SequenceParallel | None = options.pop("exchange", None)
     if exchange is not None:
         query, key, value = map(exchange.to_heads, (query, key, value))
-        read, _ = ragged_attention(module, query, key, value, attention_mask, segments=segments, **options)
+        read, _ = ragged_attention(module, query, key, value, attention_mask, **options)
         return exchange.to_tokens(read), None
+    segments: Segments | None = options.pop("segments", None)
     window, kept = options.get("sliding_window"), key.shape[2]
     if segments is None or options.get("softcap") is not None:  # which plain attention refuses
         if attention_mask is None and window is not None and window < kept:
@@ -109,9 +98,8 @@ def ragged_attention(
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query, key, value = (heads[0].transpose(0, 1).to(dtype) for heads in (query, key, value))
-    key, value = (
-        heads.index_select(0, segments.keys) for heads in (key, value)
-    )  # whose gradient is quicker than [...]'s
+    # The gradient of index_select is quicker than that of [...].
+    key, value = (heads.index_select(0, segments.keys) for heads in (key, value))
     attend = _by_kernel if query.is_cuda and dtype != torch.float32 else _one_by_one
     return attend(query, key, value, segments, options.get("scaling"), window)[None], None
 
@@ -124,18 +112,10 @@ def _by_kernel(
         options["enable_gqa"] = True
     elif (repeats := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    out: Tensor = varlen_attn(  # type: ignore[assignment]  # returns a pair only on request
-        query,
-        key,
-        value,
-        segments.query_ends,
-        segments.key_ends,
-        segments.longest_query,
-        segments.longest_key,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # keys before and after a query; aligned to the last
-        **options,
-    )
+    ends = segments.query_ends, segments.key_ends, segments.longest_query, segments.longest_key
+    around = (-1 if window is None else window - 1, 0)  # keys before and after a query; aligned to the last
+    # Returns a pair only on request.
+    out: Tensor = varlen_attn(query, key, value, *ends, scale=scale, window_size=around, **options)  # type: ignore[assignment]
     return out
 
 

@@ -4,17 +4,13 @@ The compiled ones are used in bfloat16 on a CPU where there is a C++ compiler wi
 compiled at the first pass.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-
 import torch
 from torch import Tensor
-
 from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.models.truncation import Truncation, truncate_
 
@@ -23,8 +19,7 @@ _ARGUMENTS = {
     "score": [*[ARRAY] * 2, NUMBER, *[COUNT] * 2, *[ARRAY] * 4, INT],
     "score_gradient": [*[ARRAY] * 2, NUMBER, *[ARRAY] * 4, *[COUNT] * 2, ARRAY, INT],
 }
-_BLOCK_BYTES = 3 << 19
-"""Size of the float32 logits that a CPU works on at once: a core's cache holds them, so that each is read once."""
+_BLOCK_BYTES = 3 << 19  # of float32 logits that a CPU works on at once: a core's cache holds them, so each is read once
 
 
 class TokenScores(NamedTuple):
@@ -36,8 +31,7 @@ class TokenScores(NamedTuple):
     log_kept: Tensor  # log of the probability mass that the truncation keeps; 0 without one
 
 
-Gradients = tuple[Tensor, Tensor | None]
-"""Gradients of log-probs and of entropies, ``[n]``; None for entropies that have none."""
+Gradients = tuple[Tensor, Tensor | None]  # of log-probs and of entropies, ``[n]``; None for entropies that have none
 
 
 class ScoreOperations:
@@ -116,11 +110,8 @@ def score_operations(
     device: torch.device, dtype: torch.dtype, temperature: float, truncation: Truncation | None
 ) -> ScoreOperations:
     """Return the compiled operations if they fit logits of this dtype and can be compiled, else torch's."""
-    fits = device.type == "cpu" and dtype == torch.bfloat16 and truncation is None
-    library = _library() if fits else None
-    if library is None:
-        return ScoreOperations(temperature, truncation)
-    return CompiledScores(temperature, library)
+    library = _library() if device.type == "cpu" and dtype == torch.bfloat16 and truncation is None else None
+    return ScoreOperations(temperature, truncation) if library is None else CompiledScores(temperature, library)
 
 
 @cache

@@ -5,8 +5,6 @@ decisions are broadcast: all ranks make the same calls in the same order, and fa
 is pickled.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
-
 import orjson
 import torch
 import torch.distributed as dist
@@ -22,7 +19,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from areal_lite.api.trajectory import Group
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import from_tensors, to_tensors
@@ -30,7 +26,6 @@ from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.errors import ConfigError
 
 _TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another during a step before it fails
-
 _HEAD_START_S = 2.0
 """How long a failed rank keeps its connections. Ranks that fail because of it wait as well, so the launcher sees the
 first failure first and ends the others. When all ranks are stopped, rank 0 closes its server in this time."""
@@ -39,23 +34,23 @@ _BROADCAST_TIMEOUT = timedelta(days=7)  # a rank waits while another one generat
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The place of this process in a mesh of ``dp x sp`` ranks; owner of every size and process group of it.
+    """The place of this process in a mesh of ``dp x sp x tp`` ranks; owner of every size and process group of it.
 
-    The ``sp`` ranks with one ``dp_rank``, whose numbers are next to each other, read the same sequences together, and
-    hold the same values of their tokens. Ranks with another ``dp_rank`` have other sequences. All share the weights.
+    The ranks with one ``dp_rank``, whose numbers are next to each other, read the same sequences together, and hold the
+    same values of their tokens: ``sp`` parts of the tokens, and of each part ``tp`` shares of every layer. Ranks with
+    another ``dp_rank`` have other sequences. All share the weights.
     """
 
     rank: int = 0
     size: int = 1
-    """All ranks: ``dp * sp``, the number of shards of each weight."""
     sp: int = 1
+    tp: int = 1
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
-    """With the dimensions ``dp`` and ``sp``; None if there are only ``dp`` ranks."""
-    device_type: str | None = field(default=None, compare=False)
-    """Of the weights."""
+    """With the dimensions ``dp``, ``sp`` and ``tp``; None if there are only ``dp`` ranks."""
+    device_type: str | None = field(default=None, compare=False)  # of the weights
 
     @classmethod
-    def current(cls) -> Ranks:
+    def current(cls) -> "Ranks":
         """Return the ranks of :func:`join_ranks`; without it those of torch's process group, or rank 0 of 1."""
         if _joined:
             return _joined[-1]
@@ -64,25 +59,31 @@ class Ranks:
     @property
     def dp(self) -> int:
         """Shares of the sequences."""
-        return self.size // self.sp
+        return self.shards // self.sp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which a weight, or the part of it that ``tp`` leaves, is sharded: ``dp * sp``."""
+        return self.size // self.tp
 
     @property
     def dp_rank(self) -> int:
         """The share of this rank."""
-        return self.rank // self.sp
+        return self.rank // (self.sp * self.tp)
 
     @property
     def sp_rank(self) -> int:
         """The part of each sequence that this rank reads."""
-        return self.rank % self.sp
+        return self.rank // self.tp % self.sp
+
+    @property
+    def tp_rank(self) -> int:
+        """The part of each layer that this rank computes."""
+        return self.rank % self.tp
 
     def group(self, dimension: str) -> dist.ProcessGroup | None:
-        """Return the ranks that differ from this one in ``dp`` or ``sp`` alone; None for all ranks."""
+        """Return the ranks that differ from this one in ``dp``, ``sp`` or ``tp`` alone; None for all ranks."""
         return None if self.mesh is None else self.mesh.get_group(dimension)
-
-    def shard_mesh(self, device_type: str) -> DeviceMesh:
-        """Return all ranks as one dimension, over which weights are sharded."""
-        return init_device_mesh(device_type, (self.size,)) if self.mesh is None else self.mesh._flatten()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the shares of the sequences in place, and return it."""
@@ -103,7 +104,7 @@ _joined: list[Ranks] = []
 
 
 @contextmanager
-def join_ranks(device: torch.device, *, sp_size: int = 1) -> Iterator[Ranks]:
+def join_ranks(device: torch.device, *, sp_size: int = 1, tp_size: int = 1) -> Iterator[Ranks]:
     """Join the process group of torchrun (or of any launcher that sets RANK, WORLD_SIZE and MASTER_*), if there is one.
 
     An exception is reported to torchrun, which shows the traceback of the first failed rank and ends the others.
@@ -112,15 +113,16 @@ def join_ranks(device: torch.device, *, sp_size: int = 1) -> Iterator[Ranks]:
         device: The device this rank trains on. GPU tensors use NCCL (each rank takes the GPU of its LOCAL_RANK), CPU
             tensors gloo.
         sp_size: Ranks that read one sequence together.
+        tp_size: Ranks that compute one layer together.
 
     Raises:
-        ConfigError: If ``sp_size`` does not divide the number of ranks.
+        ConfigError: If ``sp_size * tp_size`` does not divide the number of ranks.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size % sp_size:
+    size, together = int(os.environ.get("WORLD_SIZE", "1")), sp_size * tp_size
+    if size % together:
         raise ConfigError(
-            f"trainer.sp_size is {sp_size}, and there are {size} ranks: start a multiple of {sp_size} with torchrun "
-            f"--nproc-per-node, or set trainer.sp_size: 1"
+            f"trainer.sp_size is {sp_size}, tp_size {tp_size}, and there are {size} ranks: start a multiple of "
+            f"{together} with torchrun --nproc-per-node, or set trainer.sp_size: 1 and tp_size: 1"
         )
     if size == 1:
         yield Ranks()
@@ -132,9 +134,10 @@ def join_ranks(device: torch.device, *, sp_size: int = 1) -> Iterator[Ranks]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
         ranks, mesh = Ranks.current(), None
-        if sp_size > 1:
-            mesh = init_device_mesh(device.type, (size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
-        _joined.append(replace(ranks, sp=sp_size, mesh=mesh, device_type=device.type))
+        if together > 1:
+            shape = size // together, sp_size, tp_size
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp", "tp"))
+        _joined.append(replace(ranks, sp=sp_size, tp=tp_size, mesh=mesh, device_type=device.type))
         yield _joined[-1]
     except BaseException as error:
         if isinstance(error, Exception):
@@ -151,8 +154,7 @@ def join_ranks(device: torch.device, *, sp_size: int = 1) -> Iterator[Ranks]:
 
 def broadcast_json(value: Any = None) -> Any:
     """Return rank 0's ``value``, such as whether to stop, after a round trip through JSON; other ranks' is ignored."""
-    ranks = Ranks.current()
-    return orjson.loads(_from_rank(0, orjson.dumps(value if ranks.rank == 0 else None)))
+    return orjson.loads(_from_rank(0, orjson.dumps(value)))
 
 
 def gather_json(value: Any) -> list[Any]:

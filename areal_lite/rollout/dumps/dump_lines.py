@@ -1,14 +1,10 @@
 """A group as JSON lines: one per sequence, and one per episode that left none. docs/trajectories.md has the fields."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
-
 import numpy as np
 import orjson
-
 from areal_lite.api.image_span import plain_images
 from areal_lite.api.trajectory import Group, ProcessRecord, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.files.safe_text import command_without_secrets, without_secrets

@@ -10,8 +10,6 @@ batches, lists of :data:`File`. An empty message ends it, and not the end of the
 forked may hold open. Its output is a :class:`Report` after each part of a batch.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle
@@ -22,9 +20,7 @@ import traceback
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
-
 import orjson
-
 from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.rollout.dumps.dump_lines import CHAIN, dump_lines, dump_text
 from areal_lite.rollout.dumps.packed_group import File, Report, unpack_group
@@ -59,7 +55,7 @@ def _tokenizer(path: str | None) -> Any:
 
 
 def _write_batch(
-    batch: list[File], tokenizer: Any, extra: dict[str, Any] | None, report: Callable[[Report], object], chain: Chain
+    batch: list[File], tokenizer: Any, extra: dict[str, Any] | None, report: Callable[[Report], object], chain: "Chain"
 ) -> None:
     written, reported = 0, time.monotonic()
     for folder, name, packed in batch:
@@ -93,11 +89,8 @@ def write_file(folder: str, name: str, text: bytes) -> str:
         os.makedirs(folder, exist_ok=True)  # noqa: PTH103
         descriptor = os.open(unfinished, flags, 0o644)
     try:
-        try:
-            while text:  # a write may be short
-                text = text[os.write(descriptor, text) :]
-        finally:
-            os.close(descriptor)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
         path, numbers = f"{folder}/{name}.jsonl", itertools.count(1)
         while os.access(path, os.F_OK):  # the user has given an id twice
             path = f"{folder}/{name}.{next(numbers)}.jsonl"

@@ -5,8 +5,6 @@ per sequence; docs/trajectories.md has the fields. Guarantees that a file is who
 that the queue is bounded, and that a group which the disk did not take is an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging
@@ -18,19 +16,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
 import orjson
-
 from areal_lite.api.trajectory import Group, scope_name
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError
+from areal_lite.files.incarnation import Incarnation
 from areal_lite.processes.channel import decode_reply, framed, read_message
 from areal_lite.processes.child_process import start_python
 from areal_lite.rollout.dumps.packed_group import File, Report, pack_group
 
 logger = logging.getLogger(__name__)
-
 MAX_QUEUED = 2**26  # bytes of queued groups at which no further group may start; those that run still join the queue
 GATHER_S = 0.1  # seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop
 MANY = 1024  # groups that are many
@@ -56,8 +52,8 @@ class TrajectoryDumper:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self.root = config.run_dir
-        self.behind = False
-        """Whether no group may start: the queue was full and more than half is left, or the disk failed."""
+        self._incarnation = Incarnation(self.root)
+        self.behind = False  # no group may start: the queue was full and more than half is left, or the disk failed
         self.error: StorageError | None = None  # why nothing is written any more
         self.failures = 0  # groups that have no JSON form; they change no outcome
         self._ended = self._written = self._wanted = 0
@@ -172,13 +168,11 @@ class TrajectoryDumper:
         """Let groups gather, and return the first of them; none at the end."""
         files: list[File] = []
         size = 0
-
-        def hurries() -> bool:
-            return self._closing or self._done < self._wanted or len(self._queue) >= MANY
-
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
-            self._changed.wait_for(hurries, GATHER_S)
+            self._changed.wait_for(
+                lambda: self._closing or self._done < self._wanted or len(self._queue) >= MANY, GATHER_S
+            )
             while self._queue and size < BATCH_BYTES:
                 files.append(self._queue.popleft())
                 size += len(files[-1][2])
@@ -194,6 +188,7 @@ class TrajectoryDumper:
     def _write(self, files: list[File]) -> None:
         done = 0
         try:
+            self._incarnation.check()
             self._send(files)
             while done < len(files):
                 report = Report(*decode_reply(read_message(self._reports, max_bytes=MAX_REPORT) or b"")[0])
@@ -210,6 +205,8 @@ class TrajectoryDumper:
                         "rollout.dump_to_file: false"
                     )
                     return
+        except StorageError as error:
+            self.error = error
         except ConnectionError:
             self.error = StorageError(
                 f"the process that writes dumps below {self.root} was killed: free memory, or set "

@@ -4,10 +4,7 @@ It counts groups and owns no task; ask again after every change. Counting alone 
 episode can be overtaken); it is back-pressure. The guarantee is in :mod:`areal_lite.rollout.episodes.batch_cut`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.episodes.lookahead import Lookahead
 
@@ -21,15 +18,13 @@ class AdmissionGate:
     max_staleness: int
     batch_size: int  # groups in one training batch
     extra: int = 0  # groups that may be started beyond what the batches need
-    cut: bool = False
-    """True once this version's batch was cut; until the next is requested, only ``lookahead`` groups may run."""
+    cut: bool = False  # True once a version's batch was cut, until the next is requested: only ``lookahead`` may run
     version: int = 0
     paused: bool = False
     held: bool = False  # True while too many ended groups wait for the disk, or it failed
     running: int = 0  # groups running now, evaluation included
     taken: int = 0  # training groups that run, or ended accepted and were not given back as stale
-    lookahead: Lookahead = field(init=False)
-    """Number of groups of a data source that may start before the batch that needs them."""
+    lookahead: Lookahead = field(init=False)  # groups of a data source that may start before the batch that needs them
 
     def __post_init__(self) -> None:
         self.lookahead = Lookahead(batch_size=self.batch_size, max_staleness=self.max_staleness)

@@ -12,12 +12,9 @@ for before they are too old. A group that is too old nevertheless (a version was
 restart) trains with its older tokens masked, or is drawn again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-
 from areal_lite.api.trajectory import Group, TaskId
 
 STALE = "stale: older than max_head_offpolicyness allows"

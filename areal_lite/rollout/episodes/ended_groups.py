@@ -4,15 +4,11 @@ An accepted group is not final when its episodes end: a batch may find it too ol
 the executor passes what nobody waits for at once, and accepted groups of a data source only when their batch is cut.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-
 import numpy as np
-
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, scope_name
 from areal_lite.rollout.episodes.batch_cut import STALE
@@ -23,8 +19,7 @@ MAX_REASONS = 32  # distinct reasons of rejections that are counted apart
 MAX_REASON = 60  # characters of a reason
 MAX_CAUSES = 1000  # distinct causes that are kept; more are counted by kind alone
 MAX_SHORT = 60  # characters of a cause on a progress line
-PASSING = frozenset({FailureKind.ENGINE, FailureKind.DEADLINE})
-"""Kinds that may not occur again when a run is started again."""
+PASSING = frozenset({FailureKind.ENGINE, FailureKind.DEADLINE})  # kinds that a run started again may not have
 _FIXES = {
     NO_RESULT: "return a number from run(): None rejects the episode",
     FILTERED: "loosen the filter",
@@ -47,8 +42,7 @@ class EndedGroups:
         self.statistics = RolloutStatistics()
         self.failures = FailureTally()
         self.scalars = Scalars()  # numbers that the episodes of accepted groups recorded
-        self._unclaimed: set[TaskId] = set()
-        """Groups of batches that never reached their caller; already counted and dumped."""
+        self._unclaimed: set[TaskId] = set()  # groups of batches that never reached their caller; counted and dumped
 
     def close(self, group: Group) -> None:
         if group.task_id in self._unclaimed:
@@ -75,8 +69,7 @@ class RolloutStatistics:
     def __init__(self) -> None:
         self.discarded_tokens = 0  # sampled tokens that will not train because they grew too old
         self.trained_tokens = 0  # trained tokens handed to the trainer
-        self.waited_for_oldest_s = 0.0
-        """Seconds a full batch waited for groups that the next one would have found too old."""
+        self.waited_for_oldest_s = 0.0  # seconds a full batch waited for groups that are too old for the next one
         self.rejected: Counter[str] = Counter()  # rejected groups by reason, in the form of a metric's name
         self._drawn: deque[float] = deque(maxlen=WINDOW)
         self._trained: deque[float] = deque(maxlen=WINDOW)

@@ -1,10 +1,7 @@
 """Finished groups and their waiters. Nothing leaves unless a wait succeeds."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
-
 from areal_lite.api.trajectory import Group
 
 

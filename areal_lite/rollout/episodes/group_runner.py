@@ -12,8 +12,6 @@ An episode that cancels itself looks like one that was stopped. ``stopped_by`` t
 cancel that comes from here, so without it the cancellation is the agent's own failure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -23,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row, ShouldAcceptFn
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -43,12 +40,9 @@ from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.workers.worker_pool import Workers
 
 logger = logging.getLogger(__name__)
-
-NO_RESULT, FILTERED = "the workflow returned None", "should_accept_fn said no"
-"""Why a group was rejected; the second goes on with the filter's own reason."""
+NO_RESULT, FILTERED = "the workflow returned None", "should_accept_fn said no"  # the filter's own reason follows
 CANCEL_GRACE_S = 5.0  # seconds a cancelled episode may take to clean up before it is left behind
 JUST_BLOCKED_S = 1.0  # seconds after the event loop was blocked in which a deadline is put off, once
-
 _TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -72,16 +66,14 @@ class Submission:
     recipe: EpisodeRecipe
     deliver: Callable[[Group], None]
     training: bool  # True if its group waits for a training step, so that the staleness bound applies
-    samples: SampleGroup = field(default_factory=list)
-    """The group as its data source handed it out; empty for a row that was submitted by hand."""
+    samples: SampleGroup = field(default_factory=list)  # the group as its data source handed it out; empty without one
     episodes: list[Episode]  # as many as its group has; see ``grouped_rollout.run_group``
     submitted: float
     data: Row | None = None  # the workflow's input, made of ``row`` when the group starts
     started: float = 0.0
     start_order: int = 0
     start_version: int = 0
-    extended: bool = False
-    """True if it got its time again, because another episode blocked the event loop at its deadline."""
+    extended: bool = False  # got its time again: at its deadline, another episode blocked the event loop
     task: asyncio.Task[Group] | None = None
     stopped_by: Failure | None = None  # reason that the run cancelled it for; None otherwise
 
@@ -150,9 +142,8 @@ class GroupRunner:
         seed_name: str | None = None,
         **fields: Any,
     ) -> Submission:
-        """Return a new submission of ``group_size`` episodes with a task id of its own; any thread may call this.
-        ``seed_name`` separates its sampling seeds from those of other groups; ``fields`` are others of
-        :class:`Submission`."""
+        """Return a new submission of ``group_size`` episodes with its own task id; any thread may call this.
+        ``seed_name`` separates its seeds from those of other groups; ``fields`` are others of :class:`Submission`."""
         if group_size < 1:
             raise ConfigError(f"group_size is {group_size}: it must be 1 or more")
         with self._ids_lock:

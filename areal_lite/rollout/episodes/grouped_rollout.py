@@ -1,11 +1,8 @@
 """Several episodes of one dataset row, run at once and merged into one group."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode
@@ -35,8 +32,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.on_error = on_error
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Run all episodes at once and merge what they return: tensor dicts along the batch, dicts of interactions.
-        Episodes that returned None are left out; if all did, return None."""
+        """Run all episodes at once and merge what they return (tensor dicts along the batch); None if all gave None."""
         episodes = episode_context.current().episodes
         kept = await self.run_episodes(engine, data, [Episode()] if episodes is None else episodes)
         return merge_outcomes(kept) if kept else None
@@ -59,8 +55,9 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 returned = _with_keyed_rewards(returned, [episode])
                 episode.trajectory = trajectory_of(returned, episode.calls, member_idx=episode.member_idx)
             except BaseException as error:  # the boundary where an episode's error becomes data
-                if isinstance(error, asyncio.CancelledError) and _cancelled_from_outside():
-                    raise
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise  # cancelled from outside
                 failure = Failure.of(error)
                 episode.end(EpisodeStatus.FAILED, failure)
                 errors.append(error if isinstance(error, Exception) else _exception(error, failure.kind))
@@ -165,8 +162,3 @@ def _drop(episodes: Sequence[Episode]) -> None:
         if trajectory.sequences:
             trajectory.sequences.clear()
             trajectory.status, trajectory.failure = EpisodeStatus.CANCELLED, failure
-
-
-def _cancelled_from_outside() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

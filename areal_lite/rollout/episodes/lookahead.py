@@ -12,28 +12,25 @@ even further. So more must prove itself in the step time, which varies: a trial 
 each failure the next trial is put off longer.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
 WINDOW = 8  # batches between two decisions
 IDLE = 0.05  # share of its time that the trainer may wait before it counts as waiting
 CHANGE = 1.5  # factor between the lookaheads of a trial
-GAIN = 0.95
-"""More groups ahead stay if they cut the step time to this share or less; fewer stay unless the more had done so."""
-PATIENCE = (4, 64)
-"""Windows without a trial after a failed one: the first number, doubled at each further failure up to the second."""
+GAIN = 0.95  # more groups ahead stay if they cut the step time to this share; fewer, unless the more had done so
+PATIENCE = (4, 64)  # windows without a trial after a failed one: the first, doubled at each failure up to the second
 
 
 @dataclass(slots=True)
 class Lookahead:
-    """Groups that may start before the batch that needs them, up to ``max_staleness`` batches. It begins at half the
-    staleness bound, and at least one batch."""
+    """Groups that may start before the batch that needs them, up to the bound; at first half of it, or one batch."""
 
     batch_size: int
     max_staleness: int
     groups: int = field(init=False)
+    _least: int = field(init=False)
+    _most: int = field(init=False)
     _batches: int = 0
     _step_s: float = 0.0
     _starved_s: float = 0.0
@@ -45,15 +42,9 @@ class Lookahead:
     _patience: int = PATIENCE[0]
 
     def __post_init__(self) -> None:
+        self._most = self.max_staleness * self.batch_size
+        self._least = min(self.batch_size, self._most)
         self.groups = max(self._least, self._most // 2)
-
-    @property
-    def _least(self) -> int:
-        return min(1, self.max_staleness) * self.batch_size
-
-    @property
-    def _most(self) -> int:
-        return self.max_staleness * self.batch_size
 
     def batch_cut(self, *, step_s: float, waited_s: float, starved_s: float, spare: int) -> None:
         """Record a batch, ``step_s`` after the one before. The trainer waited ``waited_s`` of it, ``starved_s`` of that

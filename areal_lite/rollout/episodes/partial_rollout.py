@@ -1,14 +1,10 @@
 """Keep what a stopped or surplus group has sampled, and reuse it when the group reruns.
 
-An episode is code, so it is rerun, not resumed: a call with the same prompt as before gets the same answer,
-tokens, log-probs and versions; a call that was cut off continues from its tokens. A call with another prompt
-is sampled.
+An episode is code, so it is rerun, not resumed: a call with the same prompt as before gets the same answer, tokens,
+log-probs and versions; one that was cut off continues from its tokens. Another prompt is sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.image_span import images_between
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
@@ -69,10 +65,8 @@ def _paths(sample: Sample, trajectory: Trajectory) -> Iterator[Sample]:
 
 
 def record_answers(samples: SampleGroup, episodes: Sequence[Episode], *, oldest_version: int) -> None:
-    """Record the answers that the samples hold in their episodes, for reuse; none if a token is older than
-    ``oldest_version``, since the group could not be trained."""
-    versions = {version for sample in samples for version in _sampled_versions(sample)}
-    if any(version < oldest_version for version in versions):
+    """Record the answers of the samples in their episodes, for reuse; none if one is older than ``oldest_version``."""
+    if any(version < oldest_version for sample in samples for version in _sampled_versions(sample)):
         return
     member_indices = {index: number for number, index in enumerate(dict.fromkeys(sample.index for sample in samples))}
     for sample in samples:

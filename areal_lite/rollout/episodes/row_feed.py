@@ -15,13 +15,10 @@ A mistake in the agent, its reward or its rows fails every episode. So until a g
 fail for one cause end the feed. A server that is down does not: it may return.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-
 from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.data.source.rollout_data_source import RolloutDataSource, restarted
@@ -33,8 +30,7 @@ from areal_lite.rollout.episodes.finished_groups import FinishedGroups
 from areal_lite.rollout.episodes.group_runner import Submission
 from areal_lite.rollout.episodes.partial_rollout import sampled_group
 
-FIRST_ROWS, FIRST_EPISODES = 3, 8
-"""Rows, and episodes of theirs, that have to fail for one cause before any other has run to its end."""
+FIRST_ROWS, FIRST_EPISODES = 3, 8  # must fail for one cause before any other has run to its end
 
 
 class _FirstRows:
@@ -67,15 +63,13 @@ class RowFeed:
         self.finished = FinishedGroups()
         self.running: dict[TaskId, Submission] = {}
         self.exhausted = False
-        self.error: Exception | None = None
-        """Ended the feed: the source's own exception, or one for failed episodes."""
+        self.error: Exception | None = None  # ended the feed: the source's own exception, or one for failed episodes
         self.waited_for_oldest_s = 0.0  # seconds that a full batch waited for running groups, see OldestGroups
         self.oldest_groups = OldestGroups()
         self._full_since: float | None = None
         self._retries = retries
         self._handed_over: list[SampleGroup] = []
-        self._misses: Counter[tuple[str, FailureKind | None]] = Counter()
-        """Groups without training data, by reason and by the kind of their failure; None for one that did not fail."""
+        self._misses: Counter[tuple[str, FailureKind | None]] = Counter()  # by reason and kind of failure, if it failed
         self._first_rows = _FirstRows()
 
     def next_group(self) -> SampleGroup | None:
@@ -176,7 +170,6 @@ class RowFeed:
 
     def ready(self, count: int, max_misses: int) -> Callable[[], bool]:
         """Return the condition to wait for: a batch is complete, or certain never to be."""
-
         return lambda: (
             self._complete(count) or self.error is not None or self._misses.total() >= max_misses or self._ended()
         )
@@ -203,9 +196,8 @@ class RowFeed:
         if len(self.finished.groups) >= count:
             return
         if self._ended():
-            what = (
-                "has no rows" if not self.source.sample_index else f"ended with {len(self.finished.groups)} groups left"
-            )
+            left = len(self.finished.groups)
+            what = f"ended with {left} groups left" if self.source.sample_index else "has no rows"
             raise ConfigError(
                 f"the source of rows {what}, fewer than consumer_batch_size={count}: give an iterable that can be "
                 "iterated again (a list), more rows, or a smaller batch"

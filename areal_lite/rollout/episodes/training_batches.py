@@ -16,14 +16,12 @@ wait, too; the batch is put back before the cancellation passes on. A group that
 behind by the runner after its grace and counts as cancelled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.trajectory import EpisodeStatus, Group
@@ -41,40 +39,30 @@ from areal_lite.rollout.episodes.partial_rollout import record_answers
 from areal_lite.rollout.episodes.row_feed import RowFeed
 
 
+@dataclass(eq=False, kw_only=True)
 class TrainingBatches:
-    """Batches of accepted groups; lives on the event loop. ``interrupt`` ends the model calls of episodes that are
-    about to be stopped, with what they have sampled; ``start_more`` asks the executor to start what the gate allows."""
+    """Batches of accepted groups; lives on the event loop."""
 
-    def __init__(
-        self,
-        config: InferenceEngineConfig,
-        *,
-        gate: AdmissionGate,
-        runner: GroupRunner,
-        ended: EndedGroups,
-        interrupt: Callable[[Sequence[Episode]], Awaitable[None]],
-        start_more: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._waits_for_oldest = config.stale_groups == "wait" and config.max_head_offpolicyness > 0
-        self._masks_older = config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest
+    config: InferenceEngineConfig
+    gate: AdmissionGate
+    runner: GroupRunner
+    ended: EndedGroups
+    interrupt: Callable[[Sequence[Episode]], Awaitable[None]]  # ends model calls, with what they have sampled
+    start_more: Callable[[], None]  # asks the executor to start what the gate allows
+
+    def __post_init__(self) -> None:
+        self._waits_for_oldest = self.config.stale_groups == "wait" and self.config.max_head_offpolicyness > 0
+        self._masks_older = self.config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest
         """A group trains without its tokens that are too old, so it may resume from any."""
-        self._gate = gate
-        self._runner = runner
-        self._ended = ended
-        self._interrupt = interrupt
-        self._start_more = start_more
-        self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
-        """Feeds by the id of their source. The last one was used last, and it alone starts groups."""
+        self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}  # by the source's id; the last used starts groups
         self._asking = asyncio.Lock()  # held while a batch is waited for
         self._last_cut: float | None = None
 
     async def prepare(self, source: Iterable[Any], recipe: EpisodeRecipe, group_size: int | None) -> list[Group]:
         """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound. A data source decides the
         size of its groups; ``group_size`` is that of plain rows, and may repeat the source's. Rows of groups that are
-        too old are drawn again. Groups of another source go back to it, so that ``source`` may start as many as the
-        gate allows."""
-        self._gate.refuse_paused()
+        too old are drawn again. Groups of another source go back to it, as they count at the gate."""
+        self.gate.refuse_paused()
         async with self._asking:
             feed = self._feed_of(source, recipe, group_size)
             feed.mark_trained()
@@ -86,51 +74,51 @@ class TrainingBatches:
     def unclaimed(self, batch: list[Group]) -> None:
         """Put back a batch whose caller left before it arrived; the next call returns it."""
         if any(feed.take_back(batch) for feed, _ in self._feeds.values()):
-            self._gate.cut = False
-            self._ended.reopen(batch)
+            self.gate.cut = False
+            self.ended.reopen(batch)
 
     async def _batch_of(self, feed: RowFeed) -> list[Group]:
-        count = self._config.consumer_batch_size
-        max_misses = self._config.faults.max_empty_batches * count
+        count = self.config.consumer_batch_size
+        max_misses = self.config.faults.max_empty_batches * count
         asked = time.monotonic()
-        if self._config.max_head_offpolicyness:
-            self._gate.cut = False
+        if self.config.max_head_offpolicyness:
+            self.gate.cut = False
         while True:
             self._wait_for_oldest(feed)
-            self._start_more()
+            self.start_more()
             await feed.finished.until(feed.ready(count, max_misses))
             feed.check(count)
             batch = self._cut(feed, count)
             if not batch:
                 continue
-            self._gate.cut = True
-            if self._config.max_head_offpolicyness == 0:
+            self.gate.cut = True
+            if self.config.max_head_offpolicyness == 0:
                 try:
                     await self._set_aside(feed, "surplus: the batch was full")
                 except asyncio.CancelledError:  # the caller is gone; the next call returns this batch
                     feed.finished.put_back(batch)
-                    self._gate.cut = False
+                    self.gate.cut = False
                     raise
             feed.hand_over(batch)
-            self._ended.close_batch(batch)
+            self.ended.close_batch(batch)
             self._note_pace(feed, asked)
-            self._start_more()
+            self.start_more()
             return batch
 
     def _cut(self, feed: RowFeed, count: int) -> list[Group]:
         cut = cut_batch(
             feed.finished.groups,
             count,
-            version=self._gate.version,
-            max_staleness=self._config.max_head_offpolicyness,
+            version=self.gate.version,
+            max_staleness=self.config.max_head_offpolicyness,
             mask_off_policy=self._masks_older,
         )
-        self._ended.statistics.discard(cut.stale, masked_tokens=cut.masked_tokens)
+        self.ended.statistics.discard(cut.stale, masked_tokens=cut.masked_tokens)
         for group in cut.stale:
             group.end_as(EpisodeStatus.REJECTED, rejection=STALE)
-            self._gate.give_back()
+            self.gate.give_back()
             feed.owe(group)
-            self._ended.close(group)
+            self.ended.close(group)
         return cut.fresh
 
     def _wait_for_oldest(self, feed: RowFeed) -> None:
@@ -139,13 +127,13 @@ class TrainingBatches:
             return
         running = feed.running.items()
         versions = {task_id: oldest for task_id, s in running if (oldest := s.oldest_version()) is not None}
-        feed.wait_for_oldest(versions, self._gate.version - self._config.max_head_offpolicyness)
+        feed.wait_for_oldest(versions, self.gate.version - self.config.max_head_offpolicyness)
 
     def _note_pace(self, feed: RowFeed, asked: float) -> None:
         now = time.monotonic()
-        self._ended.statistics.waited_for_oldest_s += feed.waited_for_oldest_s
+        self.ended.statistics.waited_for_oldest_s += feed.waited_for_oldest_s
         if self._last_cut is not None:
-            self._gate.lookahead.batch_cut(
+            self.gate.lookahead.batch_cut(
                 step_s=now - self._last_cut,
                 waited_s=now - asked,
                 starved_s=now - asked - feed.waited_for_oldest_s,
@@ -159,10 +147,10 @@ class TrainingBatches:
             feed, _ = self._feeds[id(source)]
         else:
             if not isinstance(data_source := source, RolloutDataSource):
-                size = self._config.group_size if group_size is None else group_size
+                size = self.config.group_size if group_size is None else group_size
                 settings = SourceSettings(n_samples_per_prompt=size)
                 data_source = RolloutDataSourceWithBuffer(IterableRows(source, settings))
-            feed = RowFeed(data_source, retries=self._config.faults.failed_group_retries)
+            feed = RowFeed(data_source, retries=self.config.faults.failed_group_retries)
         if group_size not in (None, drawn := feed.source.settings.n_samples_per_prompt):
             raise ConfigError(
                 f"the data source gives groups of {drawn} and group_size is {group_size}: make them equal"
@@ -176,9 +164,9 @@ class TrainingBatches:
         if not self._feeds:
             return None
         feed, recipe = next(reversed(self._feeds.values()))
-        if not self._gate.may_start_ahead(feed.ahead) or (samples := feed.next_group()) is None:
+        if not self.gate.may_start_ahead(feed.ahead) or (samples := feed.next_group()) is None:
             return None
-        submission = self._runner.make(
+        submission = self.runner.make(
             feed.source.unprepared_input(samples),
             recipe,
             feed.source.settings.n_samples_per_prompt,
@@ -188,7 +176,7 @@ class TrainingBatches:
             samples=samples,
         )
         feed.running[submission.task_id] = submission
-        oldest_useful = 0 if self._masks_older else self._gate.version - self._config.max_head_offpolicyness
+        oldest_useful = 0 if self._masks_older else self.gate.version - self.config.max_head_offpolicyness
         record_answers(samples, submission.episodes, oldest_version=oldest_useful)
         if (oldest := submission.oldest_version()) is not None:
             feed.oldest_groups.add_running(submission.task_id, oldest)
@@ -199,11 +187,11 @@ class TrainingBatches:
         if group.status is EpisodeStatus.CANCELLED:
             feed.keep(group)
             return
-        self._ended.statistics.group_ended(group)
+        self.ended.statistics.group_ended(group)
         if group.status is EpisodeStatus.ACCEPTED:
             feed.accept(group)
             return
-        if group.status is EpisodeStatus.FAILED and self._config.faults.on_error == "raise":
+        if group.status is EpisodeStatus.FAILED and self.config.faults.on_error == "raise":
             feed.error = EpisodeError(
                 f"episode {group.task_id} failed and rollout.faults.on_error is raise:\n{group.error}"
             )
@@ -231,11 +219,11 @@ class TrainingBatches:
         """Stop the feed's running groups and give them and its finished ones back to the source, with their tokens."""
         if running := [*feed.running.values()]:
             try:
-                await self._interrupt([episode for s in running for episode in s.episodes])
+                await self.interrupt([episode for s in running for episode in s.episodes])
             finally:  # what was interrupted has to be stopped
-                await self._runner.stop(running, reason)
+                await self.runner.stop(running, reason)
         for group in feed.finished.take(len(feed.finished.groups)):
             feed.keep(group)
             group.end_as(EpisodeStatus.CANCELLED, failure=Failure.cancelled(reason))
-            self._gate.give_back()
-            self._ended.close(group)
+            self.gate.give_back()
+            self.ended.close(group)

@@ -4,8 +4,7 @@ Everything here runs on one event loop; :mod:`areal_lite.rollout.remote_inf_engi
 group ends once, in ``_finish``, and its end is passed on once, by ``EndedGroups``.
 
 Nothing polls. Whatever may let a group start (an end, a new version, a resume, a dumper that caught up) calls
-``_pump``, which starts groups until the gate refuses; an event that did not call it would leave the engine waiting for
-ever.
+``_pump``, which starts groups until the gate refuses; an event that did not call it would leave the engine waiting.
 
 One queue for all would deadlock: a trainer that evaluates before it raises the version waits for groups that stand
 behind training groups, which wait for that version. So evaluation and ``rollout_batch``, which the staleness bound
@@ -16,13 +15,10 @@ groups, and the caller that would raise the version is the one that waits. It ge
 thread raises the version, the caller says so with a time-out.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-
 from areal_lite.api.engine_api import InferenceEngine, Row
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
@@ -55,7 +51,7 @@ class WorkflowExecutor:
         self.ended = EndedGroups(on_end)
         self.runner = GroupRunner(engine, config.faults, on_end=self._finish)
         self.batches = TrainingBatches(
-            config, gate=gate, runner=self.runner, ended=self.ended, interrupt=interrupt, start_more=self._pump
+            config=config, gate=gate, runner=self.runner, ended=self.ended, interrupt=interrupt, start_more=self._pump
         )
         self.finished = FinishedGroups()  # groups for ``wait``
         self._waiting: deque[Submission] = deque()
@@ -63,8 +59,7 @@ class WorkflowExecutor:
         self._outstanding = 0  # number of running or waiting submissions whose group is for ``wait``
 
     def submit(self, row: Row, recipe: EpisodeRecipe, group_size: int, task_id: TaskId | None = None) -> Submission:
-        """Reserve a task id for one row whose group is for :meth:`wait`; any thread may call this. The group starts
-        once :meth:`enqueue` was called with it on the loop."""
+        """Reserve a task id for a row whose group is for :meth:`wait`, from any thread; :meth:`enqueue` starts it."""
         return self.runner.make(
             row, recipe, group_size, deliver=self._deliver_to_wait, training=not recipe.context.is_eval, task_id=task_id
         )
@@ -75,8 +70,7 @@ class WorkflowExecutor:
         self._pump()
 
     async def wait(self, count: int, timeout_s: float | None) -> list[Group]:
-        """Return the ``count`` submitted groups that finished first; after a time-out, the finished groups stay for the
-        next wait."""
+        """Return the ``count`` submitted groups that finished first; after a time-out they stay for the next wait."""
 
         def enough() -> bool:
             return len(self.finished.groups) >= count
@@ -113,20 +107,21 @@ class WorkflowExecutor:
     async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe, group_size: int) -> list[Group]:
         """Run all rows at the current version and return their groups in order."""
         self.gate.refuse_paused()
-        loop = asyncio.get_running_loop()
-        ends: list[asyncio.Future[Group]] = [loop.create_future() for _ in rows]
+        groups: dict[int, Group] = {}
+        complete = asyncio.Event()
 
         def deliver(index: int, group: Group) -> None:
-            if not ends[index].cancelled():  # by a caller that left
-                ends[index].set_result(group)
+            groups[index] = group
+            if len(groups) == len(rows):
+                complete.set()
 
         for index, row in enumerate(rows):
-            self.enqueue(
-                self.runner.make(
-                    row, recipe, group_size, deliver=partial(deliver, index), training=False, seed_name=f"row {index}"
-                )
-            )
-        return [await end for end in ends]
+            done = partial(deliver, index)
+            made = self.runner.make(row, recipe, group_size, deliver=done, training=False, seed_name=f"row {index}")
+            self.enqueue(made)
+        if rows:
+            await complete.wait()
+        return [groups[index] for index in range(len(rows))]
 
     def set_version(self, version: int) -> None:
         if version < 0:

@@ -1,14 +1,11 @@
 """Resolve what a user names to a workflow object, with an error for every wrong case."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
-
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.rollout_config import InferenceEngineConfig
@@ -43,9 +40,8 @@ def pickled_workflow(
 def resolve_workflow(
     workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, config: InferenceEngineConfig
 ) -> RolloutWorkflow:
-    """Return the workflow that ``workflow`` names: an instance, class, dotted path, or agent (see ``WorkflowLike``),
-    around which ``config.agents.workflow`` is put. A path in the kwarg ``tokenizer`` is loaded, unless the constructor
-    annotates it as ``str``."""
+    """Return the workflow that ``workflow`` names: an instance, class, dotted path, or agent, around which
+    ``config.agents.workflow`` is put. A path as ``tokenizer`` is loaded unless annotated as ``str``."""
     target = check_workflow(workflow, workflow_kwargs, allow_sync=config.agents.isolation != "inline")
     if inspect.isclass(target):
         target = target(**_with_tokenizer(target, workflow_kwargs or {}))
@@ -55,9 +51,7 @@ def resolve_workflow(
     return target
 
 
-def check_workflow(
-    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, *, allow_sync: bool = False
-) -> Any:
+def check_workflow(workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, *, allow_sync: bool) -> Any:
     """Return the class or instance that ``workflow`` names, without constructing it."""
     name = repr(workflow) if isinstance(workflow, str) else getattr(workflow, "__name__", type(workflow).__name__)
     target: Any = load_object(workflow, where="workflow") if isinstance(workflow, str) else workflow

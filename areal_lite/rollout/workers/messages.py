@@ -7,20 +7,17 @@ loads an object that an episode made. Turns and the model calls that they come f
 calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import pickle
+import socket
 import sys
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
-
 import numpy as np
 from pydantic import TypeAdapter
-
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.image_span import ImageSpan, images_of, plain_images
@@ -30,7 +27,8 @@ from areal_lite.api.turn_tree import call_key, link_turns, turn_sources
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.processes.channel import MessageSplitter, decode_reply, framed
 
-REPORTS = frozenset({"ready", "generate", "drop", "ended", "blocked", "log"})  # kinds of messages from a worker
+REPORTS = frozenset({"ready", "generate", "cut_short", "drop", "ended", "blocked", "log"})
+"""Kinds of messages from a worker."""
 RESPONSE_FIELDS = (
     *("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs", "stop_reason"),
     *("latency", "ttft", "started", "attempts", "server"),
@@ -60,6 +58,13 @@ class Reader(asyncio.Protocol):
         self._on_close = on_close
         self._messages = MessageSplitter(max_bytes=max_bytes)
 
+    async def read_from(self, connection: socket.socket) -> asyncio.WriteTransport:
+        """Read a connected socket on the running loop; return its transport."""
+        loop = asyncio.get_running_loop()
+        attach = loop.create_unix_connection if connection.family == socket.AF_UNIX else loop.create_connection
+        transport, _ = await attach(lambda: self, sock=connection)
+        return transport
+
     def data_received(self, data: bytes) -> None:
         for body in self._messages.feed(data):
             self._on_message(body)
@@ -68,7 +73,7 @@ class Reader(asyncio.Protocol):
         self._on_close()
 
 
-Place = tuple[int, int, int]
+PromptPlace = tuple[int, int, int]
 """A prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``."""
 
 
@@ -188,7 +193,7 @@ def _tensor(data: bytes | bytearray, name: str, shape: Sequence[int]) -> Any:
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def pack_call(request: ModelRequest, ids: list[int], place: Place | None) -> tuple[Any, Columns]:
+def pack_call(request: ModelRequest, ids: list[int], place: PromptPlace | None) -> tuple[Any, Columns]:
     """Return a model call. ``ids`` are those of its prompt that its group has not sent before; the prompt if ``place``
     is None, as outside a group. ``metadata["agent"]`` must have a JSON form."""
     gconfig = GCONFIG.dump_json(request.gconfig).decode()

@@ -4,20 +4,15 @@ Guarantees that each of its groups ends once: with what the process reports, or 
 all that it sent was read. Its reports are plain data; what is not a report ends the connection, and with it the worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 import logging
 import pickle
-import signal
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -27,12 +22,13 @@ from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import RECORDED, EpisodeStatus
 from areal_lite.errors import ServerError
 from areal_lite.processes.channel import MAX_MESSAGE, BrokenMessageError
-from areal_lite.processes.child_process import ChildProcess, PickledObject, start_python
+from areal_lite.processes.child_process import PickledObject
+from areal_lite.processes.place import HERE, Place, Program, how_ended
 from areal_lite.rollout.workers.messages import (
     REPORTS,
     RESPONSE_FIELDS,
     EpisodeReply,
-    Place,
+    PromptPlace,
     ReadColumns,
     Reader,
     read_end,
@@ -69,7 +65,7 @@ class WorkerGroup:
         return self._context._replace(member_idx=member_idx, episode=self.member(member_idx))
 
     def prompt(self, ids: list[int], number: int, length: int, num_accepted: int) -> TokenPrefix:
-        """Return the prompt of a call from its new ids and its :data:`~messages.Place`."""
+        """Return the prompt of a call from its new ids and its :data:`~messages.PromptPlace`."""
         known = self._ids.setdefault(number, [])
         known += ids
         return TokenPrefix(known, length, num_accepted)
@@ -94,19 +90,21 @@ class WorkerGroup:
 
 
 class Worker:
-    def __init__(self, number: int, engine: InferenceEngine, shared: SharedResources) -> None:
+    def __init__(self, number: int, engine: InferenceEngine, shared: SharedResources, place: Place = HERE) -> None:
         self.groups: dict[int, WorkerGroup] = {}
         self.ended = asyncio.Event()  # set once the process has ended and all that it sent was read
         self.end: str  # how it ended, for people
         self._number = number
         self._engine = engine
         self._shared = shared
+        self._place = place
         self._ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._keys = itertools.count()
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._cuts: set[asyncio.Task[bool]] = set()
         self._workflows: set[bytes] = set()
         self._counts: dict[str, float] = {}
-        self._process: ChildProcess | None = None
+        self._process: Program | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._exited = self._disconnected = self._closing = False
 
@@ -118,19 +116,16 @@ class Worker:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(self._on_exit)
 
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = start_python(
-                    "areal_lite.rollout.workers.worker_process", [theirs.fileno()], on_end=on_end
-                )
-            except OSError as error:
-                ours.close()
-                self.end = f"worker {self._number} could not be started ({error})"
-                self.ended.set()
-                return False
+        try:
+            self._process, connection = await self._place.start_connected(
+                "areal_lite.rollout.workers.worker_process", on_end
+            )
+        except OSError as error:
+            self.end = f"worker {self._number} could not be started ({error})"
+            self.ended.set()
+            return False
         reader = Reader(self._on_message, self._on_disconnect, max_bytes=MAX_MESSAGE)
-        self._transport, _ = await loop.create_unix_connection(lambda: reader, sock=ours)
+        self._transport = await reader.read_from(connection)
         self.send(settings)
         self.send("version", self._engine.get_version())
         if self._closing:
@@ -175,7 +170,13 @@ class Worker:
             self._ready.set_result(ready)
 
     def _on_generate(
-        self, call_id: int, key: int | None, member_idx: int, call: ModelRequest, streams: bool, place: Place | None
+        self,
+        call_id: int,
+        key: int | None,
+        member_idx: int,
+        call: ModelRequest,
+        streams: bool,
+        place: PromptPlace | None,
     ) -> None:
         group = None if key is None else self.groups.get(key)
         if group is not None and place is not None:
@@ -197,6 +198,10 @@ class Worker:
         except Exception as error:
             answer = _sendable(error)
         self.send("answer", call_id, answer)
+
+    def _on_cut_short(self, rid: str) -> None:
+        self._cuts.add(task := asyncio.get_running_loop().create_task(self._engine.cut_short(rid)))
+        task.add_done_callback(self._cuts.discard)
 
     def _on_drop(self, call_id: int) -> None:
         if (task := self._calls.get(call_id)) is not None:
@@ -248,8 +253,7 @@ class Worker:
         assert self._process is not None
         code = self._process.wait()
         assert code is not None
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self.end = f"worker {self._number} (process {self._process.pid}) {how}"
+        self.end = f"worker {self._number} (process {self._process.pid}{self._place.where}) {how_ended(code)}"
         failure = Failure(
             FailureKind.WORKER,
             "",

@@ -7,13 +7,10 @@ updates, interruption and seeds work as without workers. Guarantees that a worke
 and is started again, and that none outlives :meth:`Workers.close` or this process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import pickle
 from collections.abc import Callable
-
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine, Row
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
@@ -21,6 +18,7 @@ from areal_lite.api.shared_resources import SharedResources
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import EpisodeError
 from areal_lite.processes.child_process import PickledObject, pickled_object
+from areal_lite.processes.place import Places, here
 from areal_lite.rollout.workers.worker import CLOSE_S, Worker
 
 logger = logging.getLogger(__name__)
@@ -29,7 +27,10 @@ START_TRIES = 3  # times in a row that a worker may die before it is ready
 
 
 class Workers:
-    """The workers of one engine, on its event loop; ``on_broken`` gets the error if a worker cannot be started."""
+    """The workers of one engine, on its event loop, each at its place ``worker-NUMBER``.
+
+    ``on_broken`` gets the error if a worker cannot be started.
+    """
 
     def __init__(
         self,
@@ -38,11 +39,13 @@ class Workers:
         shared: SharedResources,
         *,
         on_broken: Callable[[Exception], None],
+        places: Places = here,
     ) -> None:
         self._engine = engine
         self._config = config
         self._shared = shared
         self._on_broken = on_broken
+        self._places = places
         self._workers: list[Worker] = []  # those that run, ready or not
         self._ready = asyncio.Event()  # set while at least one is ready
         self._keepers: list[asyncio.Task[None]] = []
@@ -95,9 +98,9 @@ class Workers:
         return failure
 
     async def _keep(self, number: int, settings: PickledObject, started: asyncio.Future[None]) -> None:
-        failed_starts = 0
+        failed_starts, place = 0, self._places(f"worker-{number}")
         while not self._closing:
-            worker = Worker(number, self._engine, self._shared)
+            worker = Worker(number, self._engine, self._shared, place)
             self._workers.append(worker)
             is_ready = await worker.open(settings)
             if is_ready:
@@ -115,7 +118,8 @@ class Workers:
             failed_starts += 1
             if failed_starts == START_TRIES:
                 error = EpisodeError(
-                    f"{worker.end} before it was ready, {START_TRIES} times in a row: its output above says why"
+                    f"{worker.end} before it was ready, {START_TRIES} times in a row: its output"
+                    f"{place.where or ' above'} says why"
                 )
                 self._on_broken(error) if started.done() else started.set_exception(error)
                 return

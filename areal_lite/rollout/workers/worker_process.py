@@ -5,8 +5,6 @@ calls go to the run's process, which has the servers. Guarantees that each group
 code does short of ending the process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -21,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import spawn
 from typing import Any, NoReturn
-
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -33,6 +30,7 @@ from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.vision.image_encoder import with_spans
 from areal_lite.errors import ConfigError
+from areal_lite.processes import token_socket
 from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.rollout import garbage_collection
@@ -40,7 +38,7 @@ from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
-from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, Place, Reader, pack_call, pack_end
+from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, PromptPlace, Reader, pack_call, pack_end
 from areal_lite.servers.client.answer import continued, own_copy
 
 SEND_S = 600.0  # seconds that the run's process may leave a message unread
@@ -57,7 +55,7 @@ class _RunningGroup:
         self._sent: dict[int, tuple[int, list[int], int]] = {}
         """Number, ids and how many of them were sent, of each list that prompts share, by its identity."""
 
-    def unsent(self, prefix: TokenPrefix) -> tuple[list[int], Place]:
+    def unsent(self, prefix: TokenPrefix) -> tuple[list[int], PromptPlace]:
         """Return the ids that the run's process lacks, and what it needs to make the prefix."""
         number, ids, length = self._sent.get(id(prefix.ids), (len(self._sent), prefix.ids, 0))
         self._sent[id(ids)] = (number, ids, max(length, prefix.length))
@@ -90,8 +88,7 @@ class WorkerProcess(InferenceEngine):
         self._loop.call(self._connect(connection))
 
     async def _connect(self, connection: socket.socket) -> None:
-        reader = Reader(self._on_message, self.ended.set)
-        await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=connection)
+        await Reader(self._on_message, self.ended.set).read_from(connection)
         self._send("ready")
 
     def _send(self, *message: Any, columns: Sequence[bytes] = ()) -> None:
@@ -229,6 +226,10 @@ class WorkerProcess(InferenceEngine):
             context.episode.calls.append(own_copy(response, prefix))
         return response
 
+    async def cut_short(self, rid: str) -> bool:
+        self._send("cut_short", rid)
+        return True
+
     def get_version(self) -> int:
         return self._version
 
@@ -251,11 +252,11 @@ class _LogSender(logging.handlers.QueueHandler):
         self._send("log", vars(record))
 
 
-def main(descriptor: int) -> None:
-    """Serve the socket with this number until the other side closes it."""
+def main(descriptor: int | None = None) -> None:
+    """Serve the socket with this number, or a connection to the run on another machine, until that closes it."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job: the run's process decides
         signal.signal(number, lambda *_: None)
-    connection = socket.socket(fileno=descriptor)
+    connection = token_socket.connect() if descriptor is None else socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     with connection.makefile("rb", 0) as unbuffered:  # the event loop reads what follows
         settings = read_message(unbuffered)

@@ -11,26 +11,19 @@ once, here, from the disk alone, and by three rules:
 - A run is done only if its model is at least as new as its last record. The manifest alone does not show it: a run that
   was extended by raising ``total_steps`` finds the model of the shorter run.
 
-The last rule compares the time of a file with that of a record. If the clock was set back between them, the model is
-saved once more, which costs time and nothing else.
+The last rule compares the time of a file with that of a record: if the clock was set back, a model is saved twice.
 """
-
-from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
+from typing import Any
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
+from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.errors import ConfigError
 
-if TYPE_CHECKING:
-    from areal_lite.config.supervised_config import SupervisedConfig
-
-    _Config = RunConfig | SupervisedConfig
-
+_Config = RunConfig | SupervisedConfig
 CHECKPOINTS = "checkpoints"
 
 

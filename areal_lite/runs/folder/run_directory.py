@@ -1,7 +1,5 @@
 """The folder of one run, locked by one process at a time, and the records that grow in it."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
@@ -9,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
 import orjson
-
 from areal_lite.api.trajectory import Group
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.errors import ConfigError, RunDirBusyError
+from areal_lite.files.incarnation import Incarnation
 from areal_lite.files.whole_files import append_line, storing, write_whole
 
 logger = logging.getLogger(__name__)
-
 BATCHES = "batches.jsonl"
 SKIPPED_UPDATES = "skipped_updates.jsonl"
 
@@ -36,13 +32,9 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode() or "unknown"
-            raise RunDirBusyError(
-                f"{path} is held by a run that is still alive (pid {holder}): stop it, or choose another trial_name"
-            ) from None
+        take_lock(lock, path)
+        if trains:
+            Incarnation.begin(path)
         if fresh and (path / "metrics.jsonl").exists():
             check_disposable(config, path)
             logger.warning("%s: the run in it ended before its first checkpoint; starting again", path)
@@ -58,19 +50,25 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         os.close(lock)
 
 
+def take_lock(lock: int, path: Path) -> None:
+    """Lock the folder ``path`` by its open ``.lock``; raises RunDirBusyError."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 32, 0).decode() or "unknown"
+        raise RunDirBusyError(
+            f"{path} is held by a run that is still alive (pid {holder}): stop it, or choose another trial_name"
+        ) from None
+
+
 def check_disposable(config: ExperimentConfig, path: Path) -> None:
     """Refuse a folder whose run has anything to lose, or made a step under another config."""
     from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, check_config
 
-    trained = b'"train/' in (path / "metrics.jsonl").read_bytes()
-    if not trained and not (path / "model").exists():
+    checkpoint, has_model = config.checkpoint, (path / "model").exists()
+    if not has_model and b'"train/' not in (path / "metrics.jsonl").read_bytes():
         return
-    if (
-        config.checkpoint.resume == "never"
-        or (path / "model").exists()
-        or not (path / CONFIG_FILE).is_file()
-        or not config.checkpoint.enabled
-    ):
+    if has_model or checkpoint.resume == "never" or not checkpoint.enabled or not (path / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{path} already holds a training run, which this one would mix with: choose another name "
             "(trial_name=...), or remove the folder"

@@ -3,14 +3,10 @@
 Of the answers that an episode keeps, prompts that extend one share its ids, and a rerun takes them as its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.image_span import Images
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
@@ -21,8 +17,7 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = ("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs")
 """The fields of a response that have an entry per token."""
-MAX_BRANCHES = 8
-"""Latest answers of an episode that a prompt may extend to share their ids."""
+MAX_BRANCHES = 8  # latest answers of an episode that a prompt may extend to share their ids
 
 
 class Answer:
@@ -31,8 +26,7 @@ class Answer:
     def __init__(self, req: ModelRequest, episode: Episode | None, *, must_stay: bool) -> None:
         self.req = req
         self.episode = episode
-        self.must_stay = must_stay
-        """It cannot be continued after an abort: its server would begin its constraint anew."""
+        self.must_stay = must_stay  # it cannot be continued after an abort: its server would begin its constraint anew
         self.server = None if episode is None else episode.server
         """Server of its last request; before the first, the preferred server."""
         self.response = ModelResponse(
@@ -47,16 +41,19 @@ class Answer:
             metadata=req.metadata,
             images=req.images,
         )
-        self.pngs: Mapping[str, str] = {}
-        """Images of the prompt, in base64 by sha256."""
+        self.pngs: Mapping[str, str] = {}  # images of the prompt, in base64 by sha256
+        self.is_cut = False  # its client has left: it ends with the tokens that it has
+        self.parked = asyncio.Event()  # set once the call was interrupted and has kept its tokens
         self.broken_streams = 0
         self._began = time.monotonic()
-        self.parked = asyncio.Event()
-        """Set once an interrupted call has kept its tokens."""
 
     @property
     def interrupted(self) -> bool:
         return self.episode is not None and self.episode.interrupted
+
+    @property
+    def ends_early(self) -> bool:
+        return self.is_cut or self.interrupted
 
     def next_call(self, input_ids: list[int], budget: int, seed: int | None) -> GenerationCall:
         gconfig, tokens = self.req.gconfig, self.response.output_tokens
@@ -85,9 +82,8 @@ class Answer:
 
     def begin_with(self, recorded: ModelResponse) -> str:
         """Begin with a recorded answer, if it has all that is asked for; return its stop reason."""
-        if self.must_stay and recorded.stop_reason == "abort":
-            return "abort"
-        if self.req.top_logprobs and len(recorded.output_top_logprobs) != len(recorded.output_tokens):
+        lacks_top = self.req.top_logprobs and len(recorded.output_top_logprobs) != len(recorded.output_tokens)
+        if lacks_top or (self.must_stay and recorded.stop_reason == "abort"):
             return "abort"
         for name in COLUMNS:
             setattr(self.response, name, getattr(recorded, name).copy())
@@ -126,10 +122,8 @@ class Answer:
 
 
 def said_full(response: ModelResponse, window: int, wanted_tokens: int) -> bool:
-    """Say if an answer, of up to ``wanted_tokens``, ended because it filled the window; return whether it did.
-
-    Callers ask until it has been said once.
-    """
+    """Say if an answer, of up to ``wanted_tokens``, ended because it filled the window; return whether it did. Callers
+    ask until it has been said once."""
     prompt, answer = len(response.input_tokens), len(response.output_tokens)
     full = prompt + answer >= window
     if response.stop_reason != "length" or not (full or answer < wanted_tokens):
@@ -185,8 +179,10 @@ def continued(ids: list[int], episode: Episode | None) -> TokenPrefix:
 
 def own_copy(response: ModelResponse, prefix: TokenPrefix) -> ModelResponse:
     """Return a copy for the record: a workflow may build its next prompt in the answer's lists, not in ``prefix``."""
-    columns = {name: getattr(response, name).copy() for name in COLUMNS}
-    return SharedPromptResponse.of(replace(response, input_tokens=[], **columns), prefix)
+    own = SharedPromptResponse.of(response, prefix)
+    for name in COLUMNS:
+        setattr(own, name, getattr(response, name).copy())
+    return own
 
 
 def take_recorded(episode: Episode | None, input_ids: list[int], images: Images = ()) -> ModelResponse | None:

@@ -28,20 +28,17 @@ What can still fail: an interrupted call whose server does not answer within ``I
 its episode samples them again when it is run again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
-
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode
-from areal_lite.api.image_span import check_images
+from areal_lite.api.image_span import Images, check_images
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
-from areal_lite.data.vision.image_store import ImageStore
+from areal_lite.data.vision.image_store import EncodedImages, ImageStore
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.answer import Answer, continued, own_copy, said_full, take_recorded, token_budget
 from areal_lite.servers.client.model_identity import ModelIdentity
@@ -72,7 +69,7 @@ class EngineClient:
         self.pool = ServerPool(config.addresses)
         self._config = config
         self.requests = ServerRequests(config, dialect_of(config.backend))
-        self._images = ImageStore.of_run(config.run_dir)
+        self._images = EncodedImages(ImageStore.of_run(config.run_dir))
         targets = self.pool if config.router is None else router_pool(config.router)
         self.gate = RequestGate(targets, patience_s=config.faults.outage_patience_s, on_outage=on_outage)
         servers = Servers(config, self.pool, self.requests, self.gate)
@@ -83,15 +80,17 @@ class EngineClient:
         self._said_full = False
 
     async def open(self) -> None:
-        """Open the connections and compare every server with what the run wants; see :class:`Reconciler`."""
-        self.requests.open()
+        """Compare every server with what the run wants; see :class:`Reconciler`."""
         await self._reconciler.open()
         if self._router is not None:
             await self._router.open()
 
     async def close(self) -> None:
         await self._reconciler.close()
-        await self.requests.close()
+        await self.requests.aclose()
+
+    def move_server(self, former: str, address: str) -> None:
+        self._reconciler.move(former, address)
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         """Have the servers load ``weights``; see :class:`Reconciler`. No generation is sent once a server pauses."""
@@ -100,18 +99,23 @@ class EngineClient:
             if self._router is not None:
                 await self._router.update(weights.version)
         finally:
-            self.gate.end_update()
+            self.gate.release("update")
+            self.gate.wake_all()
 
-    async def probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
+    async def probe(
+        self, input_ids: list[int], num_tokens: int, images: Images = ()
+    ) -> list[tuple[str, list[int], list[float]]]:
         """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs."""
         gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=num_tokens, ignore_eos=True)
 
         async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
-            answer = Answer(ModelRequest(input_ids=input_ids, gconfig=gconfig), None, must_stay=False)
+            req = ModelRequest(input_ids=input_ids, gconfig=gconfig, images=images)
+            answer = Answer(req, None, must_stay=False)
+            answer.pngs = self._images.of(images)
             call = answer.next_call(input_ids, num_tokens, seed=None)
-            body = self._sender.addressed(self.requests.dialect.generate_body(call), server)
+            body = self.requests.dialect.generate_body(call)
             try:
-                chunk = await self.requests.generate(server, body, self.requests.reader(call))
+                chunk = await self._sender.send_once(call, body, server, self.requests.reader(call))
             except SEND_ERRORS as error:
                 self._reconciler.failed(server, reason_of(error))
                 return None
@@ -150,7 +154,9 @@ class EngineClient:
                 episode.server = answer.server
                 episode.calls.append(own_copy(response, prefix))
             if answer.interrupted:
-                await self._park(answer)
+                # The workflow would act on half an answer, so the call stays until the cancellation that follows.
+                answer.parked.set()
+                await asyncio.Event().wait()
             return response
         finally:
             self._calls.discard(answer)
@@ -164,11 +170,11 @@ class EngineClient:
         input_ids = prefix.tolist() if req.prefix is None else req.input_ids
         if req.images:
             check_images(req.images, len(input_ids))
-            answer.pngs = await asyncio.to_thread(self._images.encoded, req.images)
+            answer.pngs = await asyncio.to_thread(self._images.of, req.images)
         recorded = take_recorded(answer.episode, input_ids, req.images)
         finish = "abort" if recorded is None else answer.begin_with(recorded)
         fruitless = 0
-        while finish == "abort" and not answer.interrupted:
+        while finish == "abort" and not answer.ends_early:
             if answer.response.output_len >= budget:
                 finish = "length"
                 break
@@ -176,7 +182,7 @@ class EngineClient:
             answer.extend(chunk, tries)
             assert chunk.finish is not None, "a reply has its end"
             finish = chunk.finish
-            if finish == "abort" and answer.response.output_len < budget and not answer.interrupted:
+            if finish == "abort" and answer.response.output_len < budget and not answer.ends_early:
                 if answer.must_stay:
                     answer.start_over()
                 fruitless = 0 if answer.response.output_tokens and chunk.tokens else fruitless + 1
@@ -214,16 +220,21 @@ class EngineClient:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(INTERRUPT_GRACE_S), asyncio.TaskGroup() as tasks:
                 for answer in answers:
-                    tasks.create_task(self._abort(answer))
+                    tasks.create_task(self._end(answer))
+
+    async def cut_short(self, rid: str) -> None:
+        """Have the call of a request return the tokens so far, if it still runs."""
+        for answer in [answer for answer in self._calls if answer.req.rid == rid]:
+            answer.is_cut = True
+            self.gate.wake_all()
+            await self._abort(answer)
+
+    async def _end(self, answer: Answer) -> None:
+        await self._abort(answer)
+        await answer.parked.wait()
 
     async def _abort(self, answer: Answer) -> None:
         if answer.server is not None:
             for server in [answer.server] if self._router is None else self.pool.servers:
                 with contextlib.suppress(ServerError, *REQUEST_ERRORS):
                     await self.requests.control(server, self.requests.dialect.abort(answer.req.rid))
-        await answer.parked.wait()
-
-    async def _park(self, answer: Answer) -> None:
-        """Never return an interrupted call's answer: the workflow would act on half of one before it is cancelled."""
-        answer.parked.set()
-        await asyncio.Event().wait()  # until the cancellation that follows every interruption

@@ -1,12 +1,8 @@
 """The model that a run trains, compared with what servers report about theirs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import orjson
-
 from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import is_hub_name
 from areal_lite.servers.dialects.dialect import ServerInfo

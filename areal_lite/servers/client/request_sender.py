@@ -8,36 +8,29 @@ nothing about the request, and waiting for it is bounded by ``outage_patience_s`
 these would fail whole batches in the second in which a server restarts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
 from dataclasses import replace
 from typing import Any
-
 import aiohttp
 import orjson
-
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, SilentServerError
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, GenerationCall
-from areal_lite.servers.dialects.reply_reader import ReceiverError
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall
+from areal_lite.servers.dialects.reply_reader import ReceiverError, ReplyReader
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.request_gate import Servers
 from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.pool.sglang_router import AFFINITY_HEADER, Router
 
-THIS_SERVER = frozenset({401, 403, 404, 405})
-"""Statuses of a server that is not what it should be; another may serve the request."""
-AWAY = frozenset({429, 502, 503, 504})
-"""Statuses of a server that has not looked at the request, which do not count as tries."""
+THIS_SERVER = frozenset({401, 403, 404, 405})  # of a server that is not as it should be; another may serve the request
+AWAY = frozenset({429, 502, 503, 504})  # of a server that has not looked at the request, which do not count as tries
 RETRY_STATUSES = THIS_SERVER | AWAY | {408, 500}
 SEND_ERRORS = (ErrorReply, BadResponse, *REQUEST_ERRORS)
 MAX_BAD_RESPONSES = 2
-MAX_FEATURES_REPLY = 2**29
-"""Bytes of the longest reply with features of images, which are floats in base64."""
+MAX_FEATURES_REPLY = 2**29  # bytes of the longest reply with features of images, which are floats in base64
 
 
 class OutdatedReplyError(Exception):
@@ -59,23 +52,23 @@ class RequestSender:
         self.retried = 0
 
     async def send(self, call: GenerationCall, answer: Answer) -> tuple[Chunk, int]:
-        """Return the first usable reply, from ``answer.server`` if it can, and how often the call was sent.
-
-        Waits while no server takes requests. The reply of a stream that broke after its first token has the tokens
-        that arrived and is "aborted".
-        """
-        body, images = self._requests.dialect.generate_body(call), self._requests.dialect.images_call(call)
+        """Return the first usable reply, from ``answer.server`` if it can, and how often the call was sent. Waits while
+        no server takes requests. The reply of a stream that broke after its first token has the tokens that arrived and
+        is "aborted"."""
+        body = self._requests.dialect.generate_body(call)
         if self._router is not None:
             self._router.check_fields(body)
+        with_affinity = self._router is not None and answer.episode is not None
+        headers = {AFFINITY_HEADER: f"{id(self):x}-{id(answer.episode):x}"} if with_affinity else None
         pool, size = self._gate.pool, len(call.input_ids) + call.max_new_tokens
-        failures: Failures | None = None
+        failures = Failures(self._max_tries)
         sends = 0
         while True:
             await self._gate.until_released()
-            server = pool.pick(preferred=answer.server, avoid=() if failures is None else failures.servers)
+            server = pool.pick(preferred=answer.server, avoid=failures.servers)
             if server is None:
                 await self._gate.until_usable()
-                if answer.interrupted:
+                if answer.ends_early:
                     return Chunk([], [], [], "abort"), sends
                 continue
             answer.server = server
@@ -87,10 +80,7 @@ class RequestSender:
             sent = time.monotonic()
             pool.start(server, size, sent, adapter=adapter, stays=answer.must_stay)
             try:
-                whole = body if images is None else await self._with_images(body, images, call, server)
-                chunk = await self._requests.generate(
-                    server, self.addressed(whole, server), reader, headers=self._affinity(answer)
-                )
+                chunk = await self.send_once(call, body, server, reader, headers=headers)
                 if (model := adapter or server.info.name) and reader.model not in (None, model):
                     raise OtherModelError(f"an answer of {reader.model!r:.80}, but it served {model!r}")
                 chunk = self._labelled(chunk, adapter, acknowledged)
@@ -112,11 +102,11 @@ class RequestSender:
                 assert raised.__cause__ is not None
                 raise raised.__cause__ from None
             except SEND_ERRORS as raised:
-                error = self._after_lost_adapter(raised, server, adapter)
+                # A traceback would hold this frame, which holds the error: a cycle with the request and its episode.
+                error = self._after_lost_adapter(raised, server, adapter).with_traceback(None)
             finally:
                 pool.end(server, size, adapter=adapter, stays=answer.must_stay)
                 self._gate.wake_for(server)
-            failures = failures or Failures(self._max_tries)
             # A router hides which server failed. If an examination finds one that should not have answered, the
             # router itself is not at fault.
             suspect = not isinstance(error, ErrorReply) or error.status in RETRY_STATUSES - {429}
@@ -129,19 +119,25 @@ class RequestSender:
             failures.check()
             await asyncio.sleep(pause_s(sends))
 
-    async def _with_images(
-        self, body: dict[str, Any], images: ControlCall, call: GenerationCall, server: Server
-    ) -> dict[str, Any]:
-        reply = await self._requests.ask(server, "POST", images.path, images.body, max_bytes=MAX_FEATURES_REPLY)
-        try:
-            return self._requests.dialect.with_features(body, call, orjson.loads(reply))
-        except orjson.JSONDecodeError as error:
-            raise BadResponse(f"a reply of {images.path} that is not JSON ({error})") from None
-
-    def addressed(self, body: dict[str, Any], server: Server) -> bytes:
-        if server.adapter is None:
-            return orjson.dumps(body)
-        return orjson.dumps(body | {self._requests.dialect.adapter_key: server.adapter})
+    async def send_once(
+        self,
+        call: GenerationCall,
+        body: dict[str, Any],
+        server: Server,
+        reader: ReplyReader,
+        headers: dict[str, str] | None = None,
+    ) -> Chunk:
+        """Send a call, with what the server makes of its images; raises one of ``SEND_ERRORS``."""
+        dialect = self._requests.dialect
+        if (images := dialect.images_call(call)) is not None:
+            reply = await self._requests.ask(server, "POST", images.path, images.body, max_bytes=MAX_FEATURES_REPLY)
+            try:
+                body = dialect.with_features(body, call, orjson.loads(reply))
+            except orjson.JSONDecodeError as error:
+                raise BadResponse(f"a reply of {images.path} that is not JSON ({error})") from None
+        if server.adapter is not None:
+            body = body | {dialect.adapter_key: server.adapter}
+        return await self._requests.generate(server, orjson.dumps(body), reader, headers=headers)
 
     def _labelled(self, chunk: Chunk, adapter: str | None, version: int | None) -> Chunk:
         """Label tokens with the version of the adapter that their request kept; the server may have newer ones too."""
@@ -156,11 +152,6 @@ class RequestSender:
         if server.adapter == adapter:  # else it has a newer one
             self._reconciler.behind(server, "it no longer has its adapter")
         return OutdatedReplyError(f"{server.url}: {error.message}")
-
-    def _affinity(self, answer: Answer) -> dict[str, str] | None:
-        if self._router is None or answer.episode is None:
-            return None
-        return {AFFINITY_HEADER: f"{id(self):x}-{id(answer.episode):x}"}
 
     def _record_failure(self, server: Server, error: Exception, sent: float) -> None:
         reason, keeper = reason_of(error), self._router or self._reconciler

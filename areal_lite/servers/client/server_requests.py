@@ -6,25 +6,22 @@ stream with tokens (``min_stream_tokens_per_s``). A reply that cannot be trusted
 read than what was asked for can take.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Mapping
 from typing import Any
-
 import aiohttp
 import orjson
-
 from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
+from areal_lite.servers.client.connections import Connector, Reply
 from areal_lite.servers.client.model_identity import read_config
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import (
-    BadResponse,
     Chunk,
     ControlCall,
     ErrorReply,
@@ -38,17 +35,11 @@ from areal_lite.servers.dialects.reply_reader import Receiver, ReplyReader
 from areal_lite.servers.pool.server_pool import Server
 
 _NO_VERSION = "does not report the weight version of its tokens; they get the one at which the request was sent"
-REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
-"""Raised by a request whose server cannot be reached or stays silent."""
-CONTROL_TIMEOUT_S = 25.0
-"""Seconds for a request of the control plane; loading weights may take longer."""
-MAX_CONTROL_REPLY = 2**24
-"""Bytes of the longest reply that is not an answer."""
+REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)  # of a server that cannot be reached or stays silent
+CONTROL_TIMEOUT_S = 25.0  # seconds for a request of the control plane; loading weights may take longer
+MAX_CONTROL_REPLY = 2**24  # bytes of the longest reply that is not an answer
 MAX_RETRY_AFTER_S = 30.0
-ADDRESSES_KEPT_S = 300
-ADAPTER_PREFIX = "areal-lite-"
-"""Beginning of the names of the adapters that runs load."""
-_JSON = {"Content-Type": "application/json"}
+ADAPTER_PREFIX = "areal-lite-"  # beginning of the names of the adapters that runs load
 
 
 class SilentServerError(TimeoutError):
@@ -65,8 +56,7 @@ class _Request:
         assert task is not None
         self.task = task
         self.server = server
-        self.begun = False
-        """A part of its reply has come, so it does not wait in the server's queue."""
+        self.begun = False  # a part of its reply has come, so it does not wait in the server's queue
         self.given_up: str | None = None
         self._tokens = 0
         self._heard = self._saved_s = 0.0
@@ -87,60 +77,33 @@ class _Request:
         return self._saved_s >= 0
 
 
-class Connector(aiohttp.TCPConnector):
-    """Keeps the addresses of servers, and looks one up again once a connection to it fails.
-
-    So a server that moves is found by the next connection, and a name server that is away for a moment disturbs no run.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(resolver=aiohttp.ThreadedResolver(), ttl_dns_cache=ADDRESSES_KEPT_S, **options)
-
-    async def connect(self, req: aiohttp.ClientRequest, traces: Any, timeout: Any) -> Any:
-        while True:
-            try:
-                return await super().connect(req, traces, timeout)
-            except KeyError:  # another connection failed, and forgot the addresses between our lookup and its use
-                continue
-            except BaseException:  # a request whose time is over cancels this
-                self.clear_dns_cache(req.url.raw_host, req.url.port)
-                raise
-
-
 class ServerRequests:
-    """Keep-alive connections to all servers; ``open`` and ``close`` on the loop they are used on."""
+    """Keep-alive connections to all servers, of the loop that uses them first; ``aclose`` ends them there."""
 
     def __init__(self, config: InferenceEngineConfig, dialect: Dialect) -> None:
         self._config = config
         self.dialect = dialect
-        self._session: aiohttp.ClientSession | None = None
         self._silences: Deadlines[_Request] = Deadlines(config.faults.request_timeout_s, self._on_silence)
         self._warned_no_version = False
         self.limits = ServerLimits(vocab_size=reported(read_config(config.tokenizer_path), "vocab_size", int))
         """Those of the tokenizer's folder, narrowed by what servers report."""
-        self.version = 0
-        """The client's policy version, that of tokens whose version a server does not report."""
+        self.version = 0  # the client's policy version, that of tokens whose version a server does not report
 
-    def open(self) -> None:
+    @functools.cached_property
+    def _connector(self) -> Connector:
         count = 1 if self._config.router is None else len(self._config.addresses)
         # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
-        connector = Connector(
-            limit=0, limit_per_host=count * self._config.faults.max_connections_per_server, keepalive_timeout=4
-        )
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.faults.connect_timeout_s)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=timeout,
-            trust_env=False,
-            read_bufsize=2**18,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
+        return Connector(
+            self._config.faults.connect_timeout_s,
+            limit=0,
+            limit_per_host=count * self._config.faults.max_connections_per_server,
+            keepalive_timeout=4,
         )
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         self._silences.close()
-        if self._session is not None:
-            await self._session.close()
+        await self._connector.close()
+        del self._connector  # an engine may start again, on another loop
 
     def reader(self, call: GenerationCall, receive: Receiver | None = None) -> ReplyReader:
         """Return what reads the reply to a call that is sent now; a stream's tokens go to ``receive``."""
@@ -149,52 +112,42 @@ class ServerRequests:
     async def generate(
         self, server: Server, body: bytes, reader: ReplyReader, *, headers: Mapping[str, str] | None = None
     ) -> Chunk:
-        """Send one generation and return its reply, which ``reader`` reads."""
-        await self._post(server, body, reader, headers or {})
-        if reader.finish is None:
-            raise BadResponse("an answer that ends without a finish reason")
-        chunk = reader.chunk()
-        if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
-            raise BadResponse(f"no tokens, with the finish reason {chunk.finish!r}")
-        if not reader.reports_versions and not self._warned_no_version:
-            self._warned_no_version = True
-            server.say_once(_NO_VERSION, logging.WARNING)
-        return chunk
-
-    async def _post(self, server: Server, body: bytes, reader: ReplyReader, headers: Mapping[str, str]) -> None:
-        """Have ``reader`` read the reply, a stream as it arrives; raises ErrorReply for a status that is not 200."""
-        assert self._session is not None, "open() first"
+        """Send one generation and return its reply, which ``reader`` reads, a stream as it arrives; raises ErrorReply
+        for a status that is not 200."""
         request = _Request(server)
         self._silences.add(request)
+        reply: Reply | None = None
         try:
-            url = server.url + self.dialect.generate_path
-            async with self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply:
-                if reply.status != 200:
-                    after = reply.headers.get("Retry-After", "")
-                    wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
-                    raise ErrorReply(reply.status, _message(await bounded_body(reply)), wait_s)
-                if reader.call.stream:
-                    await self._feed(reader, reply, request)
-                    return
+            reply = await self._connector.send("POST", server.url + self.dialect.generate_path, body, headers)
+            if reply.status != 200:
+                after = reply.headers.get("Retry-After", "")
+                wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
+                raise ErrorReply(reply.status, _message(await bounded_body(reply.content)), wait_s)
+            if reader.call.stream:
+                await self._feed(reader, reply.content, request)
+            else:
                 if not reply.content.is_eof():  # its end comes at once: servers send it when the answer is complete
                     self._silences.discard(request)
                     self._silences.add(request)
                     request.begun = True
-                reader.take(await bounded_body(reply, reader.call.max_reply_bytes))
+                reader.take(await bounded_body(reply.content, reader.call.max_reply_bytes))
         except asyncio.CancelledError:
-            if request.given_up is not None and request.task.uncancel() == 0:
-                if reader.finish is None:
-                    raise SilentServerError(request.given_up) from None
-                return  # only the connection's end is missing
-            raise
+            if request.given_up is None or request.task.uncancel():
+                raise
+            if reader.finish is None:  # else only the connection's end is missing
+                raise SilentServerError(request.given_up) from None
         finally:
             self._silences.discard(request)
+            if reply is not None:
+                reply.connection.release()  # one with a rest to read is closed
+        if not reader.reports_versions and not self._warned_no_version:
+            self._warned_no_version = True
+            server.say_once(_NO_VERSION, logging.WARNING)
+        return reader.whole()
 
     def _on_silence(self, request: _Request) -> None:
         """Give up a request, unless its server answers others meanwhile and it may be in the queue or a long answer.
-
-        What a router sends to others may come from another server.
-        """
+        What a router sends to others may come from another server."""
         heard = 0.0 if request.server.is_router else request.server.heard
         if not request.begun and time.monotonic() - heard < self._config.faults.request_timeout_s:
             self._silences.add(request)
@@ -206,10 +159,10 @@ class ServerRequests:
             if request.server is server:
                 request.give_up(reason)
 
-    async def _feed(self, reader: ReplyReader, reply: aiohttp.ClientResponse, request: _Request) -> None:
+    async def _feed(self, reader: ReplyReader, content: aiohttp.StreamReader, request: _Request) -> None:
         faults = self._config.faults
         try:
-            async for data in reply.content.iter_any():
+            async for data in content.iter_any():
                 self._silences.discard(request)
                 self._silences.add(request)
                 request.server.heard = time.monotonic()
@@ -244,10 +197,9 @@ class ServerRequests:
     async def is_healthy(self, server: Server) -> bool:
         """Return whether the health route answers in time; SGLang's takes 20 s to say that it is stuck."""
         try:
-            status, _ = await self._send(server, self.dialect.health_path)
+            return (await self._send(server, self.dialect.health_path))[0] < 500
         except REQUEST_ERRORS:
             return False
-        return status < 500
 
     async def _send(
         self,
@@ -260,13 +212,13 @@ class ServerRequests:
         max_bytes: int = MAX_CONTROL_REPLY,
     ) -> tuple[int, bytes]:
         """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
-        assert self._session is not None, "open() first"
-        timeout = aiohttp.ClientTimeout(total=timeout_s or CONTROL_TIMEOUT_S)
-        sent: dict[str, Any] = {} if body is None else {"data": orjson.dumps(body), "headers": _JSON}
-        async with self._session.request(
-            method, server.url + path, allow_redirects=False, timeout=timeout, **sent
-        ) as reply:
-            return reply.status, await bounded_body(reply, max_bytes)
+        async with asyncio.timeout(timeout_s or CONTROL_TIMEOUT_S):
+            sent = None if body is None else orjson.dumps(body)
+            reply = await self._connector.send(method, server.url + path, sent)
+            try:
+                return reply.status, await bounded_body(reply.content, max_bytes)
+            finally:
+                reply.connection.release()
 
     async def ask(self, server: Server, method: str, path: str, body: Any = None, **limits: Any) -> bytes:
         """Return a route's reply; raises RefusedError for a status from 300, OSError if it says that it is away."""
@@ -284,14 +236,16 @@ class ServerRequests:
                 raise RefusedError(f"{server.url}{call.path}: {error}")
 
 
-async def bounded_body(reply: aiohttp.ClientResponse, max_bytes: int = MAX_CONTROL_REPLY) -> bytes:
+async def bounded_body(content: aiohttp.StreamReader, max_bytes: int = MAX_CONTROL_REPLY) -> bytes:
     """Return the body of a reply; raises ClientPayloadError, and reads no more, once it is above ``max_bytes``."""
-    body = bytearray()
-    async for data in reply.content.iter_any():
-        body += data
-        if len(body) > max_bytes:
-            raise aiohttp.ClientPayloadError(f"a reply of more than {max_bytes} bytes")
-    return bytes(body)
+    body = content.read_nowait() if content.is_eof() else b""  # the usual short reply is there with its head
+    parts, size = [body], len(body)
+    while size <= max_bytes and not content.at_eof():
+        parts.append(await content.readany())
+        size += len(parts[-1])
+    if size > max_bytes:
+        raise aiohttp.ClientPayloadError(f"a reply of more than {max_bytes} bytes")
+    return b"".join(parts)
 
 
 def _message(reply: bytes) -> str:

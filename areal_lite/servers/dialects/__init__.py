@@ -5,10 +5,7 @@ only records of the weights beside what is below ``servers``; called by client, 
 (what goes in and comes out), sglang, then reply_reader.
 """
 
-from __future__ import annotations
-
 from typing import Literal
-
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.vllm import VLLM
 

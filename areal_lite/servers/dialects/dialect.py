@@ -1,11 +1,9 @@
 """The records that cross between the engine client and a dialect, and the checks that dialects share."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
-
 from areal_lite.api.image_span import Images
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError
@@ -14,8 +12,7 @@ T = TypeVar("T")
 FINISHES = ("stop", "length", "abort")
 MAX_VERSION = 10**9
 FLOAT32_MAX = 3.4028234663852886e38
-TopLogprobs = list[list[tuple[int, float]]]
-"""Per token, ``(id, log-prob)``, best first."""
+TopLogprobs = list[list[tuple[int, float]]]  # per token, ``(id, log-prob)``, best first
 
 
 class BadResponse(Exception):
@@ -32,45 +29,36 @@ class ErrorReply(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """The tokens of one reply, or those that one event adds to its stream; an aborted request takes several replies."""
 
     tokens: list[int]
     logprobs: list[float]
-    versions: list[int] | None
-    """Per token; an event may repeat those of all earlier tokens. None if the server does not report versions."""
-    finish: Literal["stop", "length", "abort"] | None
-    """None if more tokens follow."""
-    top_logprobs: TopLogprobs = field(default_factory=list)
-    """Per token, or empty if the request did not ask for them."""
-    repeated: list[int] = field(default_factory=list)
-    """The tokens that an event has before its own: the last of those that earlier events had."""
-    rid: str | None = None
-    """Id of the request that it answers; None, like the next two, if the server does not tell it."""
+    versions: list[int] | None  # per token, or of all tokens so far; None if the server does not report versions
+    finish: Literal["stop", "length", "abort"] | None  # None if more tokens follow
+    top_logprobs: TopLogprobs = field(default_factory=list)  # per token, or empty if the request did not ask for them
+    repeated: list[int] = field(default_factory=list)  # last of the earlier tokens, which an event has before its own
+    rid: str | None = None  # id of the request that it answers; None, like the next two, if the server does not tell it
     prompt_tokens: int | None = None
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GenerationCall:
     """One request for tokens, before a dialect words it."""
 
-    input_ids: list[int]
-    """Prompt, and the tokens of the answer sampled so far."""
+    input_ids: list[int]  # prompt, and the tokens of the answer sampled so far
     gconfig: GenerationHyperparameters
     rid: str
     max_new_tokens: int
     min_new_tokens: int = 0
     seed: int | None = None
-    num_continued: int = 0
-    """How many of the last ``input_ids`` are tokens of the answer."""
+    num_continued: int = 0  # how many of the last ``input_ids`` are tokens of the answer
     top_logprobs: int = 0
     stream: bool = False
-    images: Images = ()
-    """Images among ``input_ids``, which have all of their tokens."""
-    pngs: Mapping[str, str] = field(default_factory=dict)
-    """The PNG of each image, in base64, by its sha256."""
+    images: Images = ()  # images among ``input_ids``, which have all of their tokens
+    pngs: Mapping[str, str] = field(default_factory=dict)  # the PNG of each image, in base64, by its sha256
 
     def data_urls(self) -> list[str]:
         """Return the images in order."""
@@ -88,10 +76,9 @@ class ServerLimits:
 
     context_length: int | None = None
     vocab_size: int | None = None
-    newest_version: int = 0
-    """Newest policy version that any server was given; before the first, the newest that one reports at the start."""
+    newest_version: int = 0  # newest policy version given to any server; before the first, the newest that one reports
 
-    def narrow(self, info: ServerInfo) -> None:
+    def narrow(self, info: "ServerInfo") -> None:
         self.context_length = min(filter(None, (self.context_length, info.context_length)), default=None)
         self.vocab_size = min(filter(None, (self.vocab_size, info.vocab_size)), default=None)
 
@@ -128,24 +115,19 @@ class ServerInfo:
 
     context_length: int | None = None
     vocab_size: int | None = None
-    model: str | None = None
-    """Its folder, or its name on the hub."""
-    version: int | None = None
-    """Version of its weights; 0 before the first update."""
+    model: str | None = None  # its folder, or its name on the hub
+    version: int | None = None  # version of its weights; 0 before the first update
     paused: bool | None = None
     device: str | None = None
-    num_ranks: int | None = None
-    """Processes that hold a part of the model."""
-    name: str | None = None
-    """The model's name in its replies, except those of an adapter."""
+    num_ranks: int | None = None  # processes that hold a part of the model
+    name: str | None = None  # the model's name in its replies, except those of an adapter
+    release: str | None = None  # version of the server's program
 
 
 def shared_sampling(gconfig: GenerationHyperparameters) -> dict[str, Any]:
     """Return the sampling parameters that both protocols name alike; those that are off are left out."""
-    sampling: dict[str, Any] = {
-        "temperature": gconfig.effective_temperature,
-        "skip_special_tokens": gconfig.skip_special_tokens,
-    }
+    temperature = gconfig.effective_temperature
+    sampling: dict[str, Any] = {"temperature": temperature, "skip_special_tokens": gconfig.skip_special_tokens}
     for name in ("stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty"):
         if value := getattr(gconfig, name):
             sampling[name] = value
@@ -193,13 +175,29 @@ def _check_pairs(tokens: list[int], logprobs: list[float]) -> None:
             raise BadResponse("log-probs that are not finite numbers up to 0")
 
 
-def check_error(reply: Any) -> None:
-    """Raise ErrorReply if a reply or event is ``{"error": {message, code}}``."""
+def checked_scores(pairs: Sequence[tuple[int, float | None]], input_ids: list[int]) -> list[float]:
+    """Return the log-prob of each of ``input_ids`` after the first, from ``(id, log-prob)`` of all of them; raises
+    BadResponse."""
+    if [token for token, _ in pairs] != input_ids:
+        raise BadResponse(f"log-probs of {len(pairs)} tokens, which are not the {len(input_ids)} that were sent")
+    scores: list[Any] = [logprob for _, logprob in pairs[1:]]
+    _check_pairs(input_ids[1:], scores)
+    return scores
+
+
+@contextmanager
+def reading(reply: Any, what: str) -> Iterator[None]:
+    """Raise ErrorReply if a reply or event is ``{"error": {message, code}}``, BadResponse if it is read without
+    ``what``."""
     error = reply.get("error") if isinstance(reply, dict) else None
     if error:
         code = error.get("code") if isinstance(error, dict) else None
         message = error.get("message", error) if isinstance(error, dict) else error
         raise ErrorReply(code if type(code) is int else 500, str(message))
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise BadResponse(f"a reply without {what} ({error!r})") from None
 
 
 def update_error(reply: Any) -> str | None:

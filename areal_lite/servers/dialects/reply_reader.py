@@ -4,12 +4,8 @@ Guarantees that the receiver of a stream gets each token of ``chunk()`` once, in
 complete, however the bytes are split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-
 import orjson
-
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, GenerationCall, ServerLimits, TopLogprobs
 
@@ -36,12 +32,9 @@ class ReplyReader:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._top_logprobs: TopLogprobs = []
-        self.finish: str | None = None
-        """None while more is to come."""
-        self.model: str | None = None
-        """Name of the model that answers, if the reply tells it."""
-        self.reports_versions = True
-        """The server reported the version of all tokens so far."""
+        self.finish: str | None = None  # None while more is to come
+        self.model: str | None = None  # name of the model that answers, if the reply tells it
+        self.reports_versions = True  # the server reported the version of all tokens so far
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -84,7 +77,14 @@ class ReplyReader:
             except Exception as error:
                 raise ReceiverError from error
 
+    def whole(self) -> Chunk:
+        """Return the tokens of a reply that is complete; raises BadResponse."""
+        if self.finish is None:
+            raise BadResponse("an answer that ends without a finish reason")
+        if not self._tokens and self.finish != "abort":  # an answer that ends at once has its end token
+            raise BadResponse(f"no tokens, with the finish reason {self.finish!r}")
+        return self.chunk()
+
     def chunk(self) -> Chunk:
         """Return the tokens so far; an answer that did not finish is as good as aborted."""
-        finish = self.finish or "abort"
-        return Chunk(self._tokens, self._logprobs, self._versions, finish, self._top_logprobs)  # type: ignore[arg-type]
+        return Chunk(self._tokens, self._logprobs, self._versions, self.finish or "abort", self._top_logprobs)  # type: ignore[arg-type]

@@ -1,34 +1,19 @@
 """SGLang's native HTTP protocol, which the embedded server speaks too."""
 
-from __future__ import annotations
-
+import re
 from typing import TYPE_CHECKING, Any
-
 from areal_lite.api.image_span import plain_images
 from areal_lite.config.generation import CONSTRAINTS, GenerationHyperparameters
 from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
-from areal_lite.servers.dialects.dialect import (
-    BadResponse,
-    Chunk,
-    ControlCall,
-    ErrorReply,
-    GenerationCall,
-    ServerInfo,
-    TopLogprobs,
-    check_error,
-    check_tokens,
-    reported,
-    shared_sampling,
-    spans_to_versions,
-    version_number,
-    version_or_none,
-    with_extra,
-)
+from areal_lite.servers.dialects import dialect
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, GenerationCall, ServerInfo
 from areal_lite.servers.weights.published_weights import WeightBucket, WeightFolder
 
 if TYPE_CHECKING:
     from areal_lite.servers.weights.broadcaster import BroadcastGroup
+
+_LAST_TO_TOKENIZE_AGAIN = (0, 5, 12)  # the last SGLang that tokenizes the text of a prompt with images again
 
 
 class SGLang:
@@ -43,23 +28,17 @@ class SGLang:
 
     generate_path = "/generate"
     health_path = "/health"
-    info_paths: tuple[str, ...] = ("/server_info", "/model_info")
-    """Routes that describe the server; the facts of later ones win."""
-    adapter_key = "lora_path"
-    """Field of a request that names its adapter."""
+    info_paths: tuple[str, ...] = ("/server_info", "/model_info")  # they describe the server; later facts win
+    adapter_key = "lora_path"  # field of a request that names its adapter
     resume = ControlCall("/continue_generation")
-    begin_broadcast = ControlCall("/begin_weight_update")
-    """Opens an update, which SGLang requires and refuses while one is open."""
+    begin_broadcast = ControlCall("/begin_weight_update")  # opens an update; SGLang requires it, and refuses a second
     abandon_broadcast: ControlCall | None = ControlCall("/end_weight_update")
     """Closes an update that broke off; the embedded server refuses to load a part of the weights."""
 
     def __init__(self, *, embedded: bool = False) -> None:
-        """Speak to SGLang, or to the embedded server, which understands two more fields and loads weights later.
-
-        It needs no options for adapters, and has one for all its requests.
-        """
-        self.adapter_variables: dict[str, str] = {}
-        """Environment variables with which a server loads adapters."""
+        """Speak to SGLang, or to the embedded server, which understands two more fields and loads weights later. It
+        needs no options for adapters, and has one for all its requests."""
+        self.adapter_variables: dict[str, str] = {}  # environment variables with which a server loads adapters
         self.keeps_adapter = not embedded
         """A request keeps its adapter until it ends, also if it stays on the server over an update."""
         self.continues_constraints = embedded
@@ -77,7 +56,7 @@ class SGLang:
         body = {
             "rid": call.rid,
             "input_ids": call.input_ids,
-            "sampling_params": with_extra(sampling, call.gconfig.extra) if call.gconfig.extra else sampling,
+            "sampling_params": dialect.with_extra(sampling, call.gconfig.extra),
             "return_logprob": True,
             "stream": call.stream,
         }
@@ -94,6 +73,27 @@ class SGLang:
             body |= {"input_ids": _collapsed(call), "image_data": call.data_urls()}
         return body
 
+    def score_body(self, input_ids: list[int]) -> dict[str, Any]:
+        """Return the body of a request for the log-probs of given tokens."""
+        sampling = {"max_new_tokens": 0, "temperature": 1.0}
+        return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+
+    def parse_scores(self, reply: Any, input_ids: list[int]) -> list[float]:
+        """Return the log-prob of each of ``input_ids`` after the first, by the reply to ``score_body``."""
+        with dialect.reading(reply, "the log-probs of the prompt"):
+            pairs = [(pair[1], pair[0]) for pair in reply["meta_info"]["input_token_logprobs"]]
+        return dialect.checked_scores(pairs, input_ids)
+
+    def image_wire(self, info: ServerInfo) -> tuple[str, str | None]:
+        """Return how a server takes images, and what may go wrong with that; None if nothing."""
+        if self.continues_constraints:  # the embedded server
+            return "ids, spans and PNG files", None
+        release = tuple(map(int, re.findall(r"\d+", info.release or "")[:3]))
+        wire = f"one placeholder each, which SGLang {info.release or 'of an unknown version'} expands"
+        if release > _LAST_TO_TOKENIZE_AGAIN:
+            return f"{wire} among our ids", None
+        return f"{wire} in a text that it tokenizes again", "sampled tokens may become others: use 0.5.13 or later"
+
     def images_call(self, call: GenerationCall) -> ControlCall | None:
         """Return None: images are in the generation's own body."""
         return None
@@ -104,11 +104,8 @@ class SGLang:
 
     def parse(self, reply: Any, received: int = 0, *, top_logprobs: int = 0) -> Chunk | None:
         """Return the tokens of a ``/generate`` reply, or those that an event adds to the ``received`` of its stream.
-
-        SGLang's lists hold all tokens so far or only the new ones. Raises BadResponse, or ErrorReply for an error.
-        """
-        check_error(reply)
-        try:
+        SGLang's lists hold all tokens so far or only the new ones. Raises BadResponse, or ErrorReply for an error."""
+        with dialect.reading(reply, "the fields of /generate"):
             meta = reply["meta_info"]
             reason = meta["finish_reason"]
             finish = None if reason is None else reason["type"]
@@ -119,8 +116,8 @@ class SGLang:
             new = total - received
             if not 0 <= new <= len(pairs) or (not received and new != len(pairs)):
                 raise BadResponse(f"{len(pairs)} log-probs for {new} new tokens")
-            logprobs = [pair[0] for pair in pairs[len(pairs) - new :]]
-            ids = [pair[1] for pair in pairs]
+            logprobs, ids = map(list, [*zip(*pairs, strict=False)][:2]) if pairs else ([], [])
+            del logprobs[: len(pairs) - new]
             if (listed := reply.get("output_ids")) is not None:  # either may have more of the earlier tokens
                 longer, shorter = (listed, ids) if len(listed) > len(ids) else (ids, listed)
                 same = longer[len(longer) - len(shorter) :] == shorter
@@ -130,31 +127,30 @@ class SGLang:
             repeated, tokens = ids[: len(ids) - new], ids[len(ids) - new :]
             versions: list[int] | None = None
             if spans := meta.get("weight_versions"):
-                versions = spans_to_versions(spans, total)
+                versions = dialect.spans_to_versions(spans, total)
             elif (label := meta.get("weight_version")) is not None:
-                versions = [version_number(label)] * new
+                versions = [dialect.version_number(label)] * new
             top = None
             if top_logprobs:
                 rows = meta.get("output_top_logprobs") or []
-                top = _top_logprobs(rows[max(0, len(rows) - new) :])
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise BadResponse(f"a reply without the fields of /generate ({error!r})") from None
-        check_tokens(tokens, logprobs, top, finish)
+                top = [[(token, logprob) for logprob, token, *_ in row] for row in rows[max(0, len(rows) - new) :]]
+        dialect.check_tokens(tokens, logprobs, top, finish)
         return Chunk(tokens, logprobs, versions, finish, top or [], repeated, meta.get("id"), meta.get("prompt_tokens"))
 
     def parse_info(self, reply: dict[str, Any]) -> ServerInfo:
         """Return what the server reports; ``/model_info`` has the path and version of the last update."""
         # SGLang refuses prompts of max_req_input_len tokens (6 below the context length), also those that only
         # became so long because an aborted answer is continued.
-        windows = [reported(reply, name, int) for name in ("context_length", "max_req_input_len")]
+        windows = [dialect.reported(reply, name, int) for name in ("context_length", "max_req_input_len")]
         return ServerInfo(
             min((window for window in windows if window is not None), default=None),
-            reported(reply, "vocab_size", int),
-            reported(reply, "model_path", str),
-            version_or_none(reply.get("weight_version")),
-            reported(reply, "is_paused", bool),
-            reported(reply, "device", str),
-            reported(reply, "tp_size", int),
+            dialect.reported(reply, "vocab_size", int),
+            dialect.reported(reply, "model_path", str),
+            dialect.version_or_none(reply.get("weight_version")),
+            dialect.reported(reply, "is_paused", bool),
+            dialect.reported(reply, "device", str),
+            dialect.reported(reply, "tp_size", int),
+            release=dialect.reported(reply, "version", str),
         )
 
     def abort(self, rid: str) -> ControlCall:
@@ -170,7 +166,7 @@ class SGLang:
         body = {"model_path": weights.path, "weight_version": str(weights.version), "flush_cache": True}
         return [ControlCall("/update_weights_from_disk", body)]
 
-    def join_group(self, group: BroadcastGroup) -> ControlCall:
+    def join_group(self, group: "BroadcastGroup") -> ControlCall:
         """Join with rank 1 and, with tensor parallelism, the ranks after it."""
         body = {
             "master_address": group.master_address,
@@ -184,10 +180,9 @@ class SGLang:
 
     def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
         """Receive a bucket and load it; the last one, which has the version, also drops the prefix cache."""
-        body = {**bucket.description(), "group_name": group, "flush_cache": version is not None}
-        return ControlCall(
-            "/update_weights_from_distributed", body if version is None else body | {"weight_version": str(version)}
-        )
+        label = {} if version is None else {"weight_version": str(version)}
+        body = {**bucket.description(), "group_name": group, "flush_cache": version is not None, **label}
+        return ControlCall("/update_weights_from_distributed", body)
 
     def end_broadcast(self, version: int) -> list[ControlCall]:
         """Close the update; the embedded server loads the weights here."""
@@ -213,7 +208,7 @@ class SGLang:
 
 
 def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
-    sampling = shared_sampling(gconfig)
+    sampling = dialect.shared_sampling(gconfig)
     if not gconfig.greedy:
         if gconfig.top_p < 1:
             sampling["top_p"] = gconfig.top_p
@@ -239,7 +234,3 @@ def _collapsed(call: GenerationCall) -> list[int]:
             "SGLang would take it for an image: ban it with gconfig.logit_bias, or use the embedded server or vLLM"
         )
     return ids
-
-
-def _top_logprobs(rows: list[Any]) -> TopLogprobs:
-    return [[(token, logprob) for logprob, token, *_ in row] for row in rows]

@@ -27,15 +27,12 @@ What can still fail: a server that acknowledges a version and serves another. Th
 with what was acknowledged, and reports the server as :meth:`Reconciler.behind`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import time
 from collections.abc import Coroutine
 from typing import Any
-
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError
@@ -55,8 +52,8 @@ SILENCE_S = 60.0
 SILENT_PROBES = 2
 """Health probes that a silent server must miss before its requests go elsewhere."""
 START_TIMEOUT_S = 30.0
-STRAGGLER_S = 30.0
-"""Seconds that an update waits at least for other servers once one has it."""
+STRAGGLER_S = 5.0
+"""Seconds that an update waits at least for other servers once one has it; one that is left behind loads on."""
 
 _ERRORS = (ServerError, ErrorReply, *REQUEST_ERRORS)
 
@@ -141,6 +138,13 @@ class Reconciler:
         if self._pool.failed(server, reason, at_once=at_once):
             self._repair(server)
 
+    def move(self, former: str, address: str) -> None:
+        """Reach the server that was at ``former`` at ``address``, once it has the newest weights there."""
+        for server in self._pool.servers:
+            if server.url == former:
+                server.url = address
+                self.failed(server, f"it was at {former}", at_once=True)
+
     def behind(self, server: Server, reason: str) -> None:
         """Send a server no requests until it has loaded the newest weights again; a second time in a row it rests."""
         self._loader.forget(server)
@@ -195,6 +199,8 @@ class Reconciler:
                     self._pool.set_state(server, "trial")
             except (ConfigError, *_ERRORS) as error:
                 self._pool.rest(server, str(error) or type(error).__name__)
+                if isinstance(error, TimeoutError) and _silent_s(server) >= SILENCE_S:
+                    self._requests.give_up(server, "the server hangs")
         self._gate.server_changed(server)
 
     async def update_weights(self, weights: PublishedWeights) -> None:
@@ -207,7 +213,7 @@ class Reconciler:
         loader, servers = self._loader, self._pool.servers
         take_back = loader.want(weights)
         loader.updating = True
-        loads = {asyncio.create_task(loader.load(server)): server for server in servers if server.state != "down"}
+        loads = {asyncio.create_task(loader.load(server)): server for server in servers if not server.out}
         for task in loads:
             self.own(task)
         try:
@@ -228,12 +234,9 @@ class Reconciler:
         finally:
             loader.updating = False
         loader.free_older()
-        for task, server in loads.items():
-            if task.done() and server.state == "behind" and loader.has_newest(server):
-                self._pool.set_state(server, "up", f"it has version {server.version}")
 
     async def _until_enough(self, pending: set[asyncio.Task[None]]) -> None:
-        """Return when all loads have ended; once one has succeeded, the rest gets as long again, at least 30 s."""
+        """Return when all loads have ended; once one has succeeded, the rest gets as long again, at least 5 s."""
         started = time.monotonic()
         done: set[asyncio.Task[None]] = set()
         while pending and None not in map(_error_of, done):

@@ -11,15 +11,12 @@ finds the room taken by a new one queues again, behind; it may be overtaken, but
 when it ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
+from typing import Literal, NamedTuple
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import ServerRequests
@@ -27,6 +24,7 @@ from areal_lite.servers.pool.server_pool import Server, ServerPool
 
 logger = logging.getLogger(__name__)
 OUTAGE_LINE_S = 10.0
+Holder = Literal["trainer", "update"]
 
 
 @dataclass(slots=True)
@@ -63,51 +61,37 @@ class RequestGate:
     ) -> None:
         self.pool = pool
         self.running = 0
-        self.holds = 0
+        self.holders: set[Holder] = set()
         self.servers_changed = asyncio.Event()
         """Set when a server behind a router fails or is back; the router's watch clears it."""
         self._routed = pool.servers[0].is_router
         self._on_outage = on_outage
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        """Requests that no server takes now, the oldest first."""
+        self._waiting: deque[asyncio.Future[None]] = deque()  # requests that no server takes now, the oldest first
         self._released = asyncio.Event()
         self._released.set()
-        self._held_for_update = False
         self._outage = Outage("no inference server was healthy", patience_s)
 
     @property
     def is_waiting(self) -> bool:
-        return self.running > 0 and not self.holds
+        return self.running > 0 and not self.holders
 
     def must_stay(self, server: Server) -> bool:
         """Return whether a server runs an answer that it could not continue after an abort."""
         return (self.pool.servers[0] if self._routed else server).staying > 0
 
-    def hold(self) -> None:
-        self.holds += 1
+    def hold(self, holder: Holder) -> None:
+        """Let no request through until this holder and all others release; each server of an update asks for it."""
+        self.holders.add(holder)
         self._released.clear()
 
-    def release(self) -> None:
-        self.holds -= 1
-        if self.holds == 0:
+    def release(self, holder: Holder) -> None:
+        self.holders.discard(holder)
+        if not self.holders:
             self._released.set()
-
-    def hold_for_update(self) -> None:
-        """Hold until :meth:`end_update`; each server that a weight update pauses asks for it."""
-        if not self._held_for_update:
-            self._held_for_update = True
-            self.hold()
-
-    def end_update(self) -> None:
-        """End the hold of a weight update, if there is one, and wake all requests."""
-        if self._held_for_update:
-            self._held_for_update = False
-            self.release()
-        self.wake_all()
 
     async def until_released(self) -> None:
         """Return when no hold is left."""
-        while self.holds:
+        while self.holders:
             await self._released.wait()
 
     async def until_usable(self) -> None:
@@ -167,8 +151,7 @@ class Servers(NamedTuple):
     """What the parts of an engine client share."""
 
     config: InferenceEngineConfig
-    pool: ServerPool
-    """The servers themselves, also where generation goes through a router."""
+    pool: ServerPool  # the servers themselves, also where generation goes through a router
     requests: ServerRequests
     gate: RequestGate
 

@@ -1,12 +1,9 @@
 """The state of each server, and the choice of the server for a request. Pure bookkeeping: no I/O and no clock.
 
-Guarantees that a request goes to the usable server with the fewest outstanding tokens, in O(log n), that a server which
-fails or serves old weights gets no requests, and that each change of a server's state is logged once, with its reason.
+Guarantees that a request goes to the usable server with the fewest outstanding tokens, that a server which fails or
+serves old weights gets no requests, and that each change of a server's state is logged once, with its reason.
 """
 
-from __future__ import annotations
-
-import heapq
 import itertools
 import logging
 import math
@@ -15,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-
+import numpy as np
 from areal_lite.errors import ConfigError
 from areal_lite.servers.dialects.dialect import ServerInfo
 
@@ -26,15 +23,14 @@ State = Literal["up", "slow", "trial", "behind", "down"]
 first answer is awaited, one request at a time; its weights are outdated, so it gets no requests until it has the
 newest; it rests until a probe succeeds."""
 
-FAILURES_TO_OPEN = 3
-"""Failures in a row after which a server rests, see also :data:`REQUESTS_PER_FAILURE`."""
+FAILURES_TO_OPEN = 3  # failures in a row after which a server rests, see also :data:`REQUESTS_PER_FAILURE`
 REQUESTS_PER_FAILURE = 8
 """A server with many running requests rests after one failure in a row for so many of them: errors return before the
 answers to requests that were sent with them."""
-FIRST_REST_S = 1.0
+FIRST_REST_S = 0.5
+REST_GROWTH = 1.25  # factor of each rest in a row: a server that is back is missed for at most a quarter of its outage
 MAX_REST_S = 30.0
-SUCCESSES_TO_GROW = 50
-"""Answers after which a server that said HTTP 429 may run one more request."""
+SUCCESSES_TO_GROW = 50  # answers after which a server that said HTTP 429 may run one more request
 MAX_REPORTED = 32
 
 
@@ -44,49 +40,35 @@ class Server:
 
     url: str
     index: int
-    is_router: bool = False
-    """Other servers answer for it."""
+    is_router: bool = False  # other servers answer for it
     info: ServerInfo = field(default_factory=ServerInfo)
-    version: int | None = None
-    """The last version that it acknowledged; None before the first update."""
-    adapter: str | None = None
-    """Name of the adapter that is this version; None if the version is whole weights."""
+    version: int | None = None  # the last version that it acknowledged; None before the first update
+    adapter: str | None = None  # name of the adapter that is this version; None if the version is whole weights
 
     state: State = "up"
-    reason: str = ""
-    """Why it is not up."""
-    said: State = "up"
-    """The last state that the log has; a trial is not in it."""
-    capacity: float = math.inf
-    """Requests it may run at once; 0 while it is down, behind or waits for its Retry-After."""
-    limit: float = math.inf
-    """Requests it may run at once while it is healthy: halved by HTTP 429, grown by answers."""
+    reason: str = ""  # why it is not up
+    said: State = "up"  # the last state that the log has; a trial is not in it
+    capacity: float = math.inf  # requests it may run at once; 0 while it is down, behind or waits for its Retry-After
+    limit: float = math.inf  # requests it may run at once while it is healthy: halved by HTTP 429, grown by answers
     waits: int = 0
     limited_at: float = 0.0
-    unhealthy: bool = False
-    """It has given no answer since it failed, was down, behind, or said HTTP 429."""
+    unhealthy: bool = False  # it has given no answer since it failed, was down, behind, or said HTTP 429
     failures: int = 0
     last_failure: str = ""
-    openings: int = 0
-    rest_s: float = 0.0
+    rest_s: float = 0.0  # its last rest in a row; 0 once it has given an answer
     bad_replies: int = 0
     said_once: set[str] = field(default_factory=set)
 
     outstanding: int = 0
-    load: int = 0
-    """Tokens of its outstanding requests: prompts and budgets."""
-    staying: int = 0
-    """Outstanding requests whose answer it could not continue after an abort."""
-    adapters_in_use: Counter[str] = field(default_factory=Counter)
-    """Outstanding requests by the adapter that they use."""
-    busy_since: float = 0.0
-    """Time from which it has had outstanding requests."""
+    load: int = 0  # tokens of its outstanding requests: prompts and budgets
+    staying: int = 0  # outstanding requests whose answer it could not continue after an abort
+    adapters_in_use: Counter[str] = field(default_factory=Counter)  # outstanding requests by the adapter that they use
+    busy_since: float = 0.0  # time from which it has had outstanding requests
     heard: float = 0.0
     requests: int = 0
     tokens: int = 0
     failed_requests: int = 0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=512))
-    entry: tuple[int, int, int] | None = None
 
     @property
     def usable(self) -> bool:
@@ -129,57 +111,27 @@ class ServerPool:
                 "starts an embedded one"
             )
         self.servers = [Server(_url(address, key), index) for index, address in enumerate(addresses)]
-        self._heap: list[tuple[int, int, int]] = []
-        """(load, order, index); an entry's load is at most that of its server."""
-        self._orders = itertools.count()
-        for server in self.servers:
-            self._push(server)
+        self._loads = np.zeros(len(self.servers))
+        """The load of each server, infinite for one that takes no request. As an array, because a loop over a thousand
+        servers takes longer than all else in the choice of one."""
+        self._changes = itertools.count()
 
     def pick(self, *, preferred: Server | None = None, avoid: Sequence[Server] = ()) -> Server | None:
-        """Return the server for a request; None if no server takes one.
-
-        ``preferred`` wins while it is usable; ``avoid`` (servers that just failed this request) are taken only when
-        nothing else is left.
-        """
-        if len(self.servers) == 1:
-            (only,) = self.servers
-            return only if only.outstanding < only.capacity else None
-        if preferred is not None and preferred.outstanding < preferred.capacity and preferred not in avoid:
+        """Return the server for a request; None if no server takes one. ``preferred`` wins while it is usable;
+        ``avoid`` (servers that just failed this request) are taken only when nothing else is left."""
+        if preferred is not None and preferred.usable and preferred not in avoid:
             return preferred
-        avoided: list[Server] = []
-        while (server := self._least_loaded()) is not None and server in avoid:
-            server.entry = None
-            avoided.append(server)
-        for one in avoided:
-            self._push(one)
-        return server or (avoided[0] if avoided else None)
+        if avoid:
+            usable = [server for server in self.servers if server.usable]
+            others = [server for server in usable if server not in avoid]
+            return min(others or usable, key=lambda server: server.load, default=None)
+        least = self.servers[int(self._loads.argmin())]
+        return least if least.usable else None
 
-    def _least_loaded(self) -> Server | None:
-        heap = self._heap
-        while heap:
-            entry = heap[0]
-            server = self.servers[entry[2]]
-            if server.entry is not entry:  # superseded by one of less load, or withdrawn
-                heapq.heappop(heap)
-            elif server.outstanding >= server.capacity:
-                server.entry = None
-            elif entry[0] < server.load:
-                heapq.heapreplace(heap, self._new_entry(server))
-            else:
-                return server
-        return None
-
-    def _new_entry(self, server: Server) -> tuple[int, int, int]:
-        server.entry = (server.load, next(self._orders), server.index)
-        return server.entry
-
-    def _push(self, server: Server) -> None:
-        entry = self._new_entry(server)
-        if len(self._heap) > 4 * len(self.servers) + 64:
-            self._heap = [s.entry for s in self.servers if s.entry is not None]
-            heapq.heapify(self._heap)
-        else:
-            heapq.heappush(self._heap, entry)
+    def _changed(self, server: Server) -> None:
+        # The fraction lets servers of equal load take turns: the one that changed last comes last.
+        turn = next(self._changes) / 2**32
+        self._loads[server.index] = server.load + turn if server.usable else math.inf
 
     def start(
         self, server: Server, tokens: int, now: float, *, adapter: str | None = None, stays: bool = False
@@ -192,6 +144,7 @@ class ServerPool:
         server.staying += stays
         if adapter is not None:
             server.adapters_in_use[adapter] += 1
+        self._changed(server)
 
     def end(self, server: Server, tokens: int, *, adapter: str | None = None, stays: bool = False) -> None:
         server.outstanding -= 1
@@ -201,8 +154,7 @@ class ServerPool:
             server.adapters_in_use[adapter] -= 1
             if not server.adapters_in_use[adapter]:
                 del server.adapters_in_use[adapter]
-        if server.usable if server.entry is None else server.load < server.entry[0]:
-            self._push(server)
+        self._changed(server)
 
     def succeeded(self, server: Server, tokens: int, latency_s: float, now: float) -> None:
         """Count an answer; it closes the breaker and grows a lowered limit."""
@@ -217,15 +169,12 @@ class ServerPool:
 
     def recovered(self, server: Server) -> None:
         server.unhealthy = False
-        server.failures = server.openings = 0
+        server.failures, server.rest_s = 0, 0.0
         self.set_state(server, "up", "it answers again")
 
     def failed(self, server: Server, reason: str, *, at_once: bool = False) -> bool:
-        """Count a failed request, and return whether the server now has to rest.
-
-        It rests from the third failure in a row on, later if it runs many requests, or ``at_once``; each rest in a row
-        is longer.
-        """
+        """Count a failed request, and return whether the server now has to rest. It rests from the third failure in a
+        row on, later if it runs many requests, or ``at_once``."""
         server.failures += 1
         server.failed_requests += 1
         server.last_failure = reason
@@ -239,8 +188,7 @@ class ServerPool:
 
     def rest(self, server: Server, reason: str) -> None:
         """Send no requests until it has answered a probe, after a longer time for each rest in a row."""
-        server.rest_s = min(MAX_REST_S, FIRST_REST_S * 2 ** min(server.openings, 5))
-        server.openings += 1
+        server.rest_s = min(MAX_REST_S, max(FIRST_REST_S, server.rest_s * REST_GROWTH))
         self.set_state(server, "down", reason)
 
     def set_state(self, server: Server, state: State, reason: str = "") -> None:
@@ -270,15 +218,11 @@ class ServerPool:
     def _refresh(self, server: Server) -> None:
         blocked = server.out or server.waits > 0
         server.capacity = 0 if blocked else 1 if server.state == "trial" else server.limit
-        if server.entry is None and server.usable:
-            self._push(server)
+        self._changed(server)
 
     def metrics(self) -> dict[str, float]:
-        return {
-            f"{server.index}/{name}": value
-            for server in self.servers[:MAX_REPORTED]
-            for name, value in server.metrics().items()
-        }
+        shown = self.servers[:MAX_REPORTED]
+        return {f"{server.index}/{name}": value for server in shown for name, value in server.metrics().items()}
 
 
 def _url(address: str, key: str) -> str:

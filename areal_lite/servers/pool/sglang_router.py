@@ -5,18 +5,14 @@ Guarantees that a server which is down, behind or examined with old weights is r
 once it serves the newest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import time
 from dataclasses import replace
 from typing import Any
-
 import aiohttp
 import orjson
-
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, bounded_body
@@ -28,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """Requests with equal values go to one server, with the router's policies manual and consistent_hashing."""
-SYNC_S = 0.2
-"""Seconds between two looks while the router's servers are not as they should be."""
+SYNC_S = 0.2  # seconds between two looks while the router's servers are not as they should be
 IDLE_SYNC_S = 5.0
 _ERRORS = (ServerError, ValueError, KeyError, TypeError, *REQUEST_ERRORS)
 _PASSED_ON = {
@@ -41,10 +36,8 @@ _PASSED_ON = {
 
 
 async def servers_behind(config: InferenceEngineConfig) -> InferenceEngineConfig:
-    """Return the config with the servers of a router that ``addresses`` names, and the router as ``router``.
-
-    An address of the backend sglang is a router if it lists workers; other configs come back as they are.
-    """
+    """Return the config with the servers of a router that ``addresses`` names, and the router as ``router``. An address
+    of the backend sglang is a router if it lists workers; other configs come back as they are."""
     if config.backend != "sglang" or config.router is not None:
         return config
     timeout = aiohttp.ClientTimeout(total=config.faults.connect_timeout_s)
@@ -83,11 +76,10 @@ async def _workers_of(session: aiohttp.ClientSession, url: str) -> list[dict[str
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError):
         for path in ("/workers", "/list_workers"):
             async with session.get(url + path, allow_redirects=False) as reply:
-                body = orjson.loads(await bounded_body(reply)) if reply.status == 200 else None
+                body = orjson.loads(await bounded_body(reply.content)) if reply.status == 200 else None
             if not isinstance(body, dict):
                 continue
-            workers = body.get("workers")
-            if isinstance(workers, list):
+            if isinstance(workers := body.get("workers"), list):
                 return workers
             if "urls" in body:
                 raise ConfigError(
@@ -123,8 +115,7 @@ class Router:
         self._pool = self._gate.pool
         (self._target,) = self._pool.servers  # the router, as the server of every generation
         self._outage = Outage(f"the router {self._target.url} was unusable", config.faults.outage_patience_s)
-        self._blocked = False
-        """The router has no server that may answer."""
+        self._blocked = False  # the router has no server that may answer
         self._lock = asyncio.Lock()
         self._examination: asyncio.Task[bool] | None = None
 

@@ -1,23 +1,22 @@
 """The servers that a run starts: started together, watched, restarted, stopped.
 
-A server that ends is restarted at its address at most ``MAX_RESTARTS`` times within ``RESTART_WINDOW_S`` of uptime; its
-next end is the group's. It restarts with the run's first weights: the engine gives it the newest ones before it gets
-requests, and running answers continue from their tokens.
+A server that ends is restarted, on this machine at its address, at most ``MAX_RESTARTS`` times within
+``RESTART_WINDOW_S`` of uptime; its next end is the group's. It restarts with the run's first weights: the engine gives
+it the newest ones before it gets requests, and running answers continue from their tokens.
 """
-
-from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
-
 from areal_lite.config.server_config import ServerConfig, check_server
 from areal_lite.errors import ArealLiteError, ServerError
-from areal_lite.servers.programs.embedded_program import EMBEDDED_PROGRAM, EmbeddedProgram
+from areal_lite.processes.place import Places, here
+from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProgram
 from areal_lite.servers.programs.server_process import ServerProcess, cause_of_death
 from areal_lite.servers.programs.server_program import (
     RouterProgram,
@@ -38,29 +37,37 @@ RESTART_WINDOW_S = 600.0
 STOP_SECONDS = 5.0
 
 
-def check_servers(config: ServerConfig) -> None:
-    """Check before anything starts that the servers can be started; raises ConfigError."""
+def check_servers(config: ServerConfig, *, on_nodes: bool = False) -> None:
+    """Check before anything starts that the servers can be, here or ``on_nodes`` of a cluster; raises ConfigError."""
     check_server(config)
     check_programs(config)
-    gpu_groups(config)
+    if not on_nodes:
+        gpu_groups(config)
 
 
 def make_servers(
-    config: ServerConfig, model: ServedModel, log_dir: Path, *, program: str = EMBEDDED_PROGRAM
+    config: ServerConfig,
+    model: ServedModel,
+    log_dir: Path,
+    *,
+    program: str = EMBEDDED_PROGRAM,
+    places: Places = here,
 ) -> list[ServerProcess]:
     """Return the servers of a checked config and its router, if it has one; not yet started, with logs in ``log_dir``.
 
-    ``program`` is the module that an embedded server runs.
+    ``program`` is the module that an embedded server runs; ``places`` has one for each ``server-NUMBER``.
     """
     backend = config.backend or "embedded"
     servers: list[ServerProcess] = []
-    for number, (gpus, port) in enumerate(zip(gpu_groups(config), server_ports(config), strict=True)):
+    groups = gpu_groups(config) if places is here else [None] * config.replicas  # on nodes, Ray names them
+    for number, (gpus, port) in enumerate(zip(groups, server_ports(config), strict=True)):
         name, log_path = f"server {backend}-{number}", log_dir / f"{backend}-{number}.log"
-        if backend != "embedded":
-            servers.append(ServerProgram(name, config, model, port=port, gpus=gpus, log_path=log_path))
-        else:
-            own = replace(config, port=port if config.port else 0)  # it reports a free port itself
-            servers.append(EmbeddedProgram(name, own, model, gpus=gpus, log_path=log_path, program=program))
+        reports_port = backend == "embedded" and not config.port
+        env = config.env if gpus is None else config.env | {"CUDA_VISIBLE_DEVICES": gpus}
+        own, place = replace(config, port=0 if reports_port else port, env=env), places(f"server-{number}")
+        make: Callable[..., ServerProcess]
+        make = ServerProgram if backend != "embedded" else partial(EmbeddedProgram, program=program)
+        servers.append(make(name, own, model, log_path=log_path, place=place))
     if config.router:
         servers.append(RouterProgram(config, log_path=log_dir / "router.log"))
     return servers
@@ -118,7 +125,7 @@ class ServerGroup:
         for server in self._servers:
             server.stop()
 
-    def attach(self, engine: RemoteInfEngine | None) -> None:
+    def attach(self, engine: "RemoteInfEngine | None") -> None:
         """End the calls of this engine if the group fails."""
         with self._changed:
             self._engine = engine
@@ -134,7 +141,7 @@ class ServerGroup:
     def _watch(self, server: ServerProcess) -> None:
         """Restart a server whenever it ends; runs in a thread of its own."""
         deaths_at = [float("-inf")] * MAX_RESTARTS  # in seconds of uptime
-        uptime_s, up_since, error = 0.0, time.monotonic(), ""
+        uptime_s, up_since, error, address = 0.0, time.monotonic(), "", server.address
         while (code := server.wait()) is not None:
             uptime_s += time.monotonic() - up_since
             restart = uptime_s - deaths_at[-MAX_RESTARTS] > RESTART_WINDOW_S
@@ -144,7 +151,8 @@ class ServerGroup:
             try:
                 server.wait_until_ready()
                 error = ""
-                self._mark_up(server)
+                self._mark_up(server, address)
+                address = server.address
             except ArealLiteError as failure:
                 error = str(failure)
             up_since = time.monotonic()
@@ -172,7 +180,9 @@ class ServerGroup:
             self._engine.fail(self._failure)
         self._changed.notify_all()
 
-    def _mark_up(self, server: ServerProcess) -> None:
+    def _mark_up(self, server: ServerProcess, former: str) -> None:
         with self._changed:
             if not self._stopping:
                 logger.warning("%s is up again at %s", server.name, server.address)
+                if self._engine is not None and server.address != former:  # on another node
+                    self._engine.move_server(former, server.address)

@@ -1,37 +1,34 @@
-"""An inference server as a child process, whatever program it is, and the ports of servers. Imports no torch."""
+"""An inference server as a process of the run, whatever program it is. Imports no torch."""
 
-from __future__ import annotations
-
-import itertools
 import os
-import random
-import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Self
-
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.processes.child_process import ChildProcess
+from areal_lite.processes.place import HERE, Place, Program
 
 _LOG_TAIL_LINES = 30
-_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
 class ServerProcess(ABC):
     """One inference server at ``port``; ``start`` and ``stop`` it, or use a ``with`` statement.
 
-    It ends with this process, and keeps its address when it is started again after its end.
+    It ends with this process, and on this machine keeps its address when it is started again after its end.
     """
 
-    def __init__(self, name: str, config: ServerConfig, *, port: int, log_path: Path | None) -> None:
+    def __init__(
+        self, name: str, config: ServerConfig, *, port: int, log_path: Path | None, place: Place = HERE
+    ) -> None:
         self.name = name
         self.config = config
         self.log_path = log_path
         self._port = port
-        self._child: ChildProcess | None = None
+        self._place = place
+        self._child: Program | None = None
         self._log: IO[bytes] | None = None
         self._log_start = 0
         self._address: str | None = None
@@ -47,8 +44,8 @@ class ServerProcess(ABC):
     def _answers(self, deadline: float) -> bool:
         """Return whether the server answers requests; False if it ends, or at the monotonic ``deadline``."""
 
-    def _launch(self, output: IO[bytes]) -> ChildProcess:
-        return ChildProcess(self._command(), environment=self._environment(), output=output)
+    def _launch(self, output: IO[bytes]) -> Program:
+        return self._place.start(self._command(), self._environment(), output)
 
     @property
     def _url(self) -> str:
@@ -82,6 +79,8 @@ class ServerProcess(ABC):
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._log = self.log_path.open("a+b")
         self._log_start = self._log.seek(0, os.SEEK_END)
+        host, self._port = self._place.listen_at(self.config.host, self._port)
+        self.config = replace(self.config, host=host)
         self._child = self._launch(self._log)
 
     def wait_until_ready(self) -> None:
@@ -139,34 +138,6 @@ class ServerProcess(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.stop()
-
-
-def check_port(host: str, port: int) -> None:
-    """Check that a server can listen there; raises ConfigError."""
-    if (reason := _fault(host, port)) is not None:
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({reason}): stop the process that uses the port, choose another, or use "
-            "port 0 to take a free one."
-        )
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _fault(host, port) is None)
-    ports = list(itertools.islice(free, count))
-    if len(ports) < count:
-        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}: set server.port")
-    return ports
-
-
-def _fault(host: str, port: int) -> str | None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
 
 
 def cause_of_death(code: int) -> str:

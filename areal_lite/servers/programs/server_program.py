@@ -1,7 +1,5 @@
 """SGLang, vLLM and sglang-router as child processes: command lines, environment, and when they are ready."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -17,14 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.server_config import ServerConfig, flag_of, tensor_parallel_size
 from areal_lite.errors import ConfigError
 from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.processes.place import HERE, Place
+from areal_lite.processes.ports import check_port, free_ports
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.dialects.dialect import BadResponse, ErrorReply, GenerationCall
-from areal_lite.servers.programs.server_process import ServerProcess, check_port, free_ports
+from areal_lite.servers.programs.server_process import ServerProcess
 
 Backend = Literal["sglang", "vllm"]
 
@@ -57,13 +56,12 @@ class ServerProgram(ServerProcess):
     """A server of SGLang or vLLM. It is ready once it answers a generation with log-probs."""
 
     def __init__(
-        self, name: str, config: ServerConfig, model: ServedModel, *, port: int, gpus: str | None, log_path: Path
+        self, name: str, config: ServerConfig, model: ServedModel, *, log_path: Path, place: Place = HERE
     ) -> None:
-        super().__init__(name, config, port=port, log_path=log_path)
+        super().__init__(name, config, port=config.port, log_path=log_path, place=place)
         assert config.backend in ("sglang", "vllm")
         self._backend: Backend = config.backend
         self._model = model
-        self._gpus = gpus
 
     def _command(self) -> list[str]:
         flags = _flags(self._backend, self.config, self._model, self._port)
@@ -88,8 +86,6 @@ class ServerProgram(ServerProcess):
         variables["PYTHONUNBUFFERED"] = "1"
         if self.config.num_threads:
             variables["OMP_NUM_THREADS"] = str(self.config.num_threads)
-        if self._gpus is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = self._gpus
         if self._backend == "vllm":
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # routes of the control plane
             path = filter(None, [str(_EXTENSION), variables.get("PYTHONPATH")])
@@ -97,16 +93,16 @@ class ServerProgram(ServerProcess):
         return variables
 
     def _answers(self, deadline: float) -> bool:
-        return _asked_until(self, deadline, self._generates)
+        return asked_until(self, deadline, self._generates)
 
     def _generates(self, timeout_s: float) -> bool:
         dialect = dialect_of(self._backend)
         gconfig = GenerationHyperparameters(greedy=True, ignore_eos=True)
         rid = uuid.uuid4().hex
         call = GenerationCall(input_ids=[1, 2, 3], gconfig=gconfig, rid=rid, max_new_tokens=_PROBE_TOKENS)
-        chunk = dialect.parse(_ask(self._url + dialect.generate_path, dialect.generate_body(call), timeout_s))
+        chunk = dialect.parse(ask(self._url + dialect.generate_path, dialect.generate_body(call), timeout_s))
         if self._backend == "vllm":  # it has no flag for it
-            _ask(f"{self._url}/update_weight_version", {"new_version": self._model.weight_version}, timeout_s)
+            ask(f"{self._url}/update_weight_version", {"new_version": self._model.weight_version}, timeout_s)
         return chunk is not None and len(chunk.tokens) == _PROBE_TOKENS
 
 
@@ -130,7 +126,7 @@ class RouterProgram(ServerProcess):
         ]
 
     def _answers(self, deadline: float) -> bool:
-        return _asked_until(self, deadline, lambda timeout_s: bool(_ask(f"{self._url}/workers", None, timeout_s)))
+        return asked_until(self, deadline, lambda timeout_s: bool(ask(f"{self._url}/workers", None, timeout_s)))
 
 
 def check_programs(config: ServerConfig) -> None:
@@ -235,7 +231,7 @@ def _words(name: str, value: Any, backend: Backend) -> list[str]:
     return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
 
 
-def _asked_until(server: ServerProcess, deadline: float, ask: Callable[[float], bool]) -> bool:
+def asked_until(server: ServerProcess, deadline: float, ask: Callable[[float], bool]) -> bool:
     """Ask, with the seconds left, until it answers; what a request may raise is the answer of one that does not yet."""
     while (left_s := deadline - time.monotonic()) > 0 and server.wait(min(left_s, _PROBE_SECONDS)) is None:
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError, BadResponse, ErrorReply):
@@ -244,7 +240,7 @@ def _asked_until(server: ServerProcess, deadline: float, ask: Callable[[float], 
     return False
 
 
-def _ask(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+def ask(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

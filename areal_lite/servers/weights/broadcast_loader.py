@@ -12,8 +12,6 @@ that is in a collective cannot be cancelled. So when one half fails, the other i
 closed under it; the thread then ends within the stall limit of :mod:`process_group`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -23,7 +21,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
-
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import RefusedError, ServerRequests
 from areal_lite.servers.dialects.dialect import ControlCall
@@ -34,10 +31,8 @@ if TYPE_CHECKING:
     from areal_lite.servers.weights.broadcaster import BroadcastGroup
 
 T = TypeVar("T")
-CLOSE_S = 10.0
-"""Seconds in which a thread whose group was closed should have ended, above the stall limit of process_group."""
-Paused = Callable[[], AbstractAsyncContextManager[None]]
-"""Returns a context in which a server is paused."""
+CLOSE_S = 10.0  # seconds in which the thread of a closed group should end, above the stall limit of process_group
+Paused = Callable[[], AbstractAsyncContextManager[None]]  # returns a context in which a server is paused
 
 
 class BroadcastLoader:
@@ -55,7 +50,6 @@ class BroadcastLoader:
         if server in self._groups:
             with contextlib.suppress(RefusedError, OSError):  # the server may have restarted since the last update
                 return await self._broadcast(server, weights, paused)
-        await self._join(server, weights)
         await self._broadcast(server, weights, paused)
 
     def drop(self, server: Server) -> None:
@@ -70,21 +64,19 @@ class BroadcastLoader:
         if self._working:
             await asyncio.wait(self._working, timeout=CLOSE_S)
 
-    async def _join(self, server: Server, weights: WeightBroadcast) -> None:
+    async def _join(self, server: Server, weights: WeightBroadcast) -> "BroadcastGroup":
         host, info = urlsplit(server.url).hostname or "", server.info
-        group = await self._in_thread(
+        group: BroadcastGroup = await self._in_thread(
             lambda: weights.sender.open_group(host, num_ranks=info.num_ranks or 1, device=info.device)
         )
         self._groups[server] = group
-        try:
-            await self._both(server, self._dialect.join_group(group), group.join)
-        except BaseException:
-            self.drop(server)
-            raise
+        await self._both(server, self._dialect.join_group(group), group.join)
+        return group
 
     async def _broadcast(self, server: Server, weights: WeightBroadcast, paused: Paused) -> None:
-        group, dialect = self._groups[server], self._dialect
+        dialect = self._dialect
         try:
+            group = self._groups.get(server) or await self._join(server, weights)
             async with AsyncExitStack() as stack:
                 if not dialect.receives_while_generating:
                     await stack.enter_async_context(paused())
@@ -119,10 +111,8 @@ class BroadcastLoader:
 
     async def _both(self, server: Server, call: ControlCall, work: Callable[[], None]) -> None:
         """Send a request while a thread does the trainer's part; the first error ends both."""
-        tasks = [
-            asyncio.create_task(self._requests.control(server, call, timeout_s=self._timeout_s)),
-            asyncio.create_task(self._in_thread(work)),
-        ]
+        request = self._requests.control(server, call, timeout_s=self._timeout_s)
+        tasks = [asyncio.create_task(request), asyncio.create_task(self._in_thread(work))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:

@@ -4,23 +4,18 @@ Each server has a group of its own, so a server that is gone or hangs delays no 
 while servers receive, and one that comes back later gets the same version.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 import uuid
 from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
-
 from areal_lite.models.parallel.sharding import full_tensors
 from areal_lite.servers.weights.process_group import JOIN_TIMEOUT_S, Backend, broadcast, join_group, open_store
 from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
 from areal_lite.servers.weights.weight_folder import in_parts, sent_weights
 
-MAX_BUCKET_BYTES = 1 << 30
-"""Servers that load tensors as they arrive need this much memory besides their weights."""
+MAX_BUCKET_BYTES = 1 << 30  # servers that load tensors as they arrive need this much memory besides their weights
 _POLL_S = 0.01
 
 
@@ -41,17 +36,15 @@ class WeightBroadcaster:
         )
         return WeightBroadcast(version, [WeightBucket(part) for part in in_parts(copies, MAX_BUCKET_BYTES)], self)
 
-    def open_group(self, host: str, *, num_ranks: int, device: str | None) -> BroadcastGroup:
+    def open_group(self, host: str, *, num_ranks: int, device: str | None) -> "BroadcastGroup":
         """Open a group with the ``num_ranks`` processes of the server at ``host``; NCCL if both ends are on GPUs."""
         backend: Backend = "nccl" if self._device.type == "cuda" and device in (None, "cuda") else "gloo"
         return BroadcastGroup(_own_address(host), size=1 + num_ranks, backend=backend, device=self._device)
 
 
 class BroadcastGroup:
-    """The trainer's end, rank 0, of a process group with one server; ``join`` and ``send`` block, from any thread.
-
-    Each of them works on references of its own, so ``close`` frees nothing under a thread that is in a collective.
-    """
+    """The trainer's end, rank 0, of a process group with one server; ``join`` and ``send`` block, from any thread. Each
+    of them works on references of its own, so ``close`` frees nothing under a thread that is in a collective."""
 
     def __init__(self, address: str, *, size: int, backend: Backend, device: torch.device) -> None:
         self.name = f"areal-lite-{uuid.uuid4().hex[:12]}"

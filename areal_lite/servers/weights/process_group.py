@@ -3,18 +3,14 @@
 The keys in its store are those of SGLang's groups, so that either end may be SGLang.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any, Literal
-
 import torch.distributed as dist
 from torch import Tensor
 
 Backend = Literal["gloo", "nccl"]
 JOIN_TIMEOUT_S = 60.0
-STALL_S = 5.0
-"""Seconds that the other end may send or take nothing before a broadcast fails."""
+STALL_S = 5.0  # seconds that the other end may send or take nothing before a broadcast fails
 _SLOWEST_BYTES_PER_S = 50e6
 
 
@@ -32,8 +28,7 @@ def open_store(address: str, port: int, size: int, *, listener: int | None = Non
 
 
 def join_group(name: str, store: Any, *, rank: int, size: int, backend: Backend) -> Any:
-    device = "cuda" if backend == "nccl" else "cpu"
-    for prefix in (name, f"{name}/", f"{device}/"):
+    for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     if backend == "nccl":

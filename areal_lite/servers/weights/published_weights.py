@@ -3,12 +3,9 @@
 A publisher makes one beside the trainer, and the weight loader has every server load it, some of them later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
 from areal_lite.models.adapter_shape import AdapterShape
 
 if TYPE_CHECKING:
@@ -32,9 +29,8 @@ class WeightBroadcast:
     """A copy of the weights that the trainer sends to each server over a process group of the two."""
 
     version: int
-    buckets: Sequence[WeightBucket]
-    sender: Any
-    """The broadcaster that made it."""
+    buckets: "Sequence[WeightBucket]"
+    sender: Any  # the broadcaster that made it
 
     def __str__(self) -> str:
         return f"policy version {self.version} by broadcast"
@@ -44,7 +40,7 @@ class WeightBroadcast:
 class WeightBucket:
     """Tensors that are sent together, in this order."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: "Mapping[str, Tensor]"
 
     def description(self) -> dict[str, Any]:
         """Return names, dtypes and shapes, as SGLang's protocol has them."""

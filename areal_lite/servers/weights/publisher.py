@@ -1,16 +1,12 @@
 """The choice of ``rollout.weight_update``: by which medium a run publishes its weights."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-
 import torch
-
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.parallel.ranks import Ranks
@@ -30,7 +26,6 @@ def weight_publisher(
     config: InferenceEngineConfig, model: Any, weights_dir: Path, dtype: torch.dtype
 ) -> Iterator[Publish]:
     """Yield the function that publishes the weights of ``model`` in ``dtype``; of files the last version stays."""
-
     way = config.weight_update
     if way == "auto":
         way = "disk" if config.addresses else "memory"

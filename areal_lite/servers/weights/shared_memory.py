@@ -5,8 +5,6 @@ memory of this process, which is freed when the process ends, however it ends. T
 which still reads a version never sees the next one being written.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap
@@ -14,20 +12,16 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-
 import torch
 from torch import Tensor
-
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import full_tensors
 from areal_lite.servers.weights.weight_folder import WEIGHTS_FILE, sent_weights, write_model
 
 
 class SharedWeights:
-    """The two newest versions of a model's weights, in folders below ``root`` until ``close``.
-
-    Every rank has one and makes the same calls; the folders are on rank 0.
-    """
+    """The two newest versions of a model's weights, in folders below ``root`` until ``close``. Every rank has one and
+    makes the same calls; the folders are on rank 0."""
 
     def __init__(self, root: Path, *, dtype: torch.dtype) -> None:
         self._root = root
@@ -38,8 +32,12 @@ class SharedWeights:
     def publish(self, model: Any, version: int) -> Path:
         """Write the weights, with adapters merged, and return their folder."""
         folder = self._root / f"shared-{version % 2}"
-        if folder not in self._opened:
-            self._opened[folder] = self._open(model, folder)
+        if folder not in self._opened:  # its first version is written as a file, which is then moved to memory
+            first = Ranks.current().rank == 0
+            if first and folder.exists():  # of a run that was killed
+                shutil.rmtree(folder)
+            write_model(model, folder, self._dtype, max_shard_bytes=math.inf)
+            self._opened[folder] = _MappedFile(folder / WEIGHTS_FILE) if first else None
             return folder
         file = self._opened[folder]
         for name, tensor in full_tensors(sent_weights(model, self._dtype)):
@@ -55,14 +53,6 @@ class SharedWeights:
                 file.close()
                 shutil.rmtree(folder, ignore_errors=True)
         self._opened.clear()
-
-    def _open(self, model: Any, folder: Path) -> _MappedFile | None:
-        """Write the first version of a folder as files, and move its weights into memory."""
-        first = Ranks.current().rank == 0
-        if first and folder.exists():  # of a run that was killed
-            shutil.rmtree(folder)
-        write_model(model, folder, self._dtype, max_shard_bytes=math.inf)
-        return _MappedFile(folder / WEIGHTS_FILE) if first else None
 
 
 class _MappedFile:

@@ -1,7 +1,5 @@
 """Published weights: ordinary Hugging Face folders, written atomically, so a server never loads half a version."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -11,28 +9,22 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
-
 from areal_lite.data.chat.tokenizer import save_tokenizer
 from areal_lite.files.atomic_folder import remove_folder, write_folder
 from areal_lite.files.crash_points import crash_point
 from areal_lite.models.lora import has_adapters, plain_weights, write_adapters
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.models.parallel.shard_loading import conversions_of, weights_of
-from areal_lite.models.parallel.sharding import full_tensors
+from areal_lite.models.parallel.sharding import conversions_of, full_tensors, weights_of
 from areal_lite.models.policy_model import quiet_transformers
 from areal_lite.models.vision_model import vision_parameters
 
-MAX_SHARD_BYTES = 4 << 30
-"""Size of one file of weights, and of the memory needed to write it."""
-
+MAX_SHARD_BYTES = 4 << 30  # size of one file of weights, and of the memory needed to write it
 WEIGHTS_FILE = "model.safetensors"
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
-_KEPT = 2
 
 
 def publish_weights(
@@ -43,22 +35,19 @@ def publish_weights(
     dtype: torch.dtype = torch.bfloat16,
     adapters_only: bool = False,
 ) -> Path:
-    """Write ``directory_root/v{version:08d}`` and return it; keep the newest two versions; raises StorageError.
-
-    The folder holds config.json, generation_config.json, model.safetensors (Hugging Face names, tied
-    weights once; several files and their index where the model is large) in ``dtype``, and the ``manifest.json`` of
+    """Write ``directory_root/v{version:08d}`` and return it; keep the newest two versions; raises StorageError. The
+    folder holds config.json, generation_config.json, model.safetensors (Hugging Face names, tied weights once; several
+    files and their index where the model is large) in ``dtype``, and the ``manifest.json`` of
     :mod:`areal_lite.files.atomic_folder`. With ``adapters_only`` it holds the adapters in float32 instead, in peft's
-    format. Every rank must call this; the folder exists when rank 0 returns.
-    """
+    format. Every rank must call this; the folder exists when rank 0 returns."""
     root = Path(directory_root)
     folder = root / f"v{version:08d}"
-
     write = partial(write_adapters, model) if adapters_only else partial(write_model, model, dtype=dtype)
     if Ranks.current().rank:
         write(folder)
         return folder
     write_folder(folder, write, kind="weights", version=version)
-    keep_newest(root, _KEPT, last=version)
+    keep_newest(root, 2, last=version)
     crash_point("weights:after_delete")
     return folder
 
@@ -71,12 +60,9 @@ def keep_newest(root: Path, count: int, *, last: int) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write model and tokenizer atomically to ``directory``, replacing weights saved there before.
-
-    Adapters are merged, in float32 because a coarser ``dtype`` rounds much of them away, and also written to
-    ``directory/adapters`` in peft's format. Every rank must call this; the folder exists when rank 0 returns.
-    """
-
+    """Write model and tokenizer atomically to ``directory``, replacing weights saved there before. Adapters are merged,
+    in float32 because a coarser ``dtype`` rounds much of them away, and also written to ``directory/adapters`` in
+    peft's format. Every rank must call this; the folder exists when rank 0 returns."""
     adapted, first = has_adapters(model), Ranks.current().rank == 0
 
     def write(temporary: Path) -> None:
@@ -95,10 +81,8 @@ def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torc
 
 
 def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes: float = MAX_SHARD_BYTES) -> None:
-    """Write the weights in ``dtype``, with adapters merged, and the config as a Hugging Face folder.
-
-    Every rank must call this; rank 0 writes. Besides the model it needs memory for one file of weights.
-    """
+    """Write the weights in ``dtype``, with adapters merged, and the config as a Hugging Face folder. Every rank must
+    call this; rank 0 writes. Besides the model it needs memory for one file of weights."""
     if not can_send(model):
         max_shard_bytes = math.inf  # one saved tensor may be made from several weights
     plain = copy.copy(model)  # shares the weights, has its own attributes

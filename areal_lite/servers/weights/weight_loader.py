@@ -7,15 +7,12 @@ A server is forgotten before its load begins rather than after it failed: betwee
 weights, and an answer that it gives then must not count as one of the version that it acknowledged before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import ADAPTER_PREFIX, REQUEST_ERRORS
 from areal_lite.servers.pool.request_gate import Servers
@@ -29,12 +26,9 @@ logger = logging.getLogger(__name__)
 class WeightLoader:
     def __init__(self, servers: Servers) -> None:
         self._config, self._pool, self._requests, self._gate = servers
-        self.wanted: PublishedWeights | None = None
-        """The newest weights; None before the first update."""
-        self.updating = False
-        """True while an update runs; the pauses of its loads hold generation, those of repairs do not."""
-        self._loaded: dict[Server, PublishedWeights] = {}
-        """The weights that each server acknowledged last."""
+        self.wanted: PublishedWeights | None = None  # the newest weights; None before the first update
+        self.updating = False  # an update runs; the pauses of its loads hold generation, those of repairs do not
+        self._loaded: dict[Server, PublishedWeights] = {}  # the weights that each server acknowledged last
         self._locks: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.broadcasts = BroadcastLoader(servers.requests, timeout_s=servers.config.faults.request_timeout_s)
 
@@ -102,7 +96,7 @@ class WeightLoader:
         if self.updating:
             # Before the pause is sent: an answer that it aborts would else be sent on at once, to a server that is
             # about to be paused too, and aborted there without a token.
-            self._gate.hold_for_update()
+            self._gate.hold("update")
         keep = self._config.weight_update_pause == "keep" or self._gate.must_stay(server)
         await self._requests.control(server, self._requests.dialect.pause(keep=keep))
         try:

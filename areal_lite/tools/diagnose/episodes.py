@@ -1,7 +1,5 @@
 """What a diagnosis reads of a run: facts of its training episodes, and the curves of its metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import zlib
@@ -10,12 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from statistics import StatisticsError, correlation
 from typing import Any
-
 import orjson
-
 from areal_lite.api.failure import FailureKind
 from areal_lite.tools.foreign_files import has_plain_files, read_inside, read_records
 from areal_lite.tools.inspect.dumps import Dumps
+from areal_lite.tools.inspect.filters import parse
 from areal_lite.tools.inspect.last_answer import model_folders
 from areal_lite.tools.inspect.plot import curve
 
@@ -46,9 +43,8 @@ def read_run(dumps: Dumps, run: str, filter: str = "") -> tuple[list[Facts], Cur
     """Return the training episodes of ``run`` that match ``filter``, and its metrics."""
     chosen = f"not scope=eval-rollout status!=cancelled {filter and f'({filter})'}"
     part = 1 + (dumps.count(chosen) or 0) // MAX_LINES
-    rows = (
-        row for row in dumps.rows(chosen) if row["run"] == run and zlib.crc32(repr(row["group"]).encode()) % part == 0
-    )
+    matching = dumps.run(run).select(parse(chosen))
+    rows = (row for row in matching if zlib.crc32(repr(row["group"]).encode()) % part == 0)
     groups = groupby(dumps.records(rows), lambda record: (record["version"], record.get("group_id")))
     spelling, episodes = read_spelling(dumps.runs[run]), list[Facts]()
     for number, (_, records) in enumerate(groups):
@@ -80,9 +76,8 @@ def _vocabulary(folder: Path, root: Path) -> dict[str, int]:
         saved = orjson.loads(_text(folder / "tokenizer.json", root))
         known = saved["model"]["vocab"]
         pairs = known.items() if isinstance(known, dict) else ((token, id) for id, (token, _) in enumerate(known))
-        return {str(token): int(id) for token, id in pairs} | {
-            t["content"]: int(t["id"]) for t in saved["added_tokens"]
-        }
+        added = {token["content"]: int(token["id"]) for token in saved["added_tokens"]}
+        return {str(token): int(id) for token, id in pairs} | added
     return {}
 
 
@@ -115,8 +110,7 @@ def episode_facts(lines: Sequence[Record], spelling: Spelling) -> Facts:
     facts |= {"untrained": not trained} if first.get("status") == "accepted" else {}
     facts |= {"unsampled": 1 - sampled / trained} if trained else {}
     facts |= {"foreign": sum(id in foreign for id in ids) / len(ids)} if ids else {}
-    answer = answer_of(turns)
-    if answer is None:
+    if (answer := answer_of(turns)) is None:
         return facts
     last, prompt = calls[-1].get("ids") or [], "".join(turn.get("text") or "" for turn in turns[:1])
     grams, asked = list(zip(*(last[start:] for start in range(4)), strict=False)), set(MARKER.findall(prompt))

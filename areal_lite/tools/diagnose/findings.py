@@ -1,7 +1,5 @@
 """Pure functions from a run's episodes to curves, and from a curve to a figure that a row of checks.toml judges."""
 
-from __future__ import annotations
-
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,7 +8,6 @@ from importlib import resources
 from itertools import pairwise
 from math import sqrt
 from typing import Any
-
 from areal_lite.tools.diagnose.episodes import Curves, Facts, mean
 
 Finding = dict[str, Any]
@@ -51,9 +48,6 @@ def diagnose(episodes: Sequence[Facts], metrics: Curves) -> list[Finding]:
     return sorted(found, key=lambda each: SEVERITIES.index(each["severity"]))
 
 
-# -- curves
-
-
 def all_curves(episodes: Sequence[Facts], metrics: Curves) -> Curves:
     """Return every curve that a check may name: metrics by step, facts by version, and what is made of them."""
     counts = Counter(facts["reward"] for facts in episodes if "reward" in facts)
@@ -80,9 +74,8 @@ def by_version(episodes: Iterable[Facts], name: str) -> list[tuple[int, float]]:
 
 
 def rise_of_reward(episodes: Iterable[Facts]) -> float:
-    """Return how far the reward of the last third of versions is above the first third's, in standard errors.
-
-    Groups are the samples, because their episodes share a row."""
+    """Return how far the reward of the last third of versions is above the first third's, in standard errors
+    of groups, because the episodes of a group share a row."""
     groups: dict[float, dict[float, list[float]]] = {}
     for facts in episodes:
         if "reward" in facts:
@@ -92,9 +85,8 @@ def rise_of_reward(episodes: Iterable[Facts]) -> float:
         return 0.0
     last, first = ([each for version in _third(part) for each in version] for part in (versions, versions[::-1]))
     rise = mean(last) - mean(first)
-    error = sqrt(
-        sum(mean((each - mean(part)) * (each - mean(part)) for each in part) / len(part) for part in (last, first))
-    )
+    parts = ([each - mean(part) for each in part] for part in (last, first))
+    error = sqrt(sum(mean(each * each for each in part) / len(part) for part in parts))
     return rise / error if error else 0.0
 
 

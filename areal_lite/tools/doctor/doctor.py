@@ -4,16 +4,12 @@ A check yields findings. If it raises, the error is a finding to fix: errors of 
 the first one decides the exit code. Checks write only to a temporary folder: the run's folder does not change.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.supervised_config import SupervisedConfig
@@ -24,11 +20,6 @@ from areal_lite.tools.run.config import load_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Checks packages, devices, memory and disk; with CONFIG also model, tokenizer, servers, one episode and one "
-        "training step. Changes nothing. Exit code 0: nothing to fix. With --from it compares the config of another "
-        "system instead: what to write here, and which of our defaults differ from the origin's."
-    )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a config of any kind of run")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="override one value")
     parser.add_argument(
@@ -60,7 +51,7 @@ def _ported(options: argparse.Namespace) -> int:
 
     result = ported(options.origin, options.config)
     if options.json:
-        print(json.dumps({**asdict(result), "keys": [each._asdict() for each in result.keys]}, default=str))
+        print(json.dumps({**result._asdict(), "keys": [each._asdict() for each in result.keys]}, default=str))
     else:
         print("\n".join(map(printable, result.lines())))
     return 0
@@ -77,63 +68,55 @@ def dry_run(options: argparse.Namespace) -> int:
     return 0
 
 
-class Checkup:
-    """Runs checks, shows their findings, and keeps the exit code."""
+def doctor(config: str | None, overrides: Sequence[str], *, show: Callable[[Finding], None]) -> int:
+    """Check the machine and, with a config, its run; return the exit code of the first failure, 0 without one."""
+    failures: dict[str, int] = {}  # exit codes by text, as several checks need the model
 
-    def __init__(self, show: Callable[[Finding], None]) -> None:
-        self.show = show
-        self.exit_code = 0
-        """That of the first failure, as in :mod:`areal_lite.errors`; 0 without failures."""
-        self._failures: set[str] = set()
-
-    def run(self, check: Findings) -> bool:
+    def passes(check: Findings) -> bool:
         try:
             for finding in check:
-                self.show(finding)
-        except ArealLiteError as error:
-            return self._failed("\n".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code)
-        except Exception as error:  # of a library, or of the user's code
-            return self._failed(f"{type(error).__name__}: {error}", ArealLiteError.exit_code)
+                show(finding)
+        except Exception as error:  # also of a library, or of the user's code
+            text, exit_code = f"{type(error).__name__}: {error}", ArealLiteError.exit_code
+            if isinstance(error, ArealLiteError):
+                text, exit_code = "\n".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code
+            if text not in failures:
+                show(Finding(Level.FIX, text))
+                failures[text] = exit_code
+            return False
         return True
 
-    def _failed(self, text: str, exit_code: int) -> bool:
-        if text not in self._failures:  # several checks need the model
-            self.show(Finding(Level.FIX, text))
-            self._failures.add(text)
-        self.exit_code = self.exit_code or exit_code
-        return False
-
-
-def doctor(config: str | None, overrides: Sequence[str], *, show: Callable[[Finding], None]) -> int:
-    """Check the machine and, with a config, its run; return the exit code."""
-    checkup = Checkup(show)
     with _warnings_shown(show):
         for check in (packages, devices, machine):
-            checkup.run(check())
+            passes(check())
         if config is not None:
-            loaded: list[ExperimentConfig] = []
-            if checkup.run(config_file(config, overrides, loaded)):
-                _check_run(checkup, loaded[0])
-    return checkup.exit_code
+            passes(_check_run(config, overrides, passes))
+    return next(iter(failures.values()), 0)
 
 
-def _check_run(checkup: Checkup, config: ExperimentConfig) -> None:
+def _check_run(path: str, overrides: Sequence[str], passes: Callable[[Findings], bool]) -> Findings:
+    config = load_config(path, overrides, root=ExperimentConfig)
+    yield ok(f"{path}: {config.experiment_name}, kind {getattr(config, 'kind', 'reinforcement learning')}")
     from areal_lite.tools.doctor import doctor_model as model
     from areal_lite.tools.doctor import doctor_run as run
+    from areal_lite.tools.doctor.doctor_cluster import cluster_findings
+    from areal_lite.tools.doctor.doctor_sandbox import sandbox_findings
 
     assert isinstance(config, RunConfig | SupervisedConfig)
-    has_model = checkup.run(model.model_folder(config.model_path))
+    has_model = passes(model.model_folder(config.model_path))
     fine = [
-        has_model and checkup.run(model.tokenizer(config)),
-        checkup.run(run.settings(config)),
-        checkup.run(run.run_folder(config)),
-        has_model and checkup.run(model.room(config)),
+        has_model and passes(model.tokenizer(config)),
+        not isinstance(config, RunConfig) or passes(sandbox_findings(config.rollout.agents.sandbox)),
+        passes(run.settings(config)),
+        passes(cluster_findings(config)),
+        passes(run.run_folder(config)),
+        has_model and passes(model.room(config)),
     ]
     if all(fine):
-        checkup.run(run.supervised(config) if isinstance(config, SupervisedConfig) else run.rollouts(config))
+        passes(run.supervised(config) if isinstance(config, SupervisedConfig) else run.rollouts(config))
     else:
         tried = "training step" if isinstance(config, SupervisedConfig) else "servers, episode and training step"
-        checkup.show(warning(f"{tried} not tried: fix the above first"))
+        yield warning(f"{tried} not tried: fix the above first")
 
 
 @contextmanager
@@ -152,8 +135,3 @@ def _warnings_shown(show: Callable[[Finding], None]) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-def config_file(path: str, overrides: Sequence[str], loaded: list[ExperimentConfig]) -> Findings:
-    loaded.append(load_config(path, overrides, root=ExperimentConfig))
-    yield ok(f"{path}: {loaded[0].experiment_name}, kind {getattr(loaded[0], 'kind', 'reinforcement learning')}")

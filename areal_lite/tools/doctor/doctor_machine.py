@@ -1,7 +1,5 @@
 """Findings of ``areal-lite doctor``, and its checks of the machine: packages, devices, memory, disk."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -11,7 +9,6 @@ from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
-
 from areal_lite import __version__
 from areal_lite.errors import ConfigError
 
@@ -21,16 +18,12 @@ _LOW_DISK = 5e9
 
 
 class Level(StrEnum):
-    """Severity of a finding."""
-
     OK = "ok"
     WARNING = "warning"
     FIX = "fix"
 
 
 class Finding(NamedTuple):
-    """The finding of a check."""
-
     level: Level
     text: str
 
@@ -87,7 +80,6 @@ def packages() -> Findings:
 def devices() -> Findings:
     """Show torch, the CPU cores, the GPUs, and without one whether there is a C++ compiler."""
     import torch
-
     from areal_lite.models.kernels.compiler import find_compiler
     from areal_lite.models.policy_model import has_bfloat16
 
@@ -117,13 +109,8 @@ def devices() -> Findings:
 def machine() -> Findings:
     yield ok(f"{gigabytes(free_memory())} of memory are free")
     text = f"{gigabytes(free := shutil.disk_usage(Path.cwd()).free)} of disk are free here"
-    yield (
-        ok(text)
-        if free > _LOW_DISK
-        else warning(
-            f"only {text}: a small model with its checkpoints takes {gigabytes(_LOW_DISK)}; free some, or set fileroot"
-        )
-    )
+    takes = f"a small model with its checkpoints takes {gigabytes(_LOW_DISK)}"
+    yield ok(text) if free > _LOW_DISK else warning(f"only {text}: {takes}; free some, or set fileroot")
 
 
 def free_memory() -> float:
@@ -131,8 +118,7 @@ def free_memory() -> float:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
+    if (limit := group / "memory.max").exists() and (text := limit.read_text().strip()) != "max":
         free = min(free, int(text) - int((group / "memory.current").read_text()))
     return float(free)
 

@@ -1,7 +1,5 @@
 """Checks of ``areal-lite doctor`` on the model: its folder, its tokenizer, and the memory and disk that it needs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -9,9 +7,11 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
+import torch
+from safetensors import safe_open
 from areal_lite.agents.session.chat_renderer import chat_renderer
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.supervised_config import SFTConfig, SupervisedConfig
@@ -19,7 +19,10 @@ from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.files.model_path import check_model_path, stored_tensors
+from areal_lite.models.policy_model import check_mesh, load_pretrained, resolve_device
+from areal_lite.models.vision_model import auto_class_of
 from areal_lite.runs.run_data import tokenizer_path
+from areal_lite.runs.training_run import with_dtypes
 from areal_lite.tools.doctor.doctor_machine import Finding, Findings, free_memory, gigabytes, ok, warning
 
 Config = RunConfig | SupervisedConfig
@@ -27,19 +30,14 @@ _QUESTION = {"role": "user", "content": "What is 1 + 1?"}
 _ANSWER = {"role": "assistant", "content": "It is 2."}
 _TRAINED = 4 + 4 + 8
 """Bytes per trained parameter: weight, gradient, and two moments of AdamW."""
-_SAVED = 4 + 8
 _LITTLE_REASONING = 256
 """New tokens that reasoning alone often takes."""
 _SMALL_NORM = 0.2
 """A row of the output embedding with less than this share of the usual norm was hardly trained."""
-_SAMPLED_ROWS = 200
 
 
 def model_folder(path: str) -> Findings:
     """Check config.json, and that every weight of the architecture is in complete safetensors files."""
-    from areal_lite.models.policy_model import load_pretrained
-    from areal_lite.models.vision_model import auto_class_of
-
     check_model_path(path)
     if not Path(path).expanduser().is_dir():
         yield warning(f"model_path {path!r} is a hub name: the run reads its files from the cache or downloads them")
@@ -95,7 +93,7 @@ def end_of_turn(model_path: str, tokenizer: Any, stop_ids: list[int]) -> Finding
         )
         return
     end, text = after[0], repr(tokenizer.decode(after[:1]))
-    model_ends = _model_ends(model_path) | {tokenizer.eos_token_id} - {None}
+    model_ends = (_model_ends(model_path) | {tokenizer.eos_token_id}) - {None}
     if end not in model_ends:
         yield warning(
             f"answers end with {text} (id {end}), and the model with {sorted(model_ends)}: agents stop at "
@@ -122,11 +120,6 @@ def room(config: Config) -> Findings:
 
 def _needs(config: Config, parameters: int) -> Mapping[str, float]:
     """Return the bytes that weights and optimizer need by device; activations and KV caches come on top."""
-    import torch
-
-    from areal_lite.models.policy_model import resolve_device
-    from areal_lite.runs.training_run import with_dtypes
-
     needs = Counter({resolve_device(config.trainer.device).type: _trainer_bytes(config, parameters)})
     if isinstance(config, RunConfig) and not config.rollout.addresses:
         served = resolve_device(config.server.device, key="server.device").type
@@ -143,22 +136,22 @@ def _trainer_bytes(config: Config, parameters: int) -> int:
 
 
 def _on_ranks(config: Config, parameters: int) -> Finding:
-    """Tell what each of several ranks needs, and how many of them can read a sequence together."""
-    from areal_lite.models.policy_model import check_heads
-
-    need, sizes = _trainer_bytes(config, parameters), []
-    check_heads(config.model_path, config.trainer.sp_size)
+    """Tell what each of several ranks needs, and how many of them can read a sequence or compute a layer together."""
+    need, trainer = _trainer_bytes(config, parameters), config.trainer
+    check_mesh(config.model_path, trainer)
+    possible: dict[str, list[str]] = {"sp_size": [], "tp_size": []}
     for size in (1, 2, 4, 8):
-        with suppress(ConfigError):
-            check_heads(config.model_path, size)
-            sizes.append(str(size))
+        meshes = replace(trainer, sp_size=size, tp_size=1), replace(trainer, sp_size=1, tp_size=size)
+        for sizes, mesh in zip(possible.values(), meshes, strict=True):
+            with suppress(ConfigError):
+                check_mesh(config.model_path, mesh)
+                sizes.append(str(size))
     each = ", ".join(f"{gigabytes(need / ranks)} on {ranks}" for ranks in (2, 4, 8))
-    return ok(f"under torchrun each rank's weights and optimizer need {each} ranks; sp_size can be {', '.join(sizes)}")
+    choices = "; ".join(f"{key} can be {', '.join(sizes)}" for key, sizes in possible.items())
+    return ok(f"under torchrun each rank's weights and optimizer need {each} ranks; {choices}")
 
 
 def _memory(needs: Mapping[str, float]) -> Findings:
-    import torch
-
     for device, need in needs.items():
         gpus = range(torch.cuda.device_count()) if device == "cuda" else ()
         free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus) if gpus else free_memory()
@@ -175,7 +168,7 @@ def _disk(config: Config, parameters: int) -> Findings:
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         raise StorageError(f"{folder} is not writable: set fileroot to a writable folder")
-    each = 0 if config.trainer.lora is not None else parameters * _SAVED
+    each = 0 if config.trainer.lora is not None else parameters * (4 + 8)  # weight and moments
     count = config.checkpoint.keep + 1 if config.checkpoint.enabled else 0
     need, free = each * count + parameters * 4 * config.save_model, shutil.disk_usage(folder).free
     what = f"{count} checkpoints and the model need {gigabytes(need)} of disk, {gigabytes(free)} are free in {folder}"
@@ -191,19 +184,14 @@ def _parameters(path: str) -> int:
 def _model_ends(path: str) -> set[int]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        try:
+        with suppress(OSError, ValueError):
             given = json.loads((Path(path).expanduser() / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        ids |= set(given if isinstance(given, list) else [] if given is None else [given])
+            ids.update(given if isinstance(given, list) else [given])
     return ids
 
 
 def _norm_of(path: str, token: int) -> float | None:
     """Return the norm of a token's row in the output embedding, as a share of the median; None if it is unknown."""
-    import torch
-    from safetensors import safe_open
-
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return None
@@ -214,6 +202,6 @@ def _norm_of(path: str, token: int) -> float | None:
     with safe_open(tensors[names[0]].file, framework="pt") as file:
         rows = file.get_slice(names[0])
         size = tensors[names[0]].shape[0]
-        sample = range(0, size, max(1, size // _SAMPLED_ROWS))
+        sample = range(0, size, max(1, size // 200))  # about 200 rows
         usual = torch.stack([rows[index].float().norm() for index in sample]).median()
         return float(rows[token].float().norm() / usual)

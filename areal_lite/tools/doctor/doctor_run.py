@@ -3,46 +3,43 @@
 They write to a temporary folder. Servers that were running before keep their weights.
 """
 
-from __future__ import annotations
-
-import fcntl
+import math
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
 from areal_lite.config.run_config import CheckpointConfig, RunConfig
-from areal_lite.config.supervised_config import SupervisedConfig
+from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.errors import EpisodeError, RunDirBusyError, StarvationError, TrainingError
+from areal_lite.data.vision.image_encoder import image_encoder
+from areal_lite.errors import EpisodeError, ServerError, StarvationError, TrainingError
 from areal_lite.files.model_path import check_model_path
+from areal_lite.models.policy_model import resolve_device
+from areal_lite.runs.engine_stack import generating_engine
+from areal_lite.runs.entry_points import check_trainable
+from areal_lite.runs.folder.resuming import Start, find_start
+from areal_lite.runs.folder.run_directory import check_disposable, take_lock
+from areal_lite.runs.rl_run import make_trainer
+from areal_lite.runs.rollout_driver import RolloutDriver
 from areal_lite.runs.run_data import tokenizer_path, training_data, with_steps
+from areal_lite.runs.server_probe import NUM_TOKENS, compare_logprobs, image_prompt, probe_prompt, usual_difference
+from areal_lite.runs.supervised_run import datasets, run_supervised
+from areal_lite.runs.training_run import with_dtypes
+from areal_lite.servers.dialects import dialect_of
 from areal_lite.tools.doctor.doctor_machine import Findings, ok, warning
 
 _GROUP = 2
-_NEW_TOKENS = 64
-_EPISODE_SECONDS = 300.0
 _ROWS = 8
 
 
 def run_folder(config: RunConfig | SupervisedConfig) -> Findings:
     """Check that a run can start or resume in its folder, and that no live run holds it."""
-    from areal_lite.runs.folder.resuming import find_start
-    from areal_lite.runs.folder.run_directory import check_disposable
-
     path = config.run_dir
-    lock = path / ".lock"
-    if lock.exists():
+    if (lock := path / ".lock").exists():
         with lock.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunDirBusyError(
-                    f"{path} is held by a run that is still alive (pid {file.read() or 'unknown'}): stop it, or choose "
-                    "another trial_name"
-                ) from None
+            take_lock(file.fileno(), path)
     total = config.trainer.total_steps
     start = find_start(config, sys.maxsize if total is None else total)
     if start.checkpoint is not None:
@@ -57,14 +54,8 @@ def run_folder(config: RunConfig | SupervisedConfig) -> Findings:
 def settings(config: RunConfig | SupervisedConfig) -> Findings:
     """Check what the run itself checks before anything expensive starts: devices, options, workflow, rows."""
     if isinstance(config, SupervisedConfig):
-        from areal_lite.models.policy_model import resolve_device
-
         resolve_device(config.trainer.device)
         return  # the training step reads the rows
-    from areal_lite.runs.entry_points import check_trainable
-    from areal_lite.runs.folder.resuming import Start
-    from areal_lite.runs.rollout_driver import RolloutDriver
-
     check_trainable(config)
     data = training_data(config)
     driver = RolloutDriver(config, Start(evaluates=False), data)
@@ -79,8 +70,6 @@ def dry_run_findings(config: RunConfig | SupervisedConfig) -> Findings:
     yield from run_folder(config)
     yield from settings(config)
     if isinstance(config, SupervisedConfig):
-        from areal_lite.runs.supervised_run import datasets
-
         check_model_path(config.model_path)
         train, held_out = datasets(config)
         yield ok(f"{len(train):,} training items, {len(held_out or ()):,} held out")
@@ -88,12 +77,6 @@ def dry_run_findings(config: RunConfig | SupervisedConfig) -> Findings:
 
 def rollouts(config: RunConfig) -> Findings:
     """Start or reach the servers, run the episodes of one row, and train one step on them."""
-    from areal_lite.runs.engine_stack import generating_engine
-    from areal_lite.runs.folder.resuming import Start
-    from areal_lite.runs.rl_run import make_trainer
-    from areal_lite.runs.rollout_driver import RolloutDriver
-    from areal_lite.runs.training_run import with_dtypes
-
     with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
         small = with_dtypes(_small_rollouts(config, folder))
         driver = RolloutDriver(small, Start(evaluates=False), training_data(small))
@@ -101,37 +84,33 @@ def rollouts(config: RunConfig) -> Findings:
         with generating_engine(small, Path(folder)) as engine:
             yield from _servers(config, engine, began)
             driver.engine = engine
-            batch = _episodes(driver)
+            try:
+                batch = driver.batch(1)
+            except StarvationError as error:
+                cause = driver.engine.failures.table(1) or str(error)
+                raise EpisodeError(f"no episode succeeded. {cause}") from error
             yield from _spread_rewards(batch)
             began = time.monotonic()
             skipped: list[Any] = []
             trainer = make_trainer(small, skipped.append)
             yield from _compare(small, engine, trainer)
+            yield from images(small, engine, trainer)
             metrics = trainer.train_step(batch, version=0)
             if skipped:
                 raise TrainingError(f"the update of one training step is not finite: {skipped[0]}")
-            seconds = time.monotonic() - began
-            yield ok(
-                f"training step: loss {metrics['loss']:+.4f}, gradient {metrics['grad_norm']:.4f}, {seconds:.1f} s"
-            )
+            took = f"{time.monotonic() - began:.1f} s"
+            yield ok(f"training step: loss {metrics['loss']:+.4f}, gradient {metrics['grad_norm']:.4f}, {took}")
 
 
 def supervised(config: SupervisedConfig) -> Findings:
     """Train one step on the first rows."""
-    from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
-    from areal_lite.runs.supervised_run import run_supervised
-
     assert isinstance(config, SFTConfig | DPOConfig | RewardModelConfig)
     with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
-        rows = replace(config.train_dataset, max_samples=min(config.train_dataset.max_samples or _ROWS, _ROWS))
-        changes = _without_files(folder) | {
-            "train_dataset": rows,
-            "eval_dataset": None,
-            "trainer": replace(
-                config.trainer, total_steps=1, batch_size=min(config.trainer.batch_size, _GROUP), sp_size=1
-            ),
-        }
-        small = replace(config, **changes)
+        data, trainer = config.train_dataset, config.trainer
+        trainer = replace(trainer, total_steps=1, batch_size=min(trainer.batch_size, _GROUP), sp_size=1, tp_size=1)
+        rows = replace(data, max_samples=min(data.max_samples or _ROWS, _ROWS))
+        changes: dict[str, Any] = {"train_dataset": rows, "eval_dataset": None, "trainer": trainer}
+        small = replace(config, **_without_files(folder), **changes)
         metrics: dict[str, float] = {}
         summary = run_supervised(small, on_step=lambda step, record: metrics.update(record))
         if metrics["train/skipped_updates"]:
@@ -140,8 +119,7 @@ def supervised(config: SupervisedConfig) -> Findings:
 
 
 def _without_files(folder: str) -> dict[str, Any]:
-    checkpoint = CheckpointConfig(every_minutes=None)
-    return {"fileroot": folder, "checkpoint": checkpoint, "tracking": [], "save_model": False}
+    return {"fileroot": folder, "checkpoint": CheckpointConfig(every_minutes=None), "tracking": [], "save_model": False}
 
 
 def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
@@ -158,10 +136,10 @@ def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
             config.rollout.faults,
             failed_group_retries=0,
             max_empty_batches=1,
-            episode_timeout_s=min(config.rollout.faults.episode_timeout_s, _EPISODE_SECONDS),
+            episode_timeout_s=min(config.rollout.faults.episode_timeout_s, 300.0),
             outage_patience_s=min(config.rollout.faults.outage_patience_s, 30.0),
         ),
-        gconfig=gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, _NEW_TOKENS)),
+        gconfig=gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, 64)),
     )
     return replace(
         config,
@@ -181,20 +159,11 @@ def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
 def _servers(config: RunConfig, engine: Any, began: float) -> Findings:
     whose = "answers" if config.rollout.addresses else f"started in {time.monotonic() - began:.1f} s"
     for server in engine.servers:
+        name = f"server {server.url}"
         if server.state == "down":
-            yield warning(
-                f"server {server.url} is down: {server.reason}. Start it, or remove it from rollout.addresses"
-            )
+            yield warning(f"{name} is down: {server.reason}. Start it, or remove it from rollout.addresses")
         else:
-            yield ok(f"server {server.url} {whose} and serves {server.info.model or 'a model that it does not name'}")
-
-
-def _episodes(driver: Any) -> Any:
-    try:
-        return driver.batch(1)
-    except StarvationError as error:
-        cause = driver.engine.failures.table(1) or str(error)
-        raise EpisodeError(f"no episode succeeded. {cause}") from error
+            yield ok(f"{name} {whose} and serves {server.info.model or 'a model that it does not name'}")
 
 
 def _spread_rewards(batch: Any) -> Findings:
@@ -211,11 +180,35 @@ def _spread_rewards(batch: Any) -> Findings:
 
 
 def _compare(config: RunConfig, engine: Any, trainer: Any) -> Findings:
-    from areal_lite.runs.server_probe import NUM_TOKENS, compare_logprobs, probe_prompt, usual_difference
-
     prompt = probe_prompt(load_tokenizer(tokenizer_path(config)))
     answers = engine.probe(prompt, NUM_TOKENS)
     usual = usual_difference(config)
     for url, figure in compare_logprobs(trainer, prompt, answers).items():
         text = f"log-probs of {url} and of the trainer differ by {figure:.4f} nats on average"
         yield ok(text) if figure <= usual else warning(f"{text}, more than the {usual:g} of rounding")
+
+
+def images(config: RunConfig, engine: Any, trainer: Any) -> Findings:
+    """Show one image to each server: how it is sent, and whether server and trainer see the same."""
+    tokenizer = load_tokenizer(tokenizer_path(config))
+    encoder = image_encoder(tokenizer_path(config), tokenizer, config.rollout.run_dir)
+    if encoder is None:
+        return
+    prompt, spans = image_prompt(tokenizer, encoder)
+    answers, failure = [], ""
+    try:
+        answers = engine.probe(prompt, NUM_TOKENS, spans)
+    except ServerError as error:
+        failure = str(error)
+    usual = usual_difference(config)
+    figures = compare_logprobs(trainer, prompt, answers, images=spans, warn_above=math.inf) if answers else {}
+    for server in engine.servers:
+        wire, risk = dialect_of(config.rollout.backend).image_wire(server.info)
+        text = f"server {server.url} takes images as {wire}"
+        if (figure := figures.get(server.url)) is None:
+            yield warning(f"{text}, but it gave no answer: {server.last_failure or failure}")
+            continue
+        text += f"; its log-probs and those of the trainer differ by {figure:.4f} nats on average"
+        risks = [risk] if risk else []
+        risks += [] if figure <= usual else [f"that is more than the {usual:g} of rounding"]
+        yield warning("; ".join([text, *risks])) if risks else ok(text)

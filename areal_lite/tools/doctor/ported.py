@@ -4,34 +4,26 @@ Reads the other system's file as data: nothing that it names is imported or run.
 either compared or listed as not carried over.
 """
 
-from __future__ import annotations
-
 import inspect
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
-from areal_lite.tools.doctor.port_areal import AREAL
-from areal_lite.tools.doctor.port_rules import UNUSED, Rule
-from areal_lite.tools.doctor.port_slime import SLIME
-from areal_lite.tools.doctor.port_verl import VERL
+from areal_lite.tools.doctor.origin_keys import ORIGINS, UNUSED, At
+from areal_lite.trainer.objectives import policy_loss
 
-ORIGINS: dict[str, tuple[Rule, ...]] = {"verl": VERL, "slime": SLIME, "areal": AREAL}
 _NAMES = {"verl": "verl", "slime": "slime", "areal": "AReaL"}
 _REQUIRED = {
     *("experiment_name", "model_path", "train_dataset.path"),
     *("trainer.learning_rate", "trainer.total_steps", "trainer.total_epochs"),
 }
 """Keys without a default here."""
-_HYDRA = ("defaults", "hydra")
-"""Sections of a Hydra file that are no settings of the run."""
 
 
 class Difference(NamedTuple):
@@ -51,14 +43,13 @@ class Difference(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ported:
+class Ported(NamedTuple):
     """A config of another system, compared."""
 
     origin: str
     config: str
-    keys: list[Difference] = field(default_factory=list)
-    not_carried_over: list[str] = field(default_factory=list)
+    keys: list[Difference]
+    not_carried_over: list[str]
     """Keys of the config that have no counterpart here, with this value."""
 
     def lines(self) -> Iterator[str]:
@@ -85,8 +76,7 @@ def ported(origin: str, path: str) -> Ported:
         ConfigError: If it cannot be read, or holds no key of ``origin``.
     """
     given = _read(origin, Path(path))
-    rules = ORIGINS[origin]
-    defaults = {rule.origin: rule.default for rule in rules}
+    defaults = {at.key: at.default for _, at in ORIGINS[origin]}
     values = {key: None if value is UNUSED else value for key, value in defaults.items()} | given
     if not given.keys() & defaults.keys():
         raise ConfigError(
@@ -94,55 +84,41 @@ def ported(origin: str, path: str) -> Ported:
             f"It is for {', '.join(ORIGINS)}"
         )
 
-    def converted(rule: Rule) -> Any:
-        value = values[rule.origin]
+    def converted(at: At) -> Any:
+        value = values[at.key]
         if isinstance(value, str) and "$" in value:  # of a shell, or a reference that the file does not resolve
             return UNUSED
         try:
-            return rule.convert(value, values.get)
+            return at.converted(value, values.get)
         except (TypeError, ValueError, ArithmeticError, AttributeError):
-            raise ConfigError(
-                f"{path}: {rule.origin} is {value!r:.200}, no value that {_NAMES[origin]} takes"
-            ) from None
+            raise ConfigError(f"{path}: {at.key} is {value!r:.200}, no value that {_NAMES[origin]} takes") from None
 
-    loss = next(str(converted(rule)) for rule in rules if rule.key == "trainer.loss")
-    result = Ported(origin, path)
-    carried = set()
-    for rule in rules:
-        if rule.origin not in given and rule.default is UNUSED:
+    loss = next(str(converted(at)) for key, at in ORIGINS[origin] if key == "trainer.loss")
+    keys, carried = [], set()
+    for key, at in ORIGINS[origin]:
+        is_given = at.key in given
+        if not is_given and at.default is UNUSED:
             continue
-        value, wanted = values[rule.origin], converted(rule)
-        if wanted is UNUSED:
-            carried |= {rule.origin} if value == rule.default else set()
-            continue
-        carried.add(rule.origin)
-        default = default_of(rule.key, loss)
-        is_given = rule.origin in given
-        result.keys.append(
-            Difference(
-                *(rule.origin, value, is_given, rule.key, wanted, default),
-                differs=not _equal(wanted, default) or (rule.key in _REQUIRED and is_given),
-                why=rule.why,
-            )
-        )
-    result.not_carried_over.extend(sorted(given.keys() - carried))
-    return result
+        value, wanted = values[at.key], converted(at)
+        if wanted is not UNUSED or value == at.default:
+            carried.add(at.key)
+        if wanted is not UNUSED:
+            default = default_of(key, loss)
+            differs = not _equal(wanted, default) or (key in _REQUIRED and is_given)
+            keys.append(Difference(at.key, value, is_given, key, wanted, default, differs, at.why))
+    return Ported(origin, path, keys, sorted(given.keys() - carried))
 
 
 def default_of(key: str, loss: str = "ppo") -> Any:
     """Return what a config of ours without ``key`` means; None if it is required, or its section is off."""
     section, _, option = key.rpartition(".")
     if section == "trainer.loss_kwargs":
-        from areal_lite.trainer.objectives import policy_loss
-
         parameters = inspect.signature(getattr(policy_loss, loss, policy_loss.ppo)).parameters
         return parameters[option].default if option in parameters else None
     if section == "trainer.advantage_kwargs":
         return 1.0  # gamma and lam of every estimator that takes them
     if key == "trainer.loss_aggregation":
-        from areal_lite.trainer.objectives.policy_loss import aggregation_of
-
-        return aggregation_of(loss, where=key)
+        return policy_loss.aggregation_of(loss, where=key)
     trainer = TrainerConfig(total_steps=1, learning_rate=1.0)
     value: Any = RunConfig(experiment_name="e", model_path="-", train_dataset=DatasetConfig(path="-"), trainer=trainer)
     for name in () if key in _REQUIRED else key.split("."):
@@ -170,44 +146,36 @@ def _read(origin: str, path: Path) -> dict[str, Any]:
     values = parse_yaml(text, where=str(path))
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path} holds no keys: give a YAML of {_NAMES[origin]}, or a shell script (.sh)")
-    values = {name: value for name, value in values.items() if name not in _HYDRA}
+    # Hydra's own sections are no settings of the run.
+    values = {name: value for name, value in values.items() if name not in ("defaults", "hydra")}
     if origin == "slime":
         return {str(name).replace("-", "_"): value for name, value in values.items()}
-    return dict(_flat(_resolved(values), (), {tuple(rule.origin.split(".")) for rule in ORIGINS[origin]}))
+    return dict(_flat(values, {at.key for _, at in ORIGINS[origin]}))
 
 
-def _resolved(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Replace the references that the file itself resolves; the others stay text."""
+def _flat(values: Mapping[Any, Any], known: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values; references that the file itself resolves are replaced, and the others stay text."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        tree = OmegaConf.create(values)
-    except OmegaConfBaseException:
-        return values
+    tree: Any = None
+    with suppress(OmegaConfBaseException):
+        tree = OmegaConf.create(values)  # type: ignore[call-overload]
 
-    def of(node: Any, key: str) -> Any:
-        if isinstance(node, Mapping):
-            return {name: of(child, f"{key}.{name}" if key else str(name)) for name, child in node.items()}
-        if not (isinstance(node, str) and "${" in node) or "oc.env" in node:  # the environment is not the config's
-            return node
-        try:
-            found = OmegaConf.select(tree, key)
-        except OmegaConfBaseException:
-            return node
-        return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    def flat(section: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
+        for name, value in section.items():
+            key = f"{above}{name}"
+            # the environment is not the config's
+            if tree is not None and isinstance(value, str) and "${" in value and "oc.env" not in value:
+                with suppress(OmegaConfBaseException):
+                    value = OmegaConf.select(tree, key)
+                    value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            if isinstance(value, Mapping) and value and key not in known:
+                yield from flat(value, f"{key}.")
+            elif value != "???":  # what OmegaConf calls missing
+                yield key, value
 
-    resolved: dict[Any, Any] = of(values, "")
-    return resolved
-
-
-def _flat(values: Mapping[Any, Any], above: tuple[str, ...], known: set[tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        key = (*above, str(name))
-        if isinstance(value, Mapping) and value and key not in known:
-            yield from _flat(value, key, known)
-        elif value != "???":  # what OmegaConf calls missing
-            yield ".".join(key), value
+    yield from flat(values, "")
 
 
 def _arguments(text: str) -> Iterator[tuple[str, Any]]:

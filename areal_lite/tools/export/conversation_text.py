@@ -4,17 +4,14 @@ Guarantees that the template renders the messages to exactly the text that was g
 token in it; otherwise there are none.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
 Message = dict[str, str]
 
-_ROLES = ("system", "user", "assistant", "tool")
 _MARKS = ("<Wq1>", "<Wq2>", "<Wq3>", "<Wq4>")
 _PROBES = (
-    *((role,) for role in _ROLES),
+    *((role,) for role in ("system", "user", "assistant", "tool")),
     ("system", "user", "assistant", "user"),
     ("user", "assistant", "user", "assistant"),
     ("user", "assistant", "tool", "assistant"),

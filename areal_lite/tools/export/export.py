@@ -4,39 +4,32 @@ Guarantees that the file is whole or absent, that the chat template renders the 
 episode, and that what is left out is counted by reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
-
 import orjson
-
-from areal_lite.errors import ConfigError, StorageError
+from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import storing
 from areal_lite.tools.export.conversation_text import ConversationReader, Message
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import print_note
 from areal_lite.tools.inspect.filters import parse, terms
 from areal_lite.tools.inspect.last_answer import last_answer, run_tokenizer
-from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.terminal import add_selection
 
 Form = Literal["sft", "dpo", "openai", "parquet"]
-_ARROW_ROWS = 1000
 _NEXT = {
     "sft": "train on them: areal-lite sft CONFIG.yaml train_dataset.path={file}",
     "dpo": "train on them: areal-lite dpo CONFIG.yaml train_dataset.path={file}",
     "openai": "the file is in the format of OpenAI's fine-tuning of chat models",
     "parquet": "read them: pyarrow.parquet.read_table('{file}')",
 }
-
-
 _FORMS: dict[Form, str] = {
     "sft": "rows of areal-lite sft: messages",
     "dpo": "rows of areal-lite dpo: the best against the worst answer of each group",
@@ -46,7 +39,6 @@ _FORMS: dict[Form, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Writes accepted training episodes as training rows, or all as a table. See docs/verify.md."
     add_selection(parser)
     forms = parser.add_mutually_exclusive_group(required=True)
     for form, meaning in _FORMS.items():
@@ -58,23 +50,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Write the episodes of ``options.path`` to a file."""
     form, file = next((form, file) for form in _FORMS if (file := getattr(options, form)) is not None)
-    options.filter = " ".join(options.filter)
-    export(form, file, options)
+    filter = " ".join(options.filter)
+    unfinished = file.with_name(f".unfinished-{os.getpid()}-{file.name}")
+    with Dumps.open(options.path) as dumps:
+        rows = _TrainingRows(dumps, form, filter, options)
+        try:
+            with storing(file, "name a file in a writable folder"):
+                if form == "parquet":
+                    count = _write_parquet(unfinished, dumps.records(dumps.rows(filter)))
+                else:
+                    count = _write_lines(unfinished, rows.dpo() if form == "dpo" else rows.sft())
+                if not count:
+                    reasons = ", ".join(f"{number} {reason}" for reason, number in rows.left_out.items())
+                    raise ConfigError(f"nothing to export: {reasons or 'no accepted episode of the run matches'}")
+                unfinished.replace(file)
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+        notes = dumps.notes()
+    if rows.as_text:
+        notes.append("rows have prompt and response as text: train with train_dataset.apply_chat_template=false")
+    for note in (*notes, *(f"left out: {number} {reason}" for reason, number in rows.left_out.items())):
+        print_note(note)
+    print(f"{count} rows written to {file}; {_NEXT[form].format(file=file)}")
     return 0
 
 
-@dataclass(slots=True)
-class _Export:
-    """An export under way, and its counts of skipped lines."""
+class _TrainingRows:
+    """Rows to train on, and the counts of skipped lines."""
 
-    dumps: Dumps
-    form: Form
-    options: argparse.Namespace
-    left_out: Counter[str] = field(default_factory=Counter)
-    readers: dict[str, tuple[Any, ConversationReader | None]] = field(default_factory=dict)
-    as_text: bool = False
-    """True if rows have texts instead of messages, because the run has no chat template here."""
+    def __init__(self, dumps: Dumps, form: Form, filter: str, options: argparse.Namespace) -> None:
+        self.dumps, self.form, self.filter, self.options = dumps, form, filter, options
+        self.left_out: Counter[str] = Counter()
+        self.readers: dict[str, tuple[Any, ConversationReader | None]] = {}
+        self.as_text = False
+        """True if rows have texts instead of messages, because the run has no chat template here."""
 
     def reader(self, run: str) -> tuple[Any, ConversationReader | None]:
         if run not in self.readers:
@@ -107,12 +119,14 @@ class _Export:
         return None
 
     def groups(self) -> Iterator[list[Mapping[str, Any]]]:
-        """Yield the lines of each group that may train, in the order of the dumps."""
-
-        def key(row: Row) -> tuple[Any, ...]:
-            return tuple(row[name] for name in ("run", "scope", "version", "group", "task"))
-
-        for _, rows in itertools.groupby(self.dumps.rows(_of_training(self.options.filter)), key):
+        """Yield the lines of each group that may train, in the order of the dumps: of accepted training episodes,
+        where the filter does not choose status and scope itself."""
+        names = {term.key.name for term in terms(parse(self.filter))}
+        defaults = {"status": "status=accepted", "scope": "scope!=eval-rollout"}
+        chosen = [f"({self.filter})"] if self.filter.strip() else []
+        chosen += [term for name, term in defaults.items() if name not in names]
+        group = itemgetter("run", "scope", "version", "group", "task")
+        for _, rows in itertools.groupby(self.dumps.rows(" ".join(chosen)), group):
             yield [record for record in self.dumps.records(rows) if record.get("reward") is not None]
 
     def sft(self) -> Iterator[Mapping[str, Any]]:
@@ -120,12 +134,12 @@ class _Export:
             ranked = sorted(group, key=lambda record: -record["reward"])
             usable = ((record, messages) for record in ranked if (messages := self.messages(record)) is not None)
             for record, messages in itertools.islice(usable, 1 if self.options.choose == "best" else None):
-                if self.form == "openai":
-                    yield {"messages": messages}
-                elif self.as_text:
-                    yield {"prompt": messages[0]["content"], "response": messages[1]["content"]} | _source(record)
-                else:
-                    yield {"messages": messages} | _source(record)
+                row: dict[str, Any] = {"messages": messages}
+                if self.as_text:
+                    row = {"prompt": messages[0]["content"], "response": messages[1]["content"]}
+                if self.form == "sft":
+                    row |= {name: record[name] for name in ("id", "reward", "run")}
+                yield row
 
     def dpo(self) -> Iterator[Mapping[str, Any]]:
         for group in self.groups():
@@ -142,51 +156,7 @@ class _Export:
             else:
                 rewards = {"chosen_reward": best["reward"], "rejected_reward": worst["reward"]}
                 answers = {"chosen": chosen[-1:], "rejected": rejected[-1:]}
-                yield {"prompt": chosen[:-1], **answers, **rewards} | _source(best, "id")
-
-
-def export(form: Form, file: Path, options: argparse.Namespace) -> int:
-    """Write the episodes of ``path`` to ``file`` and return the number of rows."""
-    unfinished = file.with_name(f".unfinished-{os.getpid()}-{file.name}")
-    with Dumps.open(options.path) as dumps:
-        each = _Export(dumps, form, options)
-        try:
-            if form == "parquet":
-                count = _write_parquet(unfinished, dumps.records(dumps.rows(options.filter)))
-            else:
-                count = _write_lines(unfinished, each.dpo() if form == "dpo" else each.sft())
-            if not count:
-                reasons = ", ".join(f"{number} {reason}" for reason, number in each.left_out.items())
-                raise ConfigError(f"nothing to export: {reasons or 'no accepted episode of the run matches'}")
-            unfinished.replace(file)
-        except OSError as error:
-            raise StorageError(
-                f"{file} cannot be written: {error.strerror}: name a file in a writable folder"
-            ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-        notes = dumps.notes()
-    if each.as_text:
-        notes.append("rows have prompt and response as text: train with train_dataset.apply_chat_template=false")
-    for reason, number in each.left_out.items():
-        notes.append(f"left out: {number} {reason}")
-    for note in notes:
-        print_note(note)
-    print(f"{count} rows written to {file}; {_NEXT[form].format(file=file)}")
-    return count
-
-
-def _of_training(filter: str) -> str:
-    """Return the filter for accepted training episodes, where it does not choose status and scope itself."""
-    names = {term.key.name for term in terms(parse(filter))}
-    defaults = {"status": "status=accepted", "scope": "scope!=eval-rollout"}
-    chosen = [f"({filter})"] if filter.strip() else []
-    return " ".join([*chosen, *(term for name, term in defaults.items() if name not in names)])
-
-
-def _source(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: record.get(name) for name in names or ("id", "reward")} | {"run": record["run"]}
+                yield {"prompt": chosen[:-1], **answers, **rewards, "id": best["id"], "run": best["run"]}
 
 
 def _write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> int:
@@ -214,7 +184,7 @@ def arrow_tables(rows: Iterable[Mapping[str, Any]], schema: Any) -> Iterator[Any
     import pyarrow  # type: ignore[import-untyped]
 
     rows = iter(rows)
-    while chunk := list(itertools.islice(rows, _ARROW_ROWS)):
+    while chunk := list(itertools.islice(rows, 1000)):
         yield pyarrow.Table.from_pylist(chunk, schema)
 
 

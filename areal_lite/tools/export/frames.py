@@ -4,14 +4,11 @@ Guarantees that a folder is only read, by the readers of ``areal-lite inspect``:
 no link out of it is followed.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
-
 from areal_lite.errors import ConfigError
 from areal_lite.tools.export.export import EPISODE, arrow_tables, episode_row
 from areal_lite.tools.foreign_files import read_records
@@ -93,11 +90,11 @@ class RunFrames(Generic[Frame]):
 
 
 @overload
-def load_run(path: str | Path, filter: str = "", *, frames: Literal["polars"]) -> RunFrames[polars.DataFrame]: ...
+def load_run(path: str | Path, filter: str = "", *, frames: Literal["polars"]) -> "RunFrames[polars.DataFrame]": ...
 @overload
 def load_run(
     path: str | Path, filter: str = "", *, frames: Literal["pandas"] = "pandas"
-) -> RunFrames[pandas.DataFrame]: ...
+) -> "RunFrames[pandas.DataFrame]": ...
 def load_run(path: str | Path, filter: str = "", *, frames: str = "pandas") -> RunFrames[Any]:
     """Return the episodes, turns, tokens and metrics of the runs in ``path``, as in ``load_run(RUN).episodes``.
 

@@ -1,21 +1,19 @@
 """areal-lite init: a new project from a template.
 
 The templates are working projects, tested as they are: an agent, its task, a YAML, a test and a README; agents share
-the scripted model of their tests. They use the names ``my_agent`` and ``path/to/model``, which are replaced.
+the scripted model of their tests, and the task if they have none. They use the names ``my_agent`` and
+``path/to/model``, which are replaced.
 """
-
-from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
 import re
 from pathlib import Path
-
 import yaml
-
-from areal_lite.errors import ConfigError, StorageError
+from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_model_path, is_hub_name
+from areal_lite.files.whole_files import storing
 
 _FOLDER = Path(__file__).with_name("templates")
 _NAME, _MODEL = "my_agent", "path/to/model"
@@ -23,7 +21,6 @@ _MODELS = Path("runs/models")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Writes the folder NAME with an agent, its task, a config, a test and a README."
     add = parser.add_argument
     add("name", metavar="NAME", help="a new folder, which is imported by this name")
     templates = ("single", "tools", "multi-turn", "env", "sft")
@@ -41,20 +38,17 @@ def init(name: str, *, template: str = "single", model: str | None = None) -> st
     _check_name(name)
     if model is not None and not is_hub_name(model):  # a run asks the hub
         check_model_path(model, key="--model")
-    model = model or _first_model()
-    files = [path for path in sorted((_FOLDER / template).iterdir()) if path.is_file()]
-    if (_FOLDER / template / "agent.py").exists():
-        files.append(_FOLDER / "scripted_model.py")
-    texts = {path.name: path.read_text("utf-8") for path in files}
-    try:
+    model = model or next(map(str, (path.parent for path in sorted(_MODELS.glob("*/config.json")))), None)
+    texts = {path.name: path.read_text("utf-8") for path in (_FOLDER / template).iterdir() if path.is_file()}
+    if "agent.py" in texts:
+        texts = {path.name: path.read_text("utf-8") for path in _FOLDER.glob("*.py")} | texts
+    with storing(name, "run init in a writable folder"):
         Path(name).mkdir()
         for file, text in texts.items():
             text = text.replace(_NAME, name)
             if file == "config.yaml" and model is not None:
                 text = text.replace(_MODEL, json.dumps(model, ensure_ascii=False))
             Path(name, file).write_text(text, "utf-8")
-    except OSError as error:
-        raise StorageError(f"{name} cannot be written: {error}: run init in a writable folder") from error
     command = "sft" if template == "sft" else "train"
     of_model = f" for the model {model}" if model else f"; set model_path in {name}/config.yaml"
     return (
@@ -75,8 +69,3 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"{name} exists, and init overwrites nothing: choose another name, or remove it")
     if importlib.util.find_spec(name) is not None:
         raise ConfigError(f"{name!r} is the name of an importable module, which would hide it: choose another name")
-
-
-def _first_model() -> str | None:
-    configs = sorted(_MODELS.glob("*/config.json"))
-    return str(configs[0].parent) if configs else None

@@ -1,22 +1,18 @@
 """The index of one run's dumps: an SQLite file with a row per dumped line.
 
 The JSON lines stay the truth: :meth:`DumpIndex.refresh` reads new files and new lines (:mod:`.index_update`), and an
-index that is damaged, of another version or deleted is built again. A line that cannot be read is a row of the table
-``problems``, never an exception. An unfinished last line is read again when its file grows. Processes may share an
-index.
+index that is damaged, of another version or deleted is built again. An unreadable line is a row of ``problems``, never
+an exception. An unfinished last line is read again when its file grows. Processes may share an index.
 
 It is in a folder that only this user can write, and never in the run's: whoever made that folder could put any file
 there, such as a link to another database, triggers that run when rows are added, or rows that hide what the dumps say.
 To tell these from an own index takes a secret in the user's cache, and then the index may be there as well.
 
 Readers build the index, not the dumper: a row costs 22 us of CPU beside the 36 us of dumping a line (192 tokens), in a
-thread that shares the interpreter with all episodes. A reader spends about 69 us a line, parsing included, once. Full
-text is searched in the dumps, line by line in the order asked for, at 15 us a line: the first matches come at once, and
-an FTS5 trigram index would first have to read everything, take as much disk as the text, and still not answer regular
-expressions.
+thread that shares the interpreter with all episodes. A reader spends about 75 us a line, parsing included, once. Full
+text is searched in the dumps, line by line in the order asked for, at 15 us a line: the first matches come at once; an
+FTS5 trigram index would first read everything, take as much disk as the text, and not answer regular expressions.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -26,50 +22,35 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from importlib import resources
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO
-
+from typing import Any, BinaryIO
 import orjson
-
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.tools.foreign_files import open_inside
-from areal_lite.tools.inspect.episode_row import COLUMNS, SCOPES, text_found
+from areal_lite.tools.inspect.episode_row import COLUMNS, text_found
 from areal_lite.tools.inspect.filters import is_literal
-from areal_lite.tools.inspect.index_update import IndexUpdate
+from areal_lite.tools.inspect.index_update import IndexUpdate, Progress
 
-_SCHEMA = 6
+_SCHEMA = 8
 _UNUSED_DAYS = 60
 """Days after which the index of a run that nobody looked at is deleted."""
 _BUSY_S = 30.0
-
-_CREATE = f"""
-CREATE TABLE folders(path TEXT PRIMARY KEY, mtime INTEGER, unfinished INTEGER);
-CREATE TABLE files(id INTEGER PRIMARY KEY, path TEXT UNIQUE, folder TEXT, size INTEGER, mtime INTEGER, inode INTEGER,
-    indexed INTEGER, lines INTEGER, guard INTEGER);
-CREATE INDEX files_folder ON files(folder);
-CREATE TABLE episodes(id INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(f'"{name}"' for name in COLUMNS)},
-    file INTEGER, line INTEGER, offset INTEGER, length INTEGER);
-CREATE INDEX episodes_order ON episodes(version, task, sample, scope);
-CREATE INDEX episodes_file ON episodes(file, line);
-CREATE TABLE problems(file INTEGER, line INTEGER, offset INTEGER, kind TEXT, message TEXT);
-CREATE INDEX problems_file ON problems(file);
-CREATE TABLE facts(step INTEGER PRIMARY KEY, mtime INTEGER);
-"""
+_PLAIN = re.compile(r"[^\x00-\x1f\"\\/\x7f]+\Z")
+"""Text that JSON writes as it is."""
 
 
 class DumpIndex:
     """The index of the dumps below ``root``. Thread-safe."""
 
-    def __init__(self, root: Path, name: str, on_progress: Callable[[int], object] = lambda lines: None) -> None:
+    def __init__(self, root: Path, name: str, on_progress: Progress) -> None:
         self.root, self.name = root, name
         self.notes: list[str] = []
         """Sentences about the index itself, for users."""
         self.unread: list[str] = []
         """Sentences about folders that could not be read."""
-        self._is_run = is_run(root)
         self._on_progress = on_progress
         self._idle: list[tuple[sqlite3.Connection, _TextReader]] = []
         self._idle_lock, self._refreshing = Lock(), Lock()
@@ -77,40 +58,31 @@ class DumpIndex:
         self._recheck_from = 0
         self.path = self._create()
 
-    # -- connections
-
     def _create(self) -> Path:
-        """Return the index's path, made if it does not exist: in the cache, or in a temporary folder."""
+        """Return the index's path, made if need be: in the cache, or in a temporary folder if that is read-only."""
         name = hashlib.sha256(str(self.root.resolve()).encode(errors="surrogateescape")).hexdigest()[:20]
-        for folder in _private_folders():
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        for folder in (cache / "areal-lite", Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}"):
             path = folder / f"{name}.sqlite"
             try:
                 _make_private(folder)
-                self._create_at(path)
+                try:
+                    _create_tables(path)
+                except sqlite3.DatabaseError as error:
+                    if isinstance(error, sqlite3.OperationalError):
+                        raise
+                    self.notes.append(f"{path} was damaged ({error}) and is built again")
+                    _remove_database(path)
+                    _create_tables(path)
                 os.utime(path)
-                _remove_unused(folder)
+                for unused in folder.glob("*.sqlite"):
+                    with contextlib.suppress(OSError):
+                        if unused.lstat().st_mtime < time.time() - _UNUSED_DAYS * 86400:
+                            _remove_database(unused)
                 return path
             except (OSError, sqlite3.Error) as error:
                 self.notes.append(f"no index at {path}: {error}")
         raise ConfigError("; ".join(self.notes) + ". Set XDG_CACHE_HOME to a folder that you may write")
-
-    def _create_at(self, path: Path) -> None:
-        for attempt in range(2):
-            with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S)) as connection:
-                try:
-                    connection.execute("PRAGMA page_size = 16384")  # scans are a fifth faster than with 4096
-                    connection.execute("PRAGMA journal_mode = WAL")
-                    if connection.execute("PRAGMA user_version").fetchone() != (_SCHEMA,):
-                        _create_tables(connection)
-                    connection.execute("SELECT max(id) FROM episodes").fetchone()
-                    return
-                except sqlite3.OperationalError:
-                    raise
-                except sqlite3.DatabaseError as error:
-                    if attempt:
-                        raise
-                    self.notes.append(f"{path} was damaged ({error}) and is built again")
-            _remove_database(path)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
@@ -121,24 +93,29 @@ class DumpIndex:
         try:
             yield connection
         except sqlite3.Error as error:
-            raise StorageError(
-                f"{self.path}: {error}: free disk space, or delete the file to build it again"
-            ) from error
+            fix = "free disk space, or delete the file to build it again"
+            raise StorageError(f"{self.path}: {error}: {fix}") from error
         finally:
             reader.close()
             with self._idle_lock:
-                keep = not self._closed
-                if keep:
+                if self._closed:
+                    connection.close()
+                else:
                     self._idle.append((connection, reader))
-            if not keep:
-                connection.close()
 
-    def _connect(self) -> tuple[sqlite3.Connection, _TextReader]:
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        with self.connection() as connection:
+            return connection.execute(sql, parameters).fetchall()
+
+    def _connect(self) -> "tuple[sqlite3.Connection, _TextReader]":
         connection = sqlite3.connect(self.path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA cache_size = -16384")
+        connection.execute("PRAGMA foreign_keys = ON")  # the rows of a file go with it
         reader = _TextReader(self)
-        connection.create_function("matches", 2, _matches, deterministic=True)
+        connection.create_function(
+            "matches", 2, lambda text, regex: text is not None and bool(re.search(regex, text)), deterministic=True
+        )
         connection.create_function("run_name", 0, lambda: self.name, deterministic=True)
         connection.create_function("text_matches", 4, reader.matches)
         return connection, reader
@@ -150,30 +127,18 @@ class DumpIndex:
         for connection, _ in idle:
             connection.close()
 
-    # -- reading
-
     def full_path(self, path: str) -> Path:
         return self.root / path if self.root.is_dir() else self.root
-
-    def read_line(self, path: str, offset: int, length: int) -> bytes:
-        with open_inside(self.full_path(path), self.root) as file:
-            file.seek(offset)
-            return file.read(length)
-
-    # -- updating
 
     def refresh(self, *, budget_s: float) -> int:
         """Add lines that the index does not have, drop those that are gone, and return how many lines were read.
 
         Looks for new files in every folder that changed. Whether known files have changed is looked up for
-        ``budget_s`` seconds, the newest first and the next call continuing: our dumper never writes a file twice.
-        """
+        ``budget_s`` seconds, the newest first and the next call continuing: our dumper never writes a file twice."""
         read = 0
         try:
             with self._refreshing, self.connection() as connection:
-                update = IndexUpdate(
-                    connection, self.root, is_run=self._is_run, note=self._cannot_read, on_progress=self._on_progress
-                )
+                update = IndexUpdate(connection, self.root, self._cannot_read, self._on_progress)
                 try:
                     self._recheck_from = update.run(self._recheck_from, budget_s)
                 finally:
@@ -187,20 +152,21 @@ class DumpIndex:
             self.unread.append(text)
 
 
-def _create_tables(connection: sqlite3.Connection) -> None:
-    connection.execute("BEGIN IMMEDIATE")
-    if connection.execute("PRAGMA user_version").fetchone() != (_SCHEMA,):
-        for table in ("folders", "files", "texts", "episodes", "problems", "facts"):
-            connection.execute(f"DROP TABLE IF EXISTS {table}")
-        for statement in _CREATE.split(";"):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {_SCHEMA}")
-    connection.execute("COMMIT")
-
-
-def is_run(folder: Path) -> bool:
-    """Return True if ``folder`` is a run's: it has dumps, or the lock of a run that has none yet."""
-    return any((folder / scope).is_dir() for scope in SCOPES) or (folder / ".lock").is_file()
+def _create_tables(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S)) as connection:
+        connection.execute("PRAGMA page_size = 16384")  # scans are a fifth faster than with 4096
+        connection.execute("PRAGMA journal_mode = WAL")
+        if connection.execute("PRAGMA user_version").fetchone() != (_SCHEMA,):
+            connection.execute("BEGIN IMMEDIATE")
+            if connection.execute("PRAGMA user_version").fetchone() != (_SCHEMA,):  # another process may be first
+                for table in ("folders", "files", "texts", "episodes", "problems", "facts"):
+                    connection.execute(f"DROP TABLE IF EXISTS {table}")
+                schema = (resources.files("areal_lite.tools.inspect") / "schema.sql").read_text()
+                for statement in schema.format(columns=", ".join(f'"{name}"' for name in COLUMNS)).split(";"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {_SCHEMA}")
+            connection.execute("COMMIT")
+        connection.execute("SELECT max(id) FROM episodes").fetchone()
 
 
 class _TextReader:
@@ -213,20 +179,17 @@ class _TextReader:
 
     def matches(self, path: str, offset: int, length: int, pattern: str) -> bool:
         try:
-            line = self._line(path, offset, length)
+            if path != self._path or self._file is None:
+                self.close()
+                self._path, self._file = path, open_inside(self._index.full_path(path), self._index.root)
+            self._file.seek(offset)
+            line = self._file.read(length)
             # orjson writes text as it is; other writers may escape it.
             if is_literal(pattern) and _PLAIN.match(pattern) and pattern.encode() not in line and b"\\u" not in line:
                 return False
-            return text_found(orjson.loads(line), _compiled(pattern))
+            return text_found(orjson.loads(line), re.compile(pattern))
         except (OSError, LookupError, TypeError, ValueError):
             return False
-
-    def _line(self, path: str, offset: int, length: int) -> bytes:
-        if path != self._path or self._file is None:
-            self.close()
-            self._path, self._file = path, open_inside(self._index.full_path(path), self._index.root)
-        self._file.seek(offset)
-        return self._file.read(length)
 
     def close(self) -> None:
         if self._file is not None:
@@ -234,37 +197,10 @@ class _TextReader:
             self._file = None
 
 
-_PLAIN = re.compile(r"[^\x00-\x1f\"\\/\x7f]+\Z")
-"""Text that JSON writes as it is."""
-
-
-@lru_cache(maxsize=64)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
-
-
-def _matches(text: str | None, pattern: str) -> bool:
-    return text is not None and _compiled(pattern).search(text) is not None
-
-
-def _private_folders() -> tuple[Path, Path]:
-    """Return the user's cache folder, and a temporary one for where that cannot be written."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "areal-lite", Path(tempfile.gettempdir()) / f"areal-lite-{os.getuid()}"
-
-
 def _remove_database(path: Path) -> None:
     """Remove an SQLite file with the files beside it."""
     for suffix in ("-wal", "-shm", ""):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove the databases in a folder that nobody touched for so long."""
-    for path in folder.glob("*.sqlite"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < time.time() - _UNUSED_DAYS * 86400:
-                _remove_database(path)
 
 
 def _make_private(folder: Path) -> None:

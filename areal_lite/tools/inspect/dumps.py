@@ -4,37 +4,29 @@ Everything that reads dumps goes through :class:`Dumps`. It reads through the in
 episodes open in a second, and takes episodes themselves from the JSON lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
-
+from typing import Any, NamedTuple, Self
 from areal_lite.errors import ConfigError
-from areal_lite.tools.inspect.dump_index import DumpIndex, is_run
+from areal_lite.tools.inspect.dump_index import DumpIndex
 from areal_lite.tools.inspect.episode_row import SCOPES
-from areal_lite.tools.inspect.filters import KEYS, SORT_KEYS, Both, Expr, Not, Term, column_of, key_named, parse
-from areal_lite.tools.inspect.index_update import is_utf8
-from areal_lite.tools.inspect.run_dumps import NEWEST, ORDER, Row, RunDumps, rank
+from areal_lite.tools.inspect.filters import KEYS, Both, Expr, Not, Term, is_utf8, parse, parse_sort
+from areal_lite.tools.inspect.index_update import Progress, is_run
+from areal_lite.tools.inspect.run_dumps import MOST, NEWEST, ORDER, Row, RunDumps, rank
 
 _DEFAULT, _NEWEST = "version", "newest"
 _EVALUATION = Term(KEYS["scope"], "=", SCOPES[1])
-_MOST = 2**60
 _DEPTH = 4
 """Levels of folders below a path at which runs are found."""
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Rows of one page."""
-
+class Page(NamedTuple):
     rows: list[Row]
     total: int | None
     """Rows on all pages; None if counting took longer than the page's budget."""
@@ -51,15 +43,13 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         ...         print(row["id"], row["cause"])
     """
 
-    def __init__(self, paths: Sequence[Path], on_progress: Callable[[int], object]) -> None:
+    def __init__(self, paths: Sequence[Path], on_progress: Progress) -> None:
         self._paths, self._on_progress = paths, on_progress
         self._runs: dict[tuple[Path, str, bool], RunDumps] = {}
         """Keyed by folder or file, the named part of it, and True for a run's folder."""
 
     @classmethod
-    def open(
-        cls, *paths: str | Path, may_be_empty: bool = False, on_progress: Callable[[int], object] = lambda lines: None
-    ) -> Dumps:
+    def open(cls, *paths: str | Path, may_be_empty: bool = False, on_progress: Progress = lambda lines: None) -> Self:
         """Return the dumps of ``paths``, indexed up to now.
 
         Args:
@@ -68,8 +58,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
             on_progress: Called with the number of lines that were read, every some thousand lines of an update.
 
         Raises:
-            ConfigError: If a path does not exist or has no dumps.
-        """
+            ConfigError: If a path does not exist or has no dumps."""
         dumps = cls(list(map(Path, paths)), on_progress)
         try:
             dumps.refresh(budget_s=0.3)
@@ -97,9 +86,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
 
     def refresh(self, *, budget_s: float = 0.02) -> int:
         """Read what was dumped since the last call, by new runs too, and return how many lines that were.
-
-        Costs a look at every folder of versions, and ``budget_s`` seconds at most to see whether old files changed.
-        """
+        Costs a look at every folder of versions, and ``budget_s`` seconds at most to see whether old files changed."""
         self._find_runs()
         return sum(run.index.refresh(budget_s=budget_s) for run in self._runs.values())
 
@@ -112,8 +99,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
             sort: A key of ``SORT_KEYS``, ``reward/NAME`` or ``counts/NAME``, with ``-`` before it for descending;
                 missing values come last. Without it rows come by version, task and sample; ``newest`` is training
                 from the newest version on, then evaluation. Equal values come in the order in which they were indexed.
-            count_s: Seconds that counting may take for each run, beyond the page itself.
-        """
+            count_s: Seconds that counting may take for each run, beyond the page itself."""
         rows = list(self.rows(filter, sort=sort, offset=offset, limit=limit))
         if len(rows) < limit and (rows or not offset):
             return Page(rows, offset + len(rows))
@@ -129,8 +115,8 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         self, filter: str = "", *, sort: str = _DEFAULT, offset: int = 0, limit: int | None = None
     ) -> Iterator[Row]:
         """Yield the rows that match, each as soon as it is found; memory stays flat."""
-        expr, order = parse(filter), None if sort in ("", _DEFAULT, _NEWEST) else _sort(sort)
-        offset, limit = min(max(0, offset), _MOST), None if limit is None else min(limit, _MOST)
+        expr, order = parse(filter), None if sort in ("", _DEFAULT, _NEWEST) else parse_sort(sort)
+        offset, limit = min(max(0, offset), MOST), MOST if limit is None else min(limit, MOST)
         runs = list(self._runs.values())
         if order is None:  # run after run
             scopes: tuple[Expr, ...] = (Not(_EVALUATION), _EVALUATION) if sort == _NEWEST else (Both(()),)
@@ -142,10 +128,10 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
                 offset -= skipped
                 for row in run.select(part, NEWEST if sort == _NEWEST else ORDER, limit, offset=skipped):
                     yield row
-                    limit = None if limit is None else limit - 1
+                    limit -= 1
             return
         key, down, sql = order
-        end = None if limit is None else offset + limit
+        end = offset + limit
         with contextlib.ExitStack() as stack:
             parts = [stack.enter_context(contextlib.closing(run.select(expr, sql, end))) for run in runs]
             value = (lambda row: row["numbers"].get(key)) if "/" in key else itemgetter(key)
@@ -155,41 +141,39 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
     def sample(self, size: int, seed: int = 0, filter: str = "") -> list[Row]:
         """Return ``size`` random rows of those that match, the same for the same seed and dumps, in order."""
         expr = parse(filter)
-        counts = [run.count(expr) or 0 for run in self._runs.values()]
-        chosen = random.Random(seed).sample(range(sum(counts)), min(size, sum(counts)))
-        begins = itertools.accumulate(counts, initial=0)
-        parts = zip(self._runs.values(), begins, strict=False)
-        return [row for run, begin in parts for row in run.at(expr, {index - begin for index in chosen})]
+        found = [(run, id) for run in self._runs.values() for id in run.ids(expr)]
+        chosen = sorted(random.Random(seed).sample(range(len(found)), min(size, len(found))))
+        rows = (run.row(id) for run, id in map(found.__getitem__, chosen))
+        return [row for row in rows if row is not None]
 
     def record(self, run: str, id: str) -> dict[str, Any]:
         """Return the dumped line ``id`` as it was written, and its ``run``, ``id``, ``scope`` and ``version``."""
-        part = self._run(run)
+        part = self.run(run)
         return part.record(part.find(id))
 
     def records(self, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
         """Yield the record of each row; rows that are gone meanwhile are left out."""
         for row in rows:
             with contextlib.suppress(ConfigError):
-                yield self._run(row["run"]).record(row)
+                yield self.run(row["run"]).record(row)
 
     def episode(self, run: str, id: str) -> list[dict[str, Any]]:
         """Return the records of all sequences of the episode that the line ``id`` belongs to, by ``sample_idx``."""
-        part = self._run(run)
+        part = self.run(run)
         return [part.record(row) for row in part.episode(part.find(id))]
 
     def group(self, run: str, group: str) -> list[Row]:
         """Return the rows of all episodes with the group id ``group``, by version, task and sample."""
         term = Term(KEYS["group"], "=", group)
-        return list(self._run(run).select(term)) if is_utf8(group) else []
+        return list(self.run(run).select(term)) if is_utf8(group) else []
 
     def groups(self, filter: str = "", *, offset: int = 0, limit: int = 50) -> list[dict[str, Any]]:
         """Return the groups with a row that matches, over its matching rows, by run, version and group.
 
         Keys: run, scope, version, group, task, lines, episodes, reward (mean of the rows), reward_min, reward_max,
-        finished, status (counts by status).
-        """
+        finished, status (counts by status)."""
         expr = parse(filter)
-        offset, limit = min(max(0, offset), _MOST), min(limit, _MOST)
+        offset, limit = min(max(0, offset), MOST), min(limit, MOST)
         found: list[dict[str, Any]] = []
         for run in self._runs.values():
             found += run.groups(expr, max(0, offset + limit - len(found)))
@@ -202,34 +186,29 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         (counts by kind), unfinished (files that a writer is at, or was killed at), notes. ``versions`` are dicts with
         scope, version, lines, groups, reward (mean), rewards (lines with one), tokens (mean), status (counts).
         ``failures``, most frequent first, have error_kind, error_type, count, and status, run, id, cause and error
-        (its text) of one example; rejected episodes are there too.
-        """
+        (its text) of one example; rejected episodes are there too."""
         expr = parse(filter)
         return [run.summary(filter, expr) for run in self._runs.values()]
 
     def problems(self, *, limit: int = 1000) -> list[dict[str, Any]]:
         """Return what could not be read: dicts with run, file, line, offset, kind and message; a folder has no file.
-
-        Kinds: ``not JSON``, ``wrong shape``, ``unfinished line`` (a writer is at it, or was killed), ``unreadable``.
-        """
+        Kinds: ``not JSON``, ``wrong shape``, ``unfinished line`` (a writer is at it, or was killed), ``unreadable``."""
         found: list[dict[str, Any]] = []
         for run in self._runs.values():
-            found += run.problems(min(limit, _MOST) - len(found))
+            found += run.problems(min(limit, MOST) - len(found))
         return found
 
     def notes(self) -> list[str]:
         """Return what a user should know: lines that could not be read, files of a killed run, where an index is."""
         found = []
         for run in self._runs.values():
+            name, (counts, unfinished) = run.name, run.problem_counts()
             found += [*run.index.notes, *run.index.unread]
-            counts, unfinished = run.problem_counts()
             if counts:
                 kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-                found.append(f"{run.name}: {sum(counts.values())} lines or files could not be read ({kinds})")
+                found.append(f"{name}: {sum(counts.values())} lines or files could not be read ({kinds})")
             if unfinished:
-                found.append(
-                    f"{run.name}: {unfinished} unfinished files: a run is writing, or was killed while it wrote"
-                )
+                found.append(f"{name}: {unfinished} unfinished files: a run is writing, or was killed while it wrote")
         return found
 
     def _find_runs(self) -> None:
@@ -249,7 +228,8 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         for key in before.keys() - runs.keys():
             before[key].index.close()
 
-    def _run(self, name: str) -> RunDumps:
+    def run(self, name: str) -> RunDumps:
+        """Return the dumps of one run by its name."""
         for run in self._runs.values():
             if run.name == name:
                 return run
@@ -269,15 +249,6 @@ def dataset_row(dumps: Dumps, record: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _sort(sort: str) -> tuple[str, bool, str]:
-    """Return the key to sort by, True if it descends, and its SQL."""
-    key, descending = key_named(sort.removeprefix("-")), sort[0] == "-"
-    if key is None or not (key.name in SORT_KEYS or "/" in key.name):
-        keys = ", ".join(SORT_KEYS)
-        raise ConfigError(f"cannot sort by {sort!r}; use one of {keys}, with - before it for descending")
-    return key.name, descending, f"{column_of(key)} {'DESC' if descending else 'ASC'} NULLS LAST, e.id"
-
-
 # -- from paths to runs
 
 
@@ -290,7 +261,8 @@ def _runs_at(path: Path) -> list[tuple[Path, str]]:
     if scopes and (full.is_dir() or len(full.parts) > scopes[-1] + 1):
         return [(Path(*full.parts[: scopes[-1]]), "/".join(full.parts[scopes[-1] :]))]
     runs = list(_runs_below(full, _DEPTH)) if full.is_dir() else []
-    return [(run, "") for run in sorted(runs, key=_by_number)] or [(full, "")]
+    runs.sort(key=lambda run: [(len(part) if part.isdigit() else 0, part) for part in run.parts])  # 9 before 10
+    return [(run, "") for run in runs] or [(full, "")]
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
@@ -303,13 +275,8 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _runs_below(folder / name, depth - 1)
 
 
-def _by_number(path: Path) -> list[tuple[int, str]]:
-    return [(len(part) if part.isdigit() else 0, part) for part in path.parts]
-
-
 def _names(runs: Sequence[tuple[Path, str]]) -> list[str]:
     """Return a short name for each run, or its path where two would be the same."""
     short = ["/".join((*root.parts[-2:], *Path(part).parts)) for root, part in runs]
-    return [
-        name if short.count(name) == 1 else str(root / part) for name, (root, part) in zip(short, runs, strict=True)
-    ]
+    full = [str(root / part) for root, part in runs]
+    return [name if short.count(name) == 1 else path for name, path in zip(short, full, strict=True)]

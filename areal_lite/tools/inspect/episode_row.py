@@ -3,13 +3,12 @@
 Reads schemas 1 and 2. A missing field is None, so that dumps of older versions are read too.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
-from typing import Any
-
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
 import orjson
+from pydantic import Field, Strict, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 SCOPES = ("rollout", "eval-rollout")
 """Folders of a run that hold dumps."""
@@ -18,61 +17,116 @@ FACTS = ("trained_step", "advantage", "entropy", "clipped")
 COLUMNS = (
     *("reward", "status", "tokens", "turns", "version", "trained", "error_kind", "error_type", "stop"),
     *("finished", "run_s", "calls", "task", "group", "scope", "agent", "head", "tail", "start", "member", "sample"),
-    *("prompt_len", "queued_s", "took_s", "logprob", "repetition", "tool_calls", *FACTS, "error", "numbers"),
+    *("prompt_len", "queued_s", "took_s", "logprob", "repetition", "tool_calls", *FACTS, "error", "numbers", "source"),
 )
 """The columns of a row that come from its line and its folder, those first that filters use most: they cost least.
 ``stop`` and ``agent`` are JSON lists."""
 Row = tuple[Any, ...]
+_LONG = 2**63
+_Integer = Annotated[int, Strict(), Field(ge=-_LONG, lt=_LONG)]
+_Mask = Annotated[float, Strict(), Field(ge=0, le=1)]
 
 
 class ShapeError(ValueError):
     """A line that is not one of a dump."""
 
 
-def row_of(record: Any, scope: str | None, version: int | None) -> Row:
-    """Return the values of :data:`COLUMNS`."""
-    if not isinstance(record, dict):
-        raise ShapeError(f"not an object but {_type(record)}")
-    turns = record.get("turns")
-    if not isinstance(turns, list):
-        raise ShapeError(f"turns is {_type(turns)}, not a list" if "turns" in record else "it has no turns")
-    trained, calls = 0, []
-    stops: dict[str, None] = {}
-    agents: dict[str, None] = {}
-    for index, turn in enumerate(turns):
-        try:
-            trained += _check_turn(turn)
-        except ShapeError as error:
-            raise ShapeError(f"turn {index}: {error}") from None
-        if turn.get("role") == "assistant":
-            calls.append(turn)
-        for values, name in ((stops, "stop_reason"), (agents, "agent")):
-            if (value := turn.get(name)) is not None:
-                values[value] = None
-    timings, numbers = _value(record, "timings", dict, "an object") or {}, _numbers(record)
-    for process in _list(record, "processes"):
-        _check_process(process)
-    tail = _integer(record, "tail_version")
-    start = _integer(record, "start_version")
+@dataclass(kw_only=True, slots=True)
+class _Turn:
+    role: StrictStr | None = None
+    text: StrictStr | None = None
+    stop_reason: StrictStr | None = None
+    agent: StrictStr | None = None
+    server: StrictStr | None = None
+    started: StrictFloat | None = None
+    latency_s: StrictFloat | None = None
+    ids: Annotated[list[StrictInt], Field(fail_fast=True)] | None = None
+    loss_mask: Annotated[list[_Mask], Field(fail_fast=True)] | None = None
+    logprobs: Annotated[list[StrictFloat | None], Field(fail_fast=True)] | None = None
+    versions: Annotated[list[StrictInt], Field(fail_fast=True)] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Process:
+    command: list[Any] | None = None
+    seconds: StrictFloat | None = None
+    stdout: StrictStr | None = None
+    stderr: StrictStr | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Timings:
+    finished_at: StrictFloat | None = None
+    run_s: StrictFloat | None = None
+    queued_s: StrictFloat | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Line:
+    """What readers of a dump rely on."""
+
+    turns: Annotated[list[_Turn], Field(fail_fast=True)]
+    processes: Annotated[list[_Process], Field(fail_fast=True)] | None = None
+    timings: _Timings | None = None
+    reward: StrictFloat | None = None
+    reward_extra: dict[str, Any] | None = None
+    counts: dict[str, Any] | None = None
+    status: StrictStr | None = None
+    error: StrictStr | None = None
+    error_kind: StrictStr | None = None
+    error_type: StrictStr | None = None
+    task_id: StrictInt | StrictStr | None = None
+    group_id: StrictInt | StrictStr | None = None
+    seqlen: _Integer | None = None
+    prompt_len: _Integer | None = None
+    head_version: _Integer | None = None
+    tail_version: _Integer | None = None
+    start_version: _Integer | None = None
+    member_idx: _Integer | None = None
+    sample_idx: _Integer | None = None
+
+
+_LINE = TypeAdapter(_Line)
+
+
+def row_of(record: Any, scope: str | None, version: int | None, source: str | None = None) -> Row:
+    """Return the values of :data:`COLUMNS`; ``source`` is the last one in the file, for a line without its row."""
+    try:
+        line = _LINE.validate_python(record)
+    except ValidationError as error:
+        raise ShapeError(_first(error)) from None
+    if "row" in record:
+        found = record["row"].get("data_source") if isinstance(record["row"], dict) else None
+        source = found if isinstance(found, str) else None
+    calls = [turn for turn in line.turns if turn.role == "assistant"]
+    timings, numbers = line.timings or _Timings(), _numbers(line)
     if version is None:
-        version = start if tail is None else tail
+        version = line.start_version if line.tail_version is None else line.tail_version
+    trained = int(sum(sum(turn.loss_mask or ()) for turn in line.turns))
     return (
-        *(_number(record, "reward"), _text(record, "status"), _integer(record, "seqlen"), len(turns), version, trained),
-        *(_text(record, "error_kind"), _text(record, "error_type"), _json(stops)),
-        *(_number(timings, "finished_at"), _number(timings, "run_s"), len(calls), _id(record, "task_id")),
-        *(_id(record, "group_id"), scope, _json(agents), _integer(record, "head_version"), tail, start),
-        *(_integer(record, "member_idx"), _integer(record, "sample_idx"), _integer(record, "prompt_len")),
-        *(_number(timings, "queued_s"), *_of_calls(calls), numbers.get("counts/tool_calls"), *(None for _ in FACTS)),
-        *(_text(record, "error"), orjson.dumps(numbers).decode()),
+        *(line.reward, line.status, line.seqlen, len(line.turns), version, trained, line.error_kind, line.error_type),
+        *(_json(turn.stop_reason for turn in line.turns), timings.finished_at, timings.run_s, len(calls)),
+        *(_id(line.task_id), _id(line.group_id), scope, _json(turn.agent for turn in line.turns)),
+        *(line.head_version, line.tail_version, line.start_version, line.member_idx, line.sample_idx, line.prompt_len),
+        *(timings.queued_s, *_of_calls(calls), numbers.get("counts/tool_calls"), *(None for _ in FACTS), line.error),
+        *(orjson.dumps(numbers).decode(), source),
     )
 
 
-def _of_calls(calls: list[dict[str, Any]]) -> tuple[float | None, float | None, float | None]:
+def _first(error: ValidationError) -> str:
+    """Return the first fault of a line: its place, its value and the rule."""
+    fault = error.errors(include_url=False)[0]
+    value = "" if fault["type"] == "missing" else f"{fault['input']!r:.80}: "
+    place = ".".join(map(str, fault["loc"]))
+    return f"{place}: {value}{fault['msg'].replace('Input should', 'it must')}".removeprefix(": ")
+
+
+def _of_calls(calls: list[_Turn]) -> tuple[float | None, float | None, float | None]:
     """Return the seconds from the first call to the end of the last, the mean log-prob, and the share of repetition."""
-    ends = [(begin, begin + (each.get("latency_s") or 0.0)) for each in calls if (begin := _number(each, "started"))]
-    logprobs = [value for each in calls for value in each.get("logprobs") or () if value is not None]
+    ends = [(each.started, each.started + (each.latency_s or 0.0)) for each in calls if each.started]
+    logprobs = [value for each in calls for value in each.logprobs or () if value is not None]
     count = again = 0
-    for ids in (each.get("ids") or [] for each in calls):
+    for ids in (each.ids or [] for each in calls):
         count += (size := max(0, len(ids) - 3))
         again += size - len(set(zip(ids, ids[1:], ids[2:], ids[3:], strict=False)))
     return (
@@ -82,97 +136,22 @@ def _of_calls(calls: list[dict[str, Any]]) -> tuple[float | None, float | None, 
     )
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(line: _Line) -> dict[str, float]:
     """Return the counts and the parts of the reward, by the names that filters give them."""
-    extra, counts = (_value(record, name, dict, "an object") or {} for name in ("reward_extra", "counts"))
-    found = {f"reward/{name}": value for name, value in extra.items()}
-    found |= {name if name.startswith("reward/") else f"counts/{name}": value for name, value in counts.items()}
-    return {name: value for name, value in found.items() if type(value) in _NUMBERS}
+    found = {f"reward/{name}": value for name, value in (line.reward_extra or {}).items()}
+    counts = (line.counts or {}).items()
+    found |= {name if name.startswith("reward/") else f"counts/{name}": value for name, value in counts}
+    return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 
-_TURN_TEXTS = ("role", "text", "stop_reason", "agent", "server")
-_NUMBERS = {int, float}
-_TURN_COLUMNS = {"ids": _NUMBERS, "loss_mask": _NUMBERS, "logprobs": {*_NUMBERS, type(None)}, "versions": _NUMBERS}
-"""Types of the entries; a log-prob of null was not recorded."""
+def _id(value: int | str | None) -> int | str | None:
+    return str(value) if isinstance(value, int) and not -_LONG <= value < _LONG else value
 
 
-def _check_turn(turn: Any) -> int:
-    """Check what readers of a turn rely on, and return its trained tokens; written for speed."""
-    if type(turn) is not dict:
-        raise ShapeError(f"not an object but {_type(turn)}")
-    get = turn.get
-    for name in _TURN_TEXTS:
-        if (value := get(name)) is not None and type(value) is not str:
-            raise ShapeError(f"{name} is {_type(value)}, not text")
-    for name, types in _TURN_COLUMNS.items():
-        if value := get(name):
-            if type(value) is not list:
-                raise ShapeError(f"{name} is {_type(value)}, not a list")
-            if not types.issuperset(map(type, value)):
-                raise ShapeError(f"{name} has an entry that is not a number")
-    _number(turn, "latency_s")
-    mask = get("loss_mask") or ()
-    trained = sum(mask)
-    if not 0 <= trained <= len(mask):
-        raise ShapeError("loss_mask has an entry that is neither 0 nor 1")
-    return int(trained)
-
-
-def _check_process(process: Any) -> None:
-    if not isinstance(process, dict):
-        raise ShapeError(f"an entry of processes is {_type(process)}, not an object")
-    _list(process, "command")
-    _number(process, "seconds")
-    _text(process, "stdout")
-    _text(process, "stderr")
-
-
-def _list(record: Mapping[str, Any], name: str) -> list[Any]:
-    value: list[Any] | None = _value(record, name, list, "a list")
-    return [] if value is None else value
-
-
-def _text(record: Mapping[str, Any], name: str) -> str | None:
-    text: str | None = _value(record, name, str, "text")
-    return text
-
-
-def _number(record: Mapping[str, Any], name: str) -> float | None:
-    if type(value := record.get(name)) is float:
-        return value
-    return _integer(record, name, "a number")
-
-
-def _integer(record: Mapping[str, Any], name: str, what: str = "an integer") -> int | None:
-    value = record.get(name)
-    if value is None or (type(value) is int and -(2**63) <= value < 2**63):
-        return value
-    raise ShapeError(f"{name} is {_type(value)}, not {what} of 64 bits")
-
-
-def _id(record: Mapping[str, Any], name: str) -> int | str | None:
-    value: int | str | None = _value(record, name, int | str, "an integer or text")
-    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
-
-
-def _value(record: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
-    value = record.get(name)
-    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
-        return value
-    raise ShapeError(f"{name} is {_type(value)}, not {what}")
-
-
-def _json(values: Mapping[str, None]) -> str | None:
+def _json(values: Iterable[str | None]) -> str | None:
     """Return a list with each value on a line of its own, so that SQL finds a value without reading JSON."""
-    lines = "\n,\n".join(orjson.dumps(value).decode() for value in values)
-    return f"[\n{lines}\n]" if values else None
-
-
-_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-
-
-def _type(value: Any) -> str:
-    return _NAMES.get(type(value), f"the number {value}")
+    lines = "\n,\n".join(orjson.dumps(value).decode() for value in dict.fromkeys(values) if value is not None)
+    return f"[\n{lines}\n]" if lines else None
 
 
 def text_found(record: Mapping[str, Any], pattern: re.Pattern[str]) -> bool:

@@ -1,19 +1,14 @@
-"""Episodes as text in the terminal: what the model read, and what it wrote (in colour).
-
-Text comes from a model, so only its printable characters reach the terminal.
-"""
-
-from __future__ import annotations
+"""Episodes as text in the terminal: what the model read and wrote (in colour), with printable characters only."""
 
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
-
 import orjson
 from rich.console import Console
 from rich.text import Text
-
 from areal_lite.files.safe_text import json_printable, printable
+from areal_lite.tools.inspect.dumped_images import marked_text
 
 STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _UNBROKEN = 10_000
@@ -34,8 +29,8 @@ def json_line(record: Mapping[str, Any]) -> str:
     return json_printable(orjson.dumps(record, option=orjson.OPT_NON_STR_KEYS).decode())
 
 
-def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
-    """Yield the lines of one record of :class:`~.dumps.Dumps`."""
+def episode_text(record: Mapping[str, Any], root: Path) -> Iterator[Text]:
+    """Yield the lines of one record of :class:`~.dumps.Dumps`, of the run in the folder ``root``."""
     status = str(record.get("status"))
     versions = f"{record.get('head_version')}..{record.get('tail_version')}"
     yield Text.assemble(
@@ -61,10 +56,9 @@ def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
             facts.append(f"{turn['latency_s']:.2f} s")
         name = f"{role} {turn['agent']}" if turn.get("agent") else role
         yield Text(printable(f"{name} ({', '.join(str(fact) for fact in facts if fact)})"), "bold")
-        text = turn.get("text")
-        yield Text(
-            printable(str(text)) if text is not None else "no text: the run had no tokenizer", _ROLE_STYLE.get(role, "")
-        )
+        has_text = turn.get("text") is not None
+        text = printable(marked_text(turn, root)) if has_text else "no text: the run had no tokenizer"
+        yield Text(text, _ROLE_STYLE.get(role, ""))
     for process in record.get("processes") or ():
         yield from _process_lines(process)
     yield Text()

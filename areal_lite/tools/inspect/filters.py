@@ -4,20 +4,17 @@ A filter is terms of key, operator and value. A space or ``and`` joins two terms
 and parentheses work as in Python. A comparison with a missing value is false, ``KEY=none`` finds missing values, and
 ``!=`` and ``!~`` are true exactly where ``=`` and ``~`` are false. Regular expressions are Python's, found anywhere.
 
-:func:`parse` checks a filter, :func:`to_sql` turns it into a condition on the table of :mod:`.dump_index`. Values are
-always SQL parameters.
+:func:`parse` checks a filter, :func:`to_sql` makes it a condition on the index, whose values are SQL parameters.
 """
-
-from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
-
+from importlib import resources
+from typing import NamedTuple
 import orjson
-
 from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.errors import ConfigError
@@ -39,70 +36,33 @@ class Kind(StrEnum):
     """The texts of all turns, which are only in the dumps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key of the filter language."""
+class Key(NamedTuple):
+    """A key of the filter language, from keys.toml."""
 
     name: str
     kind: Kind
     meaning: str
-    """One line, for help and docs; a field of the dump is in backquotes."""
-    alias: str = ""
-    """The dump's name of it, where that differs."""
-    values: tuple[str, ...] = ()
+    alias: str
+    values: tuple[str, ...]
     """All values it can have; empty for any."""
 
 
-_ALL = (
-    Key("reward", Kind.NUMBER, "`reward`"),
-    Key("status", Kind.NAME, "`status`", values=tuple(EpisodeStatus)),
-    Key("error", Kind.NAME, "`error`"),
-    Key("error_kind", Kind.NAME, "`error_kind`", alias="kind", values=tuple(FailureKind)),
-    Key("error_type", Kind.NAME, "`error_type`"),
-    Key("text", Kind.TEXT, "`turns.text` of any turn; reads the dumps, so the slowest key"),
-    Key("tokens", Kind.NUMBER, "`seqlen`", alias="seqlen"),
-    Key("prompt_len", Kind.NUMBER, "`prompt_len`"),
-    Key("trained", Kind.NUMBER, "trained tokens: the sum of all `turns.loss_mask`"),
-    Key("turns", Kind.NUMBER, "number of `turns`"),
-    Key("calls", Kind.NUMBER, "number of `turns` with the role `assistant`: model calls"),
-    Key("stop", Kind.NAMES, "`turns.stop_reason` of any turn", alias="stop_reason"),
-    Key("agent", Kind.NAMES, "`turns.agent` of any turn"),
-    Key("version", Kind.NUMBER, "policy version: the folder's, or `tail_version` in other folders"),
-    Key("start", Kind.NUMBER, "`start_version`", alias="start_version"),
-    Key("head", Kind.NUMBER, "`head_version`", alias="head_version"),
-    Key("tail", Kind.NUMBER, "`tail_version`", alias="tail_version"),
-    Key("task", Kind.ID, "`task_id`", alias="task_id"),
-    Key("group", Kind.ID, "`group_id`", alias="group_id"),
-    Key("member", Kind.NUMBER, "`member_idx`", alias="member_idx"),
-    Key("sample", Kind.NUMBER, "`sample_idx`", alias="sample_idx"),
-    Key("finished", Kind.NUMBER, "`timings.finished_at`", alias="finished_at"),
-    Key("run_s", Kind.NUMBER, "`timings.run_s`"),
-    Key("took_s", Kind.NUMBER, "seconds from the episode's first model call to the end of its last"),
-    Key("queued_s", Kind.NUMBER, "`timings.queued_s`"),
-    Key("scope", Kind.NAME, "the dump's folder: `rollout` for training, `eval-rollout` for evaluation"),
-    Key("file", Kind.FILE, "path of the dump below the run's folder"),
-    Key("run", Kind.RUN, "name of the run, if several are open"),
-    Key("logprob", Kind.NUMBER, "mean of all `turns.logprobs`"),
-    Key("repetition", Kind.NUMBER, "share of the answers' runs of four tokens that came before, 0 to 1"),
-    Key("tool_calls", Kind.NUMBER, "`tool_calls` of `counts`"),
-    Key("trained_step", Kind.NUMBER, "training step that used it, with `dump_training`"),
-    Key("advantage", Kind.NUMBER, "mean `advantages` of the trained tokens, with `dump_training`"),
-    Key("entropy", Kind.NUMBER, "mean `entropy` of the trained tokens, with `dump_training`"),
-    Key("clipped", Kind.NUMBER, "share of the trained tokens that are `clipped`, with `dump_training`"),
-)
-KEYS = {key.name: key for key in _ALL}
+_VALUES: dict[str, tuple[str, ...]] = {"status": tuple(EpisodeStatus), "error_kind": tuple(FailureKind)}
+KEYS = {
+    name: Key(name, Kind(row["kind"]), row["meaning"], row.get("alias", ""), _VALUES.get(name, ()))
+    for name, row in tomllib.loads((resources.files("areal_lite.tools.inspect") / "keys.toml").read_text()).items()
+}
 """Every key by name, in the order of the docs."""
-_NAMES = KEYS | {key.alias: key for key in _ALL if key.alias}
+_NAMES = KEYS | {key.alias: key for key in KEYS.values() if key.alias}
 _RECORDED = re.compile(r"(reward|counts)/[\w./-]+")
-SORT_KEYS = tuple(key.name for key in _ALL if key.kind in (Kind.NUMBER, Kind.ID))
+SORT_KEYS = tuple(key.name for key in KEYS.values() if key.kind in (Kind.NUMBER, Kind.ID))
 PATH = "(SELECT path FROM files WHERE id = e.file)"
 """SQL of the path of a row's file."""
 _NUMERIC = ("<=", ">=", "!=", "=", "<", ">")
 _TEXTUAL = ("!=", "!~", "=", "~")
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """One comparison; ``value`` None stands for a missing value."""
 
     key: Key
@@ -110,18 +70,16 @@ class Term:
     value: float | str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Not:
+class Not(NamedTuple):
     """True where ``part`` is false."""
 
-    part: Expr
+    part: "Expr"
 
 
-@dataclass(frozen=True, slots=True)
-class Both:
+class Both(NamedTuple):
     """``and`` of parts, or ``or`` if ``either``; without parts every row matches."""
 
-    parts: tuple[Expr, ...]
+    parts: "tuple[Expr, ...]"
     either: bool = False
 
 
@@ -139,6 +97,7 @@ _TOKEN = re.compile(
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
 _DEPTH = 100
 _TOKENS = 500
+_EXAMPLE = 'Example: status=failed (reward<0.5 or turns>3) text~"not sure"'
 
 
 def parse(text: str) -> Expr:
@@ -160,9 +119,12 @@ class _Parser:
         self.tokens: list[tuple[str, re.Match[str] | None]] = []
         begin = 0
         while text[begin:].strip():
-            match = _TOKEN.match(text, begin)
-            if match is None:
-                raise _unreadable(text[begin:].strip())
+            if (match := _TOKEN.match(text, begin)) is None:
+                rest, rule = text[begin:].strip(), "a term begins with a key"
+                if name := re.match(r"[\w.]+", rest):
+                    needs = "an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
+                    rule = f"{name[0]!r} needs {needs}"
+                raise _error(rest, f"{rule}. {_EXAMPLE}")
             self.tokens.append((match["paren"] or match["word"] or "term", match))
             begin = match.end()
         self.tokens.append(("end", None))
@@ -209,24 +171,13 @@ class _Parser:
         return _error(self.text[:begin], f"{rule}. {_EXAMPLE}")
 
 
-def _unreadable(rest: str) -> ConfigError:
-    rule = "a term begins with a key"
-    if name := re.match(r"[\w.]+", rest):
-        rule = f"{name[0]!r} needs an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
-    return _error(rest, f"{rule}. {_EXAMPLE}")
-
-
-_EXAMPLE = 'Example: status=failed (reward<0.5 or turns>3) text~"not sure"'
-
-
 def _error(where: str, rule: str) -> ConfigError:
     return ConfigError(f"filter, at {where.strip()[:80]!r}: {rule}")
 
 
 def _term(match: re.Match[str]) -> Term:
     source, op = match[0], match["op"].replace("==", "=")
-    key = key_named(match["key"])
-    if key is None:
+    if (key := key_named(match["key"])) is None:
         close = difflib.get_close_matches(match["key"], _NAMES, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise _error(source, f"no key {match['key']!r}; {hint}Keys: {', '.join(KEYS)}")
@@ -240,9 +191,8 @@ def _term(match: re.Match[str]) -> Term:
         try:
             re.compile(value)
         except re.error as error:
-            raise _error(
-                source, f"no regular expression: {error}. Put a backslash before a literal . ( [ * + ?"
-            ) from None
+            rule = f"no regular expression: {error}. Put a backslash before a literal . ( [ * + ?"
+            raise _error(source, rule) from None
     elif quoted is None and value in ("none", "null") and op in ("=", "!="):
         return Term(key, op, None)
     elif key.kind is Kind.NUMBER:
@@ -251,17 +201,24 @@ def _term(match: re.Match[str]) -> Term:
         return Term(key, op, float(value))
     elif key.values and value not in key.values:
         raise _error(source, f"{key.name} is one of {', '.join(key.values)}, not {value!r}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _error(source.encode(errors="replace").decode(), "the value is not UTF-8") from None
+    if not is_utf8(value):
+        raise _error(source.encode(errors="replace").decode(), "the value is not UTF-8")
     return Term(key, op, value)
 
 
 def key_named(name: str) -> Key | None:
     """Return a key by its name or alias; ``reward/NAME`` and ``counts/NAME`` are keys without being in ``KEYS``."""
-    recorded = Key(name, Kind.NUMBER, "a part of the reward, or a count") if _RECORDED.fullmatch(name) else None
+    recorded = Key(name, Kind.NUMBER, "a part of the reward, or a count", "", ()) if _RECORDED.fullmatch(name) else None
     return _NAMES.get(name, recorded)
+
+
+def parse_sort(sort: str) -> tuple[str, bool, str]:
+    """Return the key to sort by, True if it descends, and its SQL; raises ConfigError."""
+    key, descending = key_named(sort.removeprefix("-")), sort[0] == "-"
+    if key is None or not (key.name in SORT_KEYS or "/" in key.name):
+        keys = ", ".join(SORT_KEYS)
+        raise ConfigError(f"cannot sort by {sort!r}; use one of {keys}, with - before it for descending")
+    return key.name, descending, f"{column_of(key)} {'DESC' if descending else 'ASC'} NULLS LAST, e.id"
 
 
 def terms(expr: Expr) -> Iterator[Term]:
@@ -278,10 +235,8 @@ def needs_text(expr: Expr) -> bool:
 
 
 def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
-    """Return an SQL condition, where NULL counts as false, and its parameters.
-
-    It calls the functions ``matches``, ``text_matches`` and ``run_name``, which :mod:`.dump_index` defines.
-    """
+    """Return an SQL condition, where NULL counts as false, and its parameters. It calls the functions ``matches``,
+    ``text_matches`` and ``run_name``, which :mod:`.dump_index` defines."""
     if isinstance(expr, Not):
         condition, values = to_sql(expr.part)
         return f"NOT coalesce({condition}, 0)", values
@@ -294,12 +249,9 @@ def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
     if not expr.parts:
         return "1", []
     # CASE is the only form whose order SQLite keeps: what reads the dumps comes last.
-    parts = sorted(expr.parts, key=needs_text)
-    conditions, parameters = [], []
-    for part in parts:
-        condition, values = to_sql(part)
-        conditions.append(condition)
-        parameters += values
+    parts = [to_sql(part) for part in sorted(expr.parts, key=needs_text)]
+    conditions = [condition for condition, _ in parts]
+    parameters = [value for _, values in parts for value in values]
     if not needs_text(expr):
         return "(" + (" OR " if expr.either else " AND ").join(conditions) + ")", parameters
     if expr.either:
@@ -314,13 +266,16 @@ def column_of(key: Key) -> str:
     return {Kind.RUN: "run_name()", Kind.FILE: "e.file"}.get(key.kind, f'e."{key.name}"')
 
 
-def _match_sql(column: str, op: str, value: str) -> tuple[str, list[float | str]]:
+def _match_sql(column: str, op: str, value: str) -> str:
     """Compare a text column; a regular expression without special characters needs no call into Python."""
     if op == "=":
-        return f"{column} = ?", [value]
-    return (f"instr({column}, ?) > 0" if is_literal(value) else f"({column} IS NOT NULL AND matches({column}, ?))"), [
-        value
-    ]
+        return f"{column} = ?"
+    return f"instr({column}, ?) > 0" if is_literal(value) else f"({column} IS NOT NULL AND matches({column}, ?))"
+
+
+def is_utf8(text: str) -> bool:
+    """Return True if ``text`` has no lone surrogates, which SQLite refuses."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 def is_literal(pattern: str) -> bool:
@@ -336,16 +291,14 @@ def _term_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | 
         case Kind.TEXT:
             return f"text_matches({PATH}, e.offset, e.length, ?)", [text]
         case Kind.RUN | Kind.NAME:
-            return _match_sql(column, op, text)
+            return _match_sql(column, op, text), [text]
         case Kind.ID:
             if op == "=" and re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII):
                 return f"(+{column} = ? OR +{column} = ?)", [text, int(text)]
-            return _match_sql(f"CAST({column} AS TEXT)", op, text)
+            return _match_sql(f"CAST({column} AS TEXT)", op, text), [text]
         case Kind.FILE:
-            condition, values = _match_sql("path", op, text)
-            return f"+{column} IN (SELECT id FROM files WHERE {condition})", values  # nosec B608 # our columns, bound values
+            return f"+{column} IN (SELECT id FROM files WHERE {_match_sql('path', op, text)})", [text]  # nosec B608 # our columns, bound values
         case Kind.NAMES if op == "=":
             return f"instr({column}, ?) > 0", [f"\n{orjson.dumps(text).decode()}\n"]
         case Kind.NAMES:
-            condition, values = _match_sql("value", op, text)
-            return f"EXISTS (SELECT 1 FROM json_each({column}) WHERE {condition})", values  # nosec B608 # our columns, bound values
+            return f"EXISTS (SELECT 1 FROM json_each({column}) WHERE {_match_sql('value', op, text)})", [text]  # nosec B608 # our columns, bound values

@@ -9,11 +9,8 @@ so both never add the same line. The lock is given up after each chunk: a reader
 for one chunk of the other process, not for a million lines.
 """
 
-from __future__ import annotations
-
 import errno
 import os
-import re
 import sqlite3
 import stat
 import time
@@ -21,11 +18,10 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
-
 import orjson
-
 from areal_lite.tools.foreign_files import lines_of, open_inside
 from areal_lite.tools.inspect.episode_row import COLUMNS, FACTS, SCOPES, ShapeError, row_of
+from areal_lite.tools.inspect.filters import is_utf8
 from areal_lite.tools.inspect.training_facts import fact_files, fact_means
 
 UNREADABLE = "unreadable"
@@ -39,26 +35,20 @@ _GUARD = 256
 _SEARCHED = 64
 """Versions before a step whose lines it may have trained: more than any useful staleness bound."""
 _INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 4)})"  # nosec B608 # our columns, bound values
+_FORGET = "DELETE FROM files WHERE path = ?"  # and with it the rows that refer to it
 _NEW = (None, -1, 0, 0, 0, 0, 0)
 """State of a file that the index does not know: id, size, mtime, inode, indexed, lines, guard."""
 
 Problem = tuple[int, int, str, str]
+Progress = Callable[[int], object]
 
 
 class IndexUpdate:
     """One update of the index of the dumps below ``root``; :meth:`run` must be called once."""
 
-    def __init__(
-        self,
-        connection: sqlite3.Connection,
-        root: Path,
-        *,
-        is_run: bool,
-        note: Callable[[str], None],
-        on_progress: Callable[[int], object],
-    ) -> None:
-        self._connection, self._root, self._is_run = connection, root, is_run
-        self._note, self._on_progress = note, on_progress
+    def __init__(self, connection: sqlite3.Connection, root: Path, note: Callable[[str], None], progress: Progress):
+        self._connection, self._root, self._is_run = connection, root, is_run(root)
+        self._note, self._progress = note, progress
         self._is_file = not root.is_dir()
         self._uncommitted = 0
         self.lines = 0
@@ -74,20 +64,16 @@ class IndexUpdate:
             recheck_from = recheck_from or newest
             deadline = time.monotonic() + budget_s
             while recheck_from and time.monotonic() < deadline:
-                recheck_from = self._recheck(recheck_from)
+                select = "SELECT id, path FROM files WHERE id <= ? ORDER BY id DESC LIMIT 200"
+                known = self._connection.execute(select, (recheck_from,)).fetchall()
+                for _, path in known:
+                    self._read_file(path)
+                recheck_from = known[-1][0] - 1 if known else 0
             self._connection.execute("COMMIT")
         except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+            self._connection.rollback()
             raise
         return recheck_from
-
-    def _commit_if_due(self) -> None:
-        if self._uncommitted >= _CHUNK_LINES:
-            self._connection.execute("COMMIT")
-            self._uncommitted = 0
-            self._on_progress(self.lines)
-            self._connection.execute("BEGIN IMMEDIATE")
 
     # -- folders
 
@@ -107,16 +93,14 @@ class IndexUpdate:
             path = queue.pop()
             try:
                 queue += self._list_if_changed(path, known.get(path), below.get(path, []))
-                seen.add(path)
             except FileNotFoundError:
-                pass
+                continue
             except OSError as error:
                 self._note(f"{self._root / path}: {error.strerror}")
-                seen.add(path)
                 queue += below.get(path, [])
+            seen.add(path)
         for path in known.keys() - seen:
-            for (file,) in self._connection.execute("SELECT path FROM files WHERE folder = ?", (path,)).fetchall():
-                self._forget_file(file)
+            self._connection.execute("DELETE FROM files WHERE folder = ?", (path,))
             self._connection.execute("DELETE FROM folders WHERE path = ?", (path,))
 
     def _list_if_changed(self, path: str, mtime: int | None, subfolders: list[str]) -> list[str]:
@@ -133,8 +117,7 @@ class IndexUpdate:
             self._note(f"{full}: {len(odd)} names are not UTF-8; rename these files to read them")
             subfolders, dumps = ([each for each in paths if is_utf8(each)] for paths in (subfolders, dumps))
         old = {file for (file,) in self._connection.execute("SELECT path FROM files WHERE folder = ?", (path,))}
-        for file in old.difference(dumps):
-            self._forget_file(file)
+        self._connection.executemany(_FORGET, [(file,) for file in old.difference(dumps)])
         for file in sorted(set(dumps) - old):
             self._read_file(file)
         settled = found if listed_at - found > _SETTLED_NS else None
@@ -143,14 +126,6 @@ class IndexUpdate:
         new = "INSERT OR IGNORE INTO folders VALUES (?, NULL, 0)"
         self._connection.executemany(new, [(subfolder,) for subfolder in subfolders])
         return subfolders
-
-    def _recheck(self, newest: int) -> int:
-        """Read what changed in the 200 files up to the id ``newest``; return the next id to look at."""
-        select = "SELECT id, path FROM files WHERE id <= ? ORDER BY id DESC LIMIT 200"
-        known = self._connection.execute(select, (newest,)).fetchall()
-        for _, path in known:
-            self._read_file(path)
-        return int(known[-1][0]) - 1 if known else 0
 
     # -- training facts
 
@@ -173,11 +148,16 @@ class IndexUpdate:
     # -- files
 
     def _read_file(self, path: str) -> None:
-        while self._read_chunk(path):
+        has_more = True
+        while has_more:
             # Another process may add the next chunk while this one has no lock, so the state is read again.
-            self._commit_if_due()
-        self._uncommitted += 1
-        self._commit_if_due()
+            has_more = self._read_chunk(path)
+            self._uncommitted += 1
+            if self._uncommitted >= _CHUNK_LINES:
+                self._connection.execute("COMMIT")
+                self._uncommitted = 0
+                self._progress(self.lines)
+                self._connection.execute("BEGIN IMMEDIATE")
 
     def _read_chunk(self, path: str) -> bool:
         """Index the next chunk of a file; return True if the file may have more."""
@@ -192,12 +172,11 @@ class IndexUpdate:
             with open_inside(full, self._root) as file:
                 grown = indexed > 0 and size < status.st_size and inode == status.st_ino
                 if not grown or zlib.crc32(_before(file, indexed)) != guard:
-                    if id is not None:
-                        self._forget_file(path)
+                    self._connection.execute(_FORGET, (path,))
                     id, indexed, lines = None, 0, 0
-                chunk = _Chunk(file, indexed, lines, *_scope_and_version(_folder(path)), is_loose=not self._is_run)
+                chunk = _Chunk(file, indexed, lines, _folder(path), is_loose=not self._is_run)
         except FileNotFoundError:
-            self._forget_file(path)
+            self._connection.execute(_FORGET, (path,))
             return False
         except OSError as error:
             id = self._save_state(id, path, (-1, 0, 0, indexed, lines, guard))
@@ -222,48 +201,44 @@ class IndexUpdate:
     def _add(self, file: int, begin: int, rows: list[tuple[Any, ...]], problems: list[Problem]) -> None:
         if begin or problems:
             self._connection.execute("DELETE FROM problems WHERE file = ? AND offset >= ?", (file, begin))
-        self._connection.executemany(_INSERT, [(*row[:-3], file, *row[-3:]) for row in rows])
-        self._connection.executemany(
-            "INSERT INTO problems VALUES (?, ?, ?, ?, ?)", [(file, *each) for each in problems]
-        )
-
-    def _forget_file(self, path: str) -> None:
-        found = self._connection.execute("SELECT id FROM files WHERE path = ?", (path,)).fetchone()
-        if found is not None:
-            for statement in ("episodes WHERE file = ?", "problems WHERE file = ?", "files WHERE id = ?"):
-                self._connection.execute(f"DELETE FROM {statement}", found)  # nosec B608 # our columns, bound values
+        self._connection.executemany(_INSERT, [(*row, file) for row in rows])
+        insert = "INSERT INTO problems VALUES (?, ?, ?, ?, ?)"
+        self._connection.executemany(insert, [(file, *each) for each in problems])
 
 
 class _Chunk:
     """Rows and problems of the lines of ``file`` from ``offset`` on, at most about one chunk."""
 
-    def __init__(
-        self, file: BinaryIO, offset: int, line: int, scope: str | None, version: int | None, *, is_loose: bool
-    ) -> None:
+    def __init__(self, file: BinaryIO, offset: int, line: int, folder: str, *, is_loose: bool) -> None:
         self.rows: list[tuple[Any, ...]] = []
         self.problems: list[Problem] = []
         self.is_cut = False
         """True if the chunk ends before the file may."""
         self.tail = _before(file, offset)
-        self.offset, self.line = offset, line
+        self.offset, self.line, self._is_loose = offset, line, is_loose
+        scope, _, version = folder.partition("/")
+        self._scope = scope if scope in SCOPES else None
+        self._version = int(version) if self._scope and version.isdecimal() and len(version) <= 15 else None
         try:
             for text in lines_of(file):
                 if self.offset - offset >= _CHUNK_BYTES or len(self.rows) >= _CHUNK_LINES:
                     self.is_cut = True
                     return
-                if text.strip() and not self._read(text, scope, version, is_loose=is_loose):
+                if text.strip() and not self._read(text):
                     return
                 self.offset, self.line = self.offset + len(text), self.line + 1
                 self.tail = (self.tail + text[-_GUARD:])[-_GUARD:]
         except OSError as error:  # an endless line; those before it are read
             self.problems.append((self.line + 1, self.offset, UNREADABLE, error.strerror or str(error)))
 
-    def _read(self, text: bytes, scope: str | None, version: int | None, *, is_loose: bool) -> bool:
+    def _read(self, text: bytes) -> bool:
         """Add the row of a line; return False for an unfinished line."""
         try:
             record = orjson.loads(text)
-            if not is_loose or not isinstance(record, dict) or "turns" in record:
-                self.rows.append((*row_of(record, scope, version), self.line + 1, self.offset, len(text)))
+            if not self._is_loose or not isinstance(record, dict) or "turns" in record:
+                source = self.rows[-1][COLUMNS.index("source")] if self.rows else None
+                row = row_of(record, self._scope, self._version, source)
+                self.rows.append((*row, self.line + 1, self.offset, len(text)))
         except orjson.JSONDecodeError as error:
             kind = "not JSON" if text.endswith(b"\n") else "unfinished line"
             self.problems.append((self.line + 1, self.offset, kind, str(error)))
@@ -271,6 +246,11 @@ class _Chunk:
         except ShapeError as error:
             self.problems.append((self.line + 1, self.offset, "wrong shape", str(error)))
         return True
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if ``folder`` is a run's: it has dumps, or the lock of a run that has none yet."""
+    return any((folder / scope).is_dir() for scope in SCOPES) or (folder / ".lock").is_file()
 
 
 def _before(file: BinaryIO, offset: int) -> bytes:
@@ -296,15 +276,3 @@ def _list_folder(folder: Path, path: str) -> tuple[list[str], list[str], int]:
 
 def _folder(path: str) -> str:
     return path.rpartition("/")[0]
-
-
-def _scope_and_version(path: str) -> tuple[str | None, int | None]:
-    scope, _, version = path.partition("/")
-    if scope not in SCOPES:
-        return None, None
-    return scope, int(version) if version.isdecimal() and len(version) <= 15 else None
-
-
-def is_utf8(text: str) -> bool:
-    """Return True if ``text`` has no lone surrogates, which SQLite refuses."""
-    return text.isascii() or not re.search("[\ud800-\udfff]", text)

@@ -1,16 +1,9 @@
-"""The last answer of a dumped line, as reward functions and training rows need it, and the run's config and tokenizer.
-
-Knows nothing of rewards and file formats.
-"""
-
-from __future__ import annotations
+"""The last answer of a dumped line, as reward functions and training rows need it; the run's config and tokenizer."""
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
+from typing import Any, NamedTuple
 from areal_lite.config.yaml_text import parse_yaml, read_text
 from areal_lite.errors import ConfigError
 from areal_lite.tools.foreign_files import has_plain_files, open_inside
@@ -20,8 +13,7 @@ UNREADABLE = (ValueError, ArithmeticError, RecursionError, OSError)
 """Errors that a config made by hand may raise; a ConfigError is a ValueError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A model call: what the model read, and what it wrote."""
 
     prompt: str

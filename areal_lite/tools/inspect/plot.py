@@ -3,60 +3,22 @@
 Panels without data are left out. Metric names are those of docs/metrics.md.
 """
 
-from __future__ import annotations
-
 import argparse
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from importlib import resources
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeGuard
-
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.foreign_files import read_records
 from areal_lite.tools.sweep.seed_statistics import mean_interval
 
 Records = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One plot of the figure."""
-
-    title: str
-    unit: str
-    curves: Mapping[str, str]
-    """Metric name -> legend label."""
-
-
-PANELS = (
-    Panel("Reward", "reward", {"train/reward_mean": "train", "eval/reward": "eval"}),
-    Panel("Loss", "loss", {"train/loss": "train", "eval/loss": "eval"}),
-    Panel("Response length", "tokens", {"train/response_length_mean": "mean", "train/response_length_max": "max"}),
-    Panel("KL divergence", "nats per token", {"train/kl": "from the reference", "train/approx_kl": "within the step"}),
-    Panel("Staleness", "policy versions", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
-    Panel("Entropy", "nats", {"train/entropy": "policy"}),
-    Panel("Gradient norm", "before clipping", {"train/grad_norm": "policy", "train/critic_grad_norm": "critic"}),
-    Panel(
-        "Clip fraction",
-        "share of tokens",
-        {"train/clip_fraction": "all", "train/clip_fraction_high": "at the upper bound"},
-    ),
-    Panel(
-        "Reward deviation", "reward", {"train/reward_std": "of the batch", "train/reward_group_std": "within groups"}
-    ),
-    Panel("Learning rate", "per step", {"train/learning_rate": "policy", "train/critic_learning_rate": "critic"}),
-    Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
-    Panel(
-        "Engine and trainer mismatch",
-        "nats per token",
-        {
-            "train/engine_mismatch/log_prob_diff_mean": "engine",
-            "train/staleness_drift/log_prob_diff_mean": "older tokens",
-        },
-    ),
-)
+Panel = dict[str, Any]
+"""A row of panels.toml: ``title``, ``unit``, and ``curves`` with the legend label of each metric."""
+PANELS: list[Panel] = tomllib.loads((resources.files("areal_lite.tools.inspect") / "panels.toml").read_text())["panel"]
 PHASES = ("timing/", "train/seconds_")
 """Prefixes of the metrics stacked as seconds of a step by phase."""
 _TOTALS = ("timing/step_s", "train/seconds_step")
@@ -84,10 +46,8 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
 
 
 def metrics_figure(*run_dirs: str | Path) -> Any:
-    """Return a matplotlib figure with one panel per kind of metric, all runs in the same panels.
-
-    Seconds by phase are stacked, so each run has its own panel for them.
-    """
+    """Return a matplotlib figure with one panel per kind of metric, all runs in the same panels, but with seconds by
+    phase stacked in a panel for each run."""
     runs = {"/".join(Path(folder).resolve().parts[-2:]): [Path(folder)] for folder in run_dirs}
     return means_figure(runs, with_phases=True)
 
@@ -95,9 +55,9 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
 def means_figure(variants: Mapping[str, Sequence[Path]], *, level: float = 0.95, with_phases: bool = False) -> Any:
     """Return a matplotlib figure with the mean of each metric over the runs of a variant, and its interval."""
     runs = {name: [list(read_records(run / "metrics.jsonl")) for run in folders] for name, folders in variants.items()}
-    metrics = [metric for panel in PANELS for metric in panel.curves]
+    metrics = [metric for panel in PANELS for metric in panel["curves"]]
     means = {(name, m): points for name in runs for m in metrics if (points := _means(runs[name], m, level))}
-    panels = [panel for panel in PANELS if any(metric in panel.curves for _, metric in means)]
+    panels = [panel for panel in PANELS if any(metric in panel["curves"] for _, metric in means)]
     stacks = {run: phases for run, (one, *_) in runs.items() if with_phases and (phases := _phases(one))}
     figure = _figure(len(panels) + len(stacks), runs)
     axes = iter(figure.axes)
@@ -125,20 +85,16 @@ def _means(runs: Sequence[Records], metric: str, level: float) -> list[tuple[int
 
 
 def _draw_panel(axes: Any, panel: Panel, names: Sequence[str], means: Mapping[tuple[str, str], Any]) -> None:
-    axes.set(title=panel.title, ylabel=panel.unit)
+    axes.set(title=panel["title"], ylabel=panel["unit"])
     for place, name in enumerate(names):
-        for number, (metric, label) in enumerate(panel.curves.items()):
+        for number, (metric, label) in enumerate(panel["curves"].items()):
             if points := means.get((name, metric)):
                 steps, middle, low, high = zip(*points, strict=True)
                 color = f"C{number if len(names) == 1 else place}"
-                axes.plot(
-                    *(steps, middle, _LINES[number]),
-                    label=label if len(names) == 1 else f"{name}: {label}",
-                    color=color,
-                    marker="o" if metric.startswith("eval/") else ".",
-                    markersize=4,
-                    linewidth=1,
-                )
+                shown = label if len(names) == 1 else f"{name}: {label}"
+                marker = "o" if metric.startswith("eval/") else "."
+                style = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1}
+                axes.plot(steps, middle, _LINES[number], label=shown, **style)
                 axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
     axes.legend(fontsize="small")
 
@@ -150,7 +106,7 @@ def _figure(count: int, names: Iterable[str]) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(f"plots need {error.name}: pip install {error.name}") from None
     if not count:
-        metrics = " or ".join(name for panel in PANELS[:2] for name in panel.curves)
+        metrics = " or ".join(name for panel in PANELS[:2] for name in panel["curves"])
         raise ConfigError(f"metrics.jsonl of {', '.join(names)}: no line has {metrics}. Did the run do a step?")
     columns = min(2, count)
     rows = -(-count // columns)

@@ -4,8 +4,6 @@ Guarantees that nothing is written, that a failed reward is a failure and never 
 dataset row gets the dumped one.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import inspect
@@ -15,13 +13,10 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
 from rich.console import Console
 from rich.table import Table
-
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.reward_api import AsyncRewardWrapper
@@ -37,23 +32,12 @@ from areal_lite.tools.inspect.last_answer import UNREADABLE, Answer, last_answer
 from areal_lite.tools.inspect.terminal import add_selection
 
 Record = Mapping[str, Any]
+Scored = float | Exception | None
 ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")
 """Positional arguments of a reward function; the row's other columns are passed by name."""
 MAX_VALUES = 10
 """Most distinct rewards of a confusion table."""
 _AT_ONCE = 256
-
-
-@dataclass(slots=True)
-class Rescored:
-    """Old and new rewards."""
-
-    pairs: list[tuple[float | None, float]] = field(default_factory=list)
-    """Old reward, None if the dump has none, and new one."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Calls of the reward function that failed, by cause."""
-    skipped: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,33 +49,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    result = Rescored()
+    pairs: list[tuple[float | None, float]] = []
+    errors, skipped, notes = Counter[str](), 0, list[str]()
     with Dumps.open(options.path) as dumps:
-        for record, new in scored(dumps, options.reward, result, filter=" ".join(options.filter)):
-            _keep(result, record, new, json=options.json)
-        result.notes += dumps.notes()
-    for note in result.notes:
+        for record, new in scored(dumps, options.reward, notes, filter=" ".join(options.filter)):
+            old, error = record.get("reward"), None
+            if new is None:
+                skipped += 1
+                continue
+            if isinstance(new, Exception):
+                error = f"{type(new).__name__}: {new}"
+                errors[error] += 1
+            else:
+                pairs.append((old, new))
+            if options.json:
+                names = ("run", "id", "task_id", "group_id", "member_idx", "status")
+                origin = {name: record.get(name) for name in names}
+                print(json_line(origin | {"old": old, "new": None if error else new, "error": error}))
+        notes += dumps.notes()
+    for note in notes:
         print_note(note)
-    if result.errors and not result.pairs:
-        raise EpisodeError(f"{options.reward} failed for every episode: {_causes(result)}")
+    causes = "; ".join(f"{count} x {cause}" for cause, count in errors.most_common(3))
+    if errors and not pairs:
+        raise EpisodeError(f"{options.reward} failed for every episode: {causes}")
     if not options.json:
-        _print(result, Console(highlight=False))
+        console = Console(highlight=False)
+        _print(pairs, console)
+        if skipped:
+            console.print(f"{skipped} lines have no answer to score")
+        if errors:
+            console.print(f"{errors.total()} rewards failed: {printable(causes)}", markup=False)
+        if not pairs:
+            console.print("nothing to score")
     return 0
 
 
-def scored(
-    dumps: Dumps, reward: str, result: Rescored, *, filter: str = ""
-) -> Iterator[tuple[Record, float | Exception]]:
-    """Yield each dumped line with its new reward, or with what the reward function raised."""
+def scored(dumps: Dumps, reward: str, notes: list[str], *, filter: str = "") -> Iterator[tuple[Record, Scored]]:
+    """Yield each dumped line with its new reward, what the reward function raised, or None without an answer."""
     takes_row = _takes_row(load_object(reward, where="--reward"))
     score = AsyncRewardWrapper(reward)
     keys = {run: _reward_key(root) for run, root in dumps.runs.items()}
     tokenizers = {run: run_tokenizer(root) for run, root in dumps.runs.items()}
     missing = [run for run, tokenizer in tokenizers.items() if tokenizer is None]
-    result.notes += [f"{run}: the run's tokenizer is not here, so answers show their special tokens" for run in missing]
+    notes += [f"{run}: the run's tokenizer is not here, so answers show their special tokens" for run in missing]
     records = dumps.records(dumps.rows(filter))
 
-    async def one(record: Record, answer: Answer, row: Mapping[str, Any]) -> float | Exception:
+    async def one(record: Record, answer: Answer | None, row: Mapping[str, Any]) -> Scored:
+        if answer is None:
+            return None
         episode_context.enter(EpisodeContext(reward_key=keys[record["run"]]))
         named = {name: value for name, value in row.items() if name not in (*ARGUMENTS, "raw_prompt_ids")}
         try:
@@ -100,7 +105,7 @@ def scored(
         except Exception as error:  # of the user's function
             return error
 
-    async def all_of(calls: Iterable[tuple[Record, Answer, Mapping[str, Any]]]) -> list[float | Exception]:
+    async def all_of(calls: Iterable[tuple[Record, Answer | None, Mapping[str, Any]]]) -> list[Scored]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(*call)) for call in calls]
         return [task.result() for task in tasks]
@@ -108,25 +113,11 @@ def scored(
     with asyncio.Runner() as runner:
         while chunk := list(itertools.islice(records, _AT_ONCE)):
             answers = [last_answer(record, tokenizers[record["run"]]) for record in chunk]
-            result.skipped += answers.count(None)
             calls = [
-                (record, answer, dataset_row(dumps, record) if takes_row else {})
+                (record, answer, dataset_row(dumps, record) if takes_row and answer else {})
                 for record, answer in zip(chunk, answers, strict=True)
-                if answer is not None
             ]
-            yield from zip((record for record, *_ in calls), runner.run(all_of(calls)), strict=True)
-
-
-def _keep(result: Rescored, record: Record, new: float | Exception, *, json: bool) -> None:
-    old, error = record.get("reward"), None
-    if isinstance(new, Exception):
-        error = f"{type(new).__name__}: {new}"
-        result.errors[error] += 1
-    else:
-        result.pairs.append((old, new))
-    if json:
-        origin = {name: record.get(name) for name in ("run", "id", "task_id", "group_id", "member_idx", "status")}
-        print(json_line(origin | {"old": old, "new": None if error else new, "error": error}))
+            yield from zip(chunk, runner.run(all_of(calls)), strict=True)
 
 
 def _takes_row(function: Any) -> bool:
@@ -145,9 +136,9 @@ def _reward_key(root: Path) -> str | None:
     return None
 
 
-def _print(result: Rescored, console: Console) -> None:
-    pairs = [(old, new) for old, new in result.pairs if old is not None]
-    new_only = len(result.pairs) - len(pairs)
+def _print(rewards: list[tuple[float | None, float]], console: Console) -> None:
+    """Print how the new rewards of ``(old, new)`` compare with the old ones, which may be None."""
+    pairs = [(old, new) for old, new in rewards if old is not None]
     counts = Counter(pairs)
     olds, news = ({pair[side] for pair in counts} for side in (0, 1))
     if pairs and max(len(olds), len(news)) <= MAX_VALUES:
@@ -163,15 +154,8 @@ def _print(result: Rescored, console: Console) -> None:
         old_mean, new_mean = (statistics.fmean(side) for side in zip(*pairs, strict=True))
         changed = sum(old != new for old, new in pairs)
         console.print(f"mean {old_mean:.3f} -> {new_mean:.3f}; {changed} of {len(pairs)} rewards changed")
-    if new_only:
-        mean = statistics.fmean(new for old, new in result.pairs if old is None)
-        console.print(f"{new_only} episodes without a reward get {mean:.3f} on average")
-    if result.skipped:
-        console.print(f"{result.skipped} lines have no answer to score")
-    if result.errors:
-        console.print(f"{result.errors.total()} rewards failed: {printable(_causes(result))}", markup=False)
-    if not result.pairs:
-        console.print("nothing to score")
+    if first := [new for old, new in rewards if old is None]:
+        console.print(f"{len(first)} episodes without a reward get {statistics.fmean(first):.3f} on average")
 
 
 def _correlation(pairs: list[tuple[float, float]]) -> str:
@@ -180,7 +164,3 @@ def _correlation(pairs: list[tuple[float, float]]) -> str:
     except statistics.StatisticsError:  # of one pair, or of equal values
         value = math.nan
     return "unknown: all values of one side are equal" if math.isnan(value) else f"{value:.3f}"
-
-
-def _causes(result: Rescored) -> str:
-    return "; ".join(f"{count} x {cause}" for cause, count in result.errors.most_common(3))

@@ -1,20 +1,18 @@
 """The dumps of one run: rows that match a filter, groups, figures and single episodes, read through its index."""
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any
-
 import orjson
-
 from areal_lite.errors import ConfigError
+from areal_lite.tools.foreign_files import open_inside
 from areal_lite.tools.inspect.dump_index import DumpIndex
 from areal_lite.tools.inspect.episode_row import COLUMNS, cause, row_of
-from areal_lite.tools.inspect.filters import PATH, Expr, needs_text, to_sql
-from areal_lite.tools.inspect.index_update import UNREADABLE, is_utf8
+from areal_lite.tools.inspect.filters import PATH, Expr, is_utf8, needs_text, to_sql
+from areal_lite.tools.inspect.index_update import UNREADABLE
 
 Row = dict[str, Any]
 """A dumped line without its turns, under the names of the filter keys (``docs/trajectories.md``), with ``run``, ``id``
@@ -23,12 +21,18 @@ Row = dict[str, Any]
 ORDER = "e.version, e.task, e.sample, e.id"
 NEWEST = "e.version DESC, e.task DESC, e.sample, e.id"
 """SQL of the orders for which the index has an SQLite index."""
+MOST = 2**60
+"""More rows than there are."""
 _FIRST_SORTED = 2000
 """Rows that a text search sorts before it looks at the first."""
 _GROUP = {
     **{"version": "e.version", "group": 'e."group"', "task": "min(e.task)", "lines": "count(*)"},
     **{"episodes": "count(DISTINCT e.member)", "reward": "avg(e.reward)", "reward_min": "min(e.reward)"},
     **{"reward_max": "max(e.reward)", "finished": "max(e.finished)"},
+}
+_VERSION = {
+    **{"scope": "e.scope", "version": "e.version", "lines": "count(*)", "groups": "count(DISTINCT e.task)"},
+    **{"reward": "avg(e.reward)", "rewards": "count(e.reward)", "tokens": "avg(e.tokens)"},
 }
 _FILE_ID = "(SELECT id FROM files WHERE path = ?)"
 _COLUMNS = ("id", *COLUMNS, "file", "line", "offset", "length")
@@ -40,7 +44,10 @@ class RunDumps:
 
     def __init__(self, index: DumpIndex, part: str) -> None:
         self.index, self.name = index, index.name
-        self._condition, self._parameters = _part_condition(part)
+        self._condition, self._parameters = "1", tuple[int | str, ...]()
+        if part:  # a folder or a file
+            self._condition = "e.file IN (SELECT id FROM files WHERE substr(path || '/', 1, ?) = ?)"
+            self._parameters = (len(part) + 1, f"{part}/")
         self._summary: tuple[Any, dict[str, Any]] = (None, {})
 
     def count(self, expr: Expr, budget_s: float | None = None) -> int | None:
@@ -59,56 +66,51 @@ class RunDumps:
             finally:
                 connection.set_progress_handler(None, 0)
 
-    def select(
-        self, expr: Expr, order: str = ORDER, limit: int | None = None, *, offset: int = 0
-    ) -> Generator[Row, None, None]:
+    def select(self, expr: Expr, order: str = ORDER, limit: int = MOST, *, offset: int = 0) -> Generator[Row]:
         """Yield the rows that match; with ``text`` in the filter, ``offset`` needs the default order."""
         sql, parameters = self._where(expr)
-        left = -1 if limit is None else limit
-        with self.index.connection() as connection:
-            if order in (ORDER, NEWEST) or not needs_text(expr):
-                tail = f"{sql} ORDER BY {order} LIMIT ? OFFSET ?"
-                yield from self._fetch(connection, tail, [*parameters, left, offset])
-                return
-            # Sorted before they are searched, in growing parts, so that the first match comes at once.
-            (total,) = connection.execute("SELECT count(*) FROM episodes").fetchone()
-            begin, size = 0, _FIRST_SORTED
-            while begin < total and left:
-                sorted_part = f"(SELECT e.id AS sorted FROM episodes AS e ORDER BY {order} LIMIT {size} OFFSET {begin})"  # nosec B608 # our columns, bound values
-                tail = f"ON e.id = sorted {sql} LIMIT ?"
-                for row in self._fetch(connection, tail, [*parameters, left], f"{sorted_part} CROSS JOIN episodes"):
-                    yield row
-                    left -= left > 0
-                begin, size = begin + size, size * 10
+        if order in (ORDER, NEWEST) or not needs_text(expr):
+            yield from self._rows(f"{sql} ORDER BY {order} LIMIT ? OFFSET ?", [*parameters, limit, offset])
+            return
+        # Sorted before they are searched, in growing parts, so that the first match comes at once.
+        ((total,),) = self.index.query("SELECT count(*) FROM episodes")
+        begin, size = 0, _FIRST_SORTED
+        while begin < total and limit:
+            sorted_part = f"(SELECT e.id AS sorted FROM episodes AS e ORDER BY {order} LIMIT {size} OFFSET {begin})"  # nosec B608 # our columns, bound values
+            tail = f"ON e.id = sorted {sql} LIMIT ?"
+            for row in self._rows(tail, [*parameters, limit], f"{sorted_part} CROSS JOIN episodes"):
+                yield row
+                limit -= 1
+            begin, size = begin + size, size * 10
 
-    def at(self, expr: Expr, indices: set[int]) -> Iterator[Row]:
-        """Yield the matching rows with these indices in the default order."""
+    def ids(self, expr: Expr) -> list[int]:
+        """Return the index's ids of the rows that match, in the default order."""
         sql, parameters = self._where(expr)
-        with self.index.connection() as connection:
-            ids = connection.execute(f"SELECT e.id FROM episodes AS e {sql} ORDER BY {ORDER}", parameters)  # nosec B608 # our columns, bound values
-            for id in [id for index, (id,) in enumerate(ids) if index in indices]:
-                yield from self._fetch(connection, "WHERE e.id = ?", [id])
+        return [id for (id,) in self.index.query(f"SELECT e.id FROM episodes AS e {sql} ORDER BY {ORDER}", parameters)]  # nosec B608 # our columns, bound values
+
+    def row(self, id: int) -> Row | None:
+        """Return the row with an id of the index; None if it was forgotten meanwhile."""
+        return next(self._rows("WHERE e.id = ?", [id]), None)
 
     def find(self, id: str) -> Row:
         path, _, line = id.rpartition(":")
         if not (path and is_utf8(path) and line.isdecimal() and len(line) < 16):
             raise ConfigError(f"{id!r} is not an episode's id: ids are FILE:LINE, such as rollout/4/134.jsonl:1")
-        with self.index.connection() as connection:
-            tail = f"WHERE e.file = {_FILE_ID} AND e.line = ?"
-            rows = list(self._fetch(connection, tail, [path, int(line)]))
+        rows = list(self._rows(f"WHERE e.file = {_FILE_ID} AND e.line = ?", [path, int(line)]))
         if not rows:
             raise ConfigError(f"run {self.name} has no episode {id!r}; areal-lite inspect lists the ids")
         return rows[0]
 
     def episode(self, row: Row) -> list[Row]:
-        with self.index.connection() as connection:
-            tail = f"WHERE e.file = {_FILE_ID} AND e.member IS ? ORDER BY e.line"
-            return list(self._fetch(connection, tail, [row["file"], row["member"]]))
+        tail = f"WHERE e.file = {_FILE_ID} AND e.member IS ? ORDER BY e.line"
+        return list(self._rows(tail, [row["file"], row["member"]]))
 
     def record(self, row: Row) -> dict[str, Any]:
         """Return the dumped line of a row as it was written, with its ``run``, ``id``, ``scope`` and ``version``."""
         try:
-            record = orjson.loads(self.index.read_line(row["file"], row["offset"], row["length"]))
+            with open_inside(self.index.full_path(row["file"]), self.index.root) as file:
+                file.seek(row["offset"])
+                record = orjson.loads(file.read(row["length"]))
             row_of(record, row["scope"], row["version"])
         except (OSError, ValueError) as error:
             raise ConfigError(f"{row['id']} of run {row['run']} has changed since it was indexed: {error}") from None
@@ -124,41 +126,37 @@ class RunDumps:
             f'GROUP BY e.version, e.task, e."group", e.scope ORDER BY e.version, e.task LIMIT ?'
         )
         found = []
-        with self.index.connection() as connection:
-            for scope, statuses, *values in connection.execute(select, [*parameters, limit]).fetchall():
-                status = Counter(each for each in orjson.loads(statuses) if each is not None)
-                facts = dict(zip(_GROUP, values, strict=True))
-                found.append({"run": self.name, "scope": scope, **facts, "status": dict(status)})
+        for scope, statuses, *values in self.index.query(select, [*parameters, limit]):
+            status = Counter(each for each in orjson.loads(statuses) if each is not None)
+            facts = dict(zip(_GROUP, values, strict=True))
+            found.append({"run": self.name, "scope": scope, **facts, "status": dict(status)})
         return found
 
     def problems(self, limit: int) -> list[dict[str, Any]]:
         keys = ("run", "file", "line", "offset", "kind", "message")
-        with self.index.connection() as connection:
-            found = connection.execute(
-                f"SELECT {PATH}, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "  # nosec B608 # our columns, bound values
-                "ORDER BY e.file, e.line LIMIT ?",
-                (*self._parameters, limit),
-            ).fetchall()
+        sql = (
+            f"SELECT {PATH}, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {self._condition} "  # nosec B608 # our columns, bound values
+            "ORDER BY e.file, e.line LIMIT ?"
+        )
+        found = self.index.query(sql, (*self._parameters, limit))
         found += [(None, None, None, UNREADABLE, text) for text in self.index.unread[: limit - len(found)]]
         return [dict(zip(keys, (self.name, *each), strict=True)) for each in found]
 
     def problem_counts(self) -> tuple[dict[str, int], int]:
         """Return the problems by kind, and the number of unfinished files."""
         sql = f"SELECT kind, count(*) FROM problems AS e WHERE {self._condition} GROUP BY 1"  # nosec B608 # our columns, bound values
-        with self.index.connection() as connection:
-            counts = dict(connection.execute(sql, self._parameters).fetchall())
-            return counts, int(connection.execute("SELECT coalesce(sum(unfinished), 0) FROM folders").fetchone()[0])
+        ((unfinished,),) = self.index.query("SELECT coalesce(sum(unfinished), 0) FROM folders")
+        return dict(self.index.query(sql, self._parameters)), unfinished
 
     def summary(self, filter: str, expr: Expr) -> dict[str, Any]:
         """Return the run's figures; :meth:`.Dumps.summary` has the keys."""
-        with self.index.connection() as connection:
-            state = (filter, connection.execute("SELECT count(*), max(id) FROM episodes").fetchone())
-            known, figures = self._summary
-            if known != state:
-                where = self._where(expr)
-                versions, failures = self._versions(connection, *where), self._failures(connection, *where)
-                figures = {**_total(versions), "versions": versions, "failures": failures}
-                self._summary = state, figures
+        state = (filter, self.index.query("SELECT count(*), max(id) FROM episodes"))
+        known, figures = self._summary
+        if known != state:
+            where = self._where(expr)
+            versions = self._versions(*where)
+            figures = {**_total(versions), "versions": versions, "failures": self._failures(*where)}
+            self._summary = state, figures
         problems, unfinished = self.problem_counts()
         return {
             **{"run": self.name, "path": str(self.index.root), "index": str(self.index.path)},
@@ -166,35 +164,25 @@ class RunDumps:
             **{"problems": problems, "unfinished": unfinished, "notes": [*self.index.notes, *self.index.unread]},
         }
 
-    def _versions(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
-        versions: dict[tuple[Any, Any], dict[str, Any]] = {}
-        columns = "count(*), total(e.reward), count(e.reward), total(e.tokens), count(e.tokens)"
-        select = f"SELECT e.version, e.scope, e.status, {columns} FROM episodes AS e NOT INDEXED {sql} GROUP BY 1, 2, 3"  # nosec B608 # our columns, bound values
-        for version, scope, status, *sums in connection.execute(select, parameters).fetchall():
-            each = versions.setdefault((version, scope), {"sums": [0.0] * 5, "groups": 0, "status": {}})
-            each["sums"] = [total + part for total, part in zip(each["sums"], sums, strict=True)]
-            each["status"][status or "none"] = sums[0]
-        for scope in {scope for _, scope in versions}:  # for one scope the SQLite index suffices
-            select = f"SELECT e.version, count(DISTINCT e.task) FROM episodes AS e {sql} AND e.scope IS ? GROUP BY 1"  # nosec B608 # our columns, bound values
-            for version, groups in connection.execute(select, [*parameters, scope]).fetchall():
-                if (version, scope) in versions:
-                    versions[version, scope]["groups"] = groups
-        listed = []
-        for (version, scope), each in sorted(versions.items(), key=lambda item: tuple(map(rank, item[0]))):
-            lines, reward, rewards, tokens, tokened = each.pop("sums")
-            means = {"reward": reward / rewards if rewards else None, "tokens": tokens / tokened if tokened else None}
-            counts = {"lines": int(lines), "rewards": int(rewards)}
-            listed.append({"scope": scope, "version": version, **each, **counts, **means})
-        return listed
+    def _versions(self, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
+        select = (
+            f"SELECT json_group_array(e.status), {', '.join(_VERSION.values())} FROM episodes AS e NOT INDEXED {sql} "  # nosec B608 # our columns, bound values
+            "GROUP BY e.version, e.scope"
+        )
+        found = []
+        for statuses, *values in self.index.query(select, parameters):
+            status = Counter(each or "none" for each in orjson.loads(statuses))
+            found.append({**dict(zip(_VERSION, values, strict=True)), "status": dict(sorted(status.items()))})
+        return sorted(found, key=lambda each: (rank(each["version"]), rank(each["scope"])))
 
-    def _failures(self, connection: sqlite3.Connection, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
+    def _failures(self, sql: str, parameters: list[Any]) -> list[dict[str, Any]]:
         failures = []
         select = (
             f"SELECT e.error_kind, e.error_type, count(*), e.error, min(e.id) FROM episodes AS e {sql} "  # nosec B608 # our columns, bound values
             "AND (e.error IS NOT NULL OR e.error_kind IS NOT NULL) GROUP BY 1, 2 ORDER BY 3 DESC"
         )
-        for kind, type_, count, error, first in connection.execute(select, parameters).fetchall():
-            row = next(self._fetch(connection, "WHERE e.id = ?", [first]), None)  # SQLite takes error from it, too
+        for kind, type_, count, error, first in self.index.query(select, parameters):
+            row = self.row(first)  # SQLite takes error from it, too
             example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
             facts = {"error_kind": kind, "error_type": type_, "count": count}
             failures.append({**facts, **example, "error": error})
@@ -204,29 +192,21 @@ class RunDumps:
         condition, parameters = to_sql(expr)
         return f"WHERE {self._condition} AND {condition}", [*self._parameters, *parameters]
 
-    def _fetch(
-        self, connection: sqlite3.Connection, tail: str, parameters: list[Any], table: str = "episodes"
-    ) -> Iterator[Row]:
-        cursor = connection.execute(f"SELECT {_SELECT} FROM {table} AS e {tail}", parameters)  # nosec B608 # our columns, bound values
-        try:
+    def _rows(self, tail: str, parameters: list[Any], table: str = "episodes") -> Iterator[Row]:
+        sql = f"SELECT {_SELECT} FROM {table} AS e {tail}"  # nosec B608 # our columns, bound values
+        with self.index.connection() as connection, closing(connection.execute(sql, parameters)) as cursor:
             for values in cursor:
                 row: Row = {"run": self.name, **dict(zip(_COLUMNS, values, strict=True))}
                 if row["file"] is None:  # forgotten meanwhile
                     continue
                 row["id"] = f"{row['file']}:{row['line']}"
-                for key in ("stop", "agent"):
-                    row[key] = orjson.loads(row[key] or "[]")
-                row["numbers"] = orjson.loads(row["numbers"])
+                row |= {key: orjson.loads(row[key] or "[]") for key in ("stop", "agent", "numbers")}
                 row["cause"] = cause(row.pop("error"), row["error_type"])
                 yield row
-        finally:
-            cursor.close()
 
 
 def _total(versions: list[dict[str, Any]]) -> dict[str, Any]:
-    statuses: Counter[str] = Counter()
-    for each in versions:
-        statuses.update(each["status"])
+    statuses = sum((Counter(each["status"]) for each in versions), Counter[str]())
     rewards = sum(each["rewards"] for each in versions)
     total = sum(each["reward"] * each["rewards"] for each in versions if each["rewards"])
     counts = {key: sum(each[key] for each in versions) for key in ("lines", "groups")}
@@ -236,10 +216,3 @@ def _total(versions: list[dict[str, Any]]) -> dict[str, Any]:
 def rank(value: Any, descending: bool = False) -> tuple[bool, bool, Any]:
     """Return a sort key that orders as SQLite does, missing values last."""
     return ((value is None) != descending, isinstance(value, str), value if value is not None else 0)
-
-
-def _part_condition(part: str) -> tuple[str, tuple[int | str, ...]]:
-    """Return the SQL that holds for the dumps of a part of a run, which is a folder or a file."""
-    if not part:
-        return "1", ()
-    return "e.file IN (SELECT id FROM files WHERE substr(path || '/', 1, ?) = ?)", (len(part) + 1, f"{part}/")

@@ -1,9 +1,5 @@
-"""``areal-lite inspect``: runs, versions, groups, episodes and turns of dumps in the terminal, or as JSON lines.
-
-Text comes from a model, so only its printable characters reach the terminal, and JSON escapes the others.
-"""
-
-from __future__ import annotations
+"""``areal-lite inspect``: runs, versions, groups, episodes and turns of dumps in the terminal, or as JSON lines, with
+the unprintable characters of a model's text escaped."""
 
 import argparse
 import contextlib
@@ -15,14 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
-
 from areal_lite.errors import ConfigError
 from areal_lite.files.safe_text import printable
 from areal_lite.tools.argument_types import positive_integer
+from areal_lite.tools.inspect.dumped_images import image_marker
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.episode_text import STATUS_STYLE, episode_text, json_line, print_note, stdout_console
 from areal_lite.tools.inspect.run_dumps import Row
@@ -58,15 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Add the folder or file of dumps, and the filter that selects episodes of it."""
-    parser.add_argument(
-        "path", type=Path, metavar="RUN", help="a run's folder, a folder of runs, a folder of dumps, or a dump"
-    )
-    parser.add_argument(
-        "filter",
-        nargs="*",
-        metavar="FILTER",
-        help="such as 'reward<0.5 status=failed text~\"not sure\"' (quote < and >)",
-    )
+    add, example = parser.add_argument, "such as 'reward<0.5 status=failed text~\"not sure\"' (quote < and >)"
+    add("path", type=Path, metavar="RUN", help="a run's folder, a folder of runs, a folder of dumps, or a dump")
+    add("filter", nargs="*", metavar="FILTER", help=example)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,7 +93,12 @@ def _print(dumps: Dumps, level: str, options: argparse.Namespace, console: Conso
     if options.diagnose:
         return _print_diagnosis(dumps, options, console)
     if options.json:
-        return _print_json(_objects(dumps, level, options))
+        rows: Iterable[Any] = _rows(dumps, level, options, sys.maxsize)
+        if level == "versions":
+            rows = ({"run": run["run"], **each} for run in rows for each in run["versions"])
+        elif level in ("episodes", "turns"):
+            rows = dumps.records(rows)
+        return _print_json(rows)
     pager = console.pager(styles=bool(shutil.which("less"))) if console.is_terminal and sys.stdin.isatty() else None
     os.environ.setdefault("LESS", "-FRX")
     with pager or contextlib.nullcontext():
@@ -113,19 +107,19 @@ def _print(dumps: Dumps, level: str, options: argparse.Namespace, console: Conso
             for record in dumps.records(_rows(dumps, level, options, 10)):
                 shown += 1
                 console.print(Text(printable(f"{record['run']} {record['id']}"), "dim"), soft_wrap=True)
-                for text in episode_text(record):
+                for text in episode_text(record, dumps.runs[record["run"]]):
                     console.print(text, soft_wrap=True)
             return shown
         if level == "versions":
             return _print_versions(dumps, options, console)
-        table, count = _table(dumps, level, options)
-        console.print(table)
-        if level == "episodes" and count and options.sample is None:
-            total = dumps.page(options.filter, offset=options.offset, limit=1, count_s=1.0).total
-            if total != count:
-                total_text = "more" if total is None else f"{total}"
-                console.print(Text(f"{count} of {total_text}; --limit, --offset and --sort show others", "dim"))
-    return count
+        listed = list(_rows(dumps, level, options, 50))
+        console.print(_listing(dumps, level, listed, options.sort))
+        if level == "episodes" and listed and options.sample is None:
+            total = dumps.count(options.filter, budget_s=1.0)
+            if total != len(listed):
+                known = "more" if total is None else total
+                console.print(Text(f"{len(listed)} of {known}; --limit, --offset and --sort show others", "dim"))
+    return len(listed)
 
 
 def _rows(dumps: Dumps, level: str, options: argparse.Namespace, default_limit: int) -> Iterable[Row]:
@@ -142,13 +136,6 @@ def _rows(dumps: Dumps, level: str, options: argparse.Namespace, default_limit: 
     return dumps.rows(options.filter, sort=options.sort, offset=options.offset, limit=limit)
 
 
-def _objects(dumps: Dumps, level: str, options: argparse.Namespace) -> Iterable[Mapping[str, Any]]:
-    rows = _rows(dumps, level, options, sys.maxsize)
-    if level == "versions":
-        return ({"run": run["run"], **each} for run in rows for each in run["versions"])
-    return dumps.records(rows) if level in ("episodes", "turns") else rows
-
-
 def _print_json(objects: Iterable[Mapping[str, Any]]) -> int:
     shown = 0
     for shown, each in enumerate(objects, 1):  # noqa: B007 -- the last number is the count
@@ -159,28 +146,27 @@ def _print_json(objects: Iterable[Mapping[str, Any]]) -> int:
 # -- tables
 
 
-def _table(dumps: Dumps, level: str, options: argparse.Namespace) -> tuple[Table, int]:
-    rows, columns = list(_rows(dumps, level, options, 50)), _COLUMNS[level]
+def _listing(dumps: Dumps, level: str, rows: list[Row], sort: str) -> Table:
+    columns = _COLUMNS[level]
     if level == "episodes":
         if len(dumps.runs) > 1:
             columns = ("run", *columns)
-        asked = options.sort.lstrip("-")
+        asked = sort.lstrip("-")
         if rows and asked in rows[0] and asked not in columns:
             columns = (*columns[:-1], asked, columns[-1])
     elif level == "runs":
         rows = [{**row, "versions": _range(row["versions"])} for row in rows]
-    return _as_table(rows, columns)
+    return _table(rows, columns)
 
 
-def _as_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> tuple[Table, int]:
+def _table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in columns:
         numeric = name in ("reward", "reward_min", "reward_max", "tokens", "trained", "turns", "lines", "groups")
         table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=name == "id")
-    count = 0
-    for count, row in enumerate(rows, 1):  # noqa: B007 -- the last number is the count
+    for row in rows:
         table.add_row(*(_cell(name, row[name]) for name in columns))
-    return table, count
+    return table
 
 
 def _cell(name: str, value: Any) -> Text:
@@ -206,12 +192,10 @@ def _print_versions(dumps: Dumps, options: argparse.Namespace, console: Console)
     for run in dumps.summary(options.filter):
         console.print(Text(printable(f"{run['run']}: {run['lines']} lines in {run['groups']} groups"), "bold"))
         columns = ("scope", "version", "groups", "lines", "reward", "tokens", "status")
-        table, count = _as_table(run["versions"], columns)
-        console.print(table)
-        shown += count
+        console.print(_table(run["versions"], columns))
+        shown += len(run["versions"])
         for failure in run["failures"]:
-            kinds = [failure["error_kind"] or failure["status"], failure["error_type"]]
-            name = ": ".join(each for each in kinds if each)
+            name = ": ".join(filter(None, (failure["error_kind"] or failure["status"], failure["error_type"])))
             console.print(Text(printable(f"\n{failure['count']} x {name}, such as {failure['id']}"), "red"))
             console.print(Text(printable(str(failure["error"] or "").rstrip())), soft_wrap=True)
     if shown:
@@ -245,21 +229,19 @@ def _print_diagnosis(dumps: Dumps, options: argparse.Namespace, console: Console
 
 
 def _record(dumps: Dumps, id: str) -> dict[str, Any]:
-    error = None
+    errors = []
     for run in dumps.runs:
         try:
             return dumps.record(run, id.removeprefix(f"{run} ").removeprefix(f"{run}/"))
-        except ConfigError as each:
-            error = error or each
-    assert error is not None
-    raise error
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _print_tokens(dumps: Dumps, id: str, options: argparse.Namespace, console: Console) -> int:
     record = _record(dumps, id)
     root = dumps.runs[record["run"]]
-    decode = decoder(root)
-    if decode is None:
+    if (decode := decoder(root)) is None:
         print_note("no text of tokens: the run's tokenizer is not on this machine")
     rows = list(tokens(with_facts(root, record), decode))
     if options.json:
@@ -271,6 +253,10 @@ def _print_tokens(dumps: Dumps, id: str, options: argparse.Namespace, console: C
         table.add_column(name.replace("_", " "), justify="left" if name in ("role", "text") else "right")
     for token in rows:
         values = _flat(token) | {"text": None if token.text is None else repr(token.text)}
+        if token.image is not None:
+            if token.index > token.image.offset:
+                continue
+            values |= {"id": None, "text": image_marker(token.image, root)}
         values = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in values.items()}
         table.add_row(*(_cell(name, values.get(name)) for name in columns), style="cyan" if token.mask else "")
     console.print(table)
@@ -280,6 +266,7 @@ def _print_tokens(dumps: Dumps, id: str, options: argparse.Namespace, console: C
 def _flat(token: Token) -> dict[str, Any]:
     values = asdict(token)
     facts = values.pop("facts")
+    values["image"] = token.image and token.image.sha256
     return {**values, **facts}
 
 
@@ -288,16 +275,15 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: argparse.Nam
     where, text = first_token_difference(first, second), first_text_difference(first, second)
     if options.json:
         sides = () if where is None else zip(("first", "second"), where[1:], strict=True)
-        tokens_differ = where and {"index": where[0], **{name: each and _flat(each) for name, each in sides}}
+        differ = where and {"index": where[0], **{name: each and _flat(each) for name, each in sides}}
         rewards = [first.get("reward"), second.get("reward")]
         ids = {"first": first["id"], "second": second["id"]}
-        return _print_json([ids | {"rewards": rewards, "token": tokens_differ, "text": text and text[0]}])
+        return _print_json([ids | {"rewards": rewards, "token": differ, "text": text and text[0]}])
     if first.get("group_id") != second.get("group_id"):
         print_note("the episodes are of different groups")
     facts = ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("", first["id"], second["id"]):
-        table.add_column(Text(printable(name)), overflow="fold")
+    heads = (Column(Text(printable(name)), overflow="fold") for name in ("", first["id"], second["id"]))
+    table = Table(*heads, box=None, header_style="bold", pad_edge=False)
     for name in facts:
         table.add_row(name, *(_cell(name, record.get(name)) for record in (first, second)))
     console.print(table)
@@ -308,7 +294,8 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: argparse.Nam
         for record, token in ((first, where[1]), (second, where[2])):
             said = "ended"
             if token is not None:
-                said = f"id {token.id}, turn {token.turn}, {token.role}, log-prob {token.logprob}"
+                shown = f"id {token.id}" if token.image is None else f"image {token.image.sha256[:12]}"
+                said = f"{shown}, turn {token.turn}, {token.role}, log-prob {token.logprob}"
             console.print(Text(printable(f"  {record['id']}: {said}")), soft_wrap=True)
     if text is None:
         console.print("the texts are equal")

@@ -1,14 +1,14 @@
 """A record token by token, and where two records begin to differ."""
 
 from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
-
+from areal_lite.api.image_span import ImageSpan
+from areal_lite.tools.inspect.dumped_images import dumped_images
 from areal_lite.tools.inspect.last_answer import run_tokenizer
 
 Record = Mapping[str, Any]
@@ -32,6 +32,8 @@ class Token:
     """1 where the token trains."""
     logprob: float | None
     version: int | None
+    image: ImageSpan | None = None
+    """The image that it is a part of, with the offset in the record."""
     facts: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -41,10 +43,12 @@ def tokens(record: Record, decode: Callable[[int], str] | None = None) -> Iterat
     for turn_index, turn in enumerate(record["turns"]):
         columns = [turn.get(name) or () for name in ("ids", "loss_mask", "logprobs", "versions")]
         known = [name for name in FACTS if turn.get(name)]
+        images = [image.moved(index) for image in dumped_images(turn)]
         for id, mask, logprob, version, *values in zip_longest(*columns, *(turn[name] for name in known)):
             text = None if decode is None or id is None else decode(id)
             facts = dict(zip(known, values, strict=True))
-            yield Token(index, turn_index, turn.get("role"), id, text, mask, logprob, version, facts)
+            image = next((each for each in images if each.offset <= index < each.end), None)
+            yield Token(index, turn_index, turn.get("role"), id, text, mask, logprob, version, image, facts)
             index += 1
 
 
@@ -55,13 +59,11 @@ def decoder(root: Path) -> Callable[[int], str] | None:
 
 
 def first_token_difference(first: Record, second: Record) -> tuple[int, Token | None, Token | None] | None:
-    """Return the first index with different token ids, and both tokens; None if all ids are equal.
-
-    A token is None if its sequence has ended.
-    """
+    """Return the first index with different token ids or images, and both tokens, None for one whose sequence has
+    ended; None if all are equal."""
     pairs = zip_longest(tokens(first), tokens(second))
     for index, (a, b) in enumerate(pairs):
-        if a is None or b is None or a.id != b.id:
+        if a is None or b is None or (a.id, a.image) != (b.id, b.image):
             return index, a, b
     return None
 

@@ -1,17 +1,13 @@
 """Training facts beside the dump: what the trainer computed for the tokens of a dumped line.
 
-Reads the files of :mod:`areal_lite.trainer.rl.token_facts`. A file that is missing or cannot be read has no rows here;
-``areal-lite verify`` reports it.
+Reads :mod:`areal_lite.trainer.rl.token_facts`. A missing or unreadable file has no rows here; ``verify`` reports it.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
 from areal_lite.tools.foreign_files import MAX_TENSORS, open_inside
 
 MAX_TABLE = 1 << 33
@@ -77,12 +73,12 @@ def _row(root: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def open_table(path: Path, folder: Path, *, most: int = MAX_TABLE) -> Iterator[Any]:
-    """Open a file of facts as :func:`open_inside` does; raises OSError if it unpacks to more than ``most`` bytes."""
+def open_table(path: Path, folder: Path) -> Iterator[Any]:
+    """Open a file of facts as :func:`open_inside` does; raises OSError if it unpacks to too many bytes."""
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     with open_inside(path, folder, most=MAX_TENSORS) as stream, parquet.ParquetFile(stream) as file:
         groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
-        if (size := sum(group.total_byte_size for group in groups)) > most:
-            raise OSError(errno.EFBIG, f"{size} bytes when unpacked, of which at most {most} are read", str(path))
+        if (size := sum(group.total_byte_size for group in groups)) > MAX_TABLE:
+            raise OSError(errno.EFBIG, f"{size} bytes when unpacked, of which at most {MAX_TABLE} are read", str(path))
         yield file

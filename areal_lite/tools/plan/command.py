@@ -1,23 +1,15 @@
 """``areal-lite plan``: its arguments, and the table of predictions."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
 import sys
-from dataclasses import asdict
 from typing import Any
-
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Runs the first steps in a temporary folder and predicts time, tokens, memory and disk of the whole run. "
-        "Servers in rollout.addresses must not serve another run. See docs/plan.md."
-    )
     add = parser.add_argument
     add("config", metavar="CONFIG.yaml", help="a config of any kind of run")
     add("overrides", metavar="key=value", nargs="*", help="override one value")
@@ -33,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     print("trying the first steps in a temporary folder ...", file=sys.stderr)
     made = plan(config, on_step=lambda step, metrics: print(f"step {step}", file=sys.stderr))
     if options.json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(made._asdict()))
         return 0
     stdout_console().print(plan_table(made))
     print(f"not in it: {'; '.join(made.unknown)}")

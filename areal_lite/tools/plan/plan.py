@@ -5,20 +5,16 @@ that it measured after its warm-up. Start-up is measured once and not multiplied
 probe cannot see.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
+from typing import Any, NamedTuple
 from rich.filesize import decimal
 from rich.table import Table
-
 from areal_lite.config.run_config import CheckpointConfig, RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.runs.run_data import workflow_rows
@@ -29,7 +25,9 @@ UNKNOWN = (
     "answers that get longer or shorter while the model learns",
     "other work on the machine, now or during the run",
 )
-UNKNOWN_RANKS = "what trainer.sp_size changes, as the probe is one process; areal-lite doctor says what a rank needs"
+UNKNOWN_RANKS = (
+    "what trainer.sp_size and tp_size change, as the probe is one process; areal-lite doctor says what a rank needs"
+)
 UNKNOWN_ASYNC = "the lead of generation over training, which adapts every 8 steps"
 MAX_HELD_OUT = 256
 """Most held-out rows that the probe evaluates on; the time for all rows is scaled up."""
@@ -39,8 +37,7 @@ _MAX_STEADY_STEPS = 40
 _NAMED = {*DUMPS, "eval-rollout", "checkpoints", "model", "weights"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """Predicted figures of a run."""
 
     steps: int
@@ -84,7 +81,7 @@ def _probe_config(config: Trainable, folder: str) -> Trainable:
         "checkpoint": checkpoint,
         "tracking": [],
         "evaluation": replace(config.evaluation, every_steps=None),
-        "trainer": replace(config.trainer, sp_size=1),
+        "trainer": replace(config.trainer, sp_size=1, tp_size=1),
     }
     if isinstance(config, RunConfig):
         changes |= {"rollout": replace(config.rollout, fileroot=folder), "rollout_cache": None}
@@ -97,6 +94,7 @@ def _probe_config(config: Trainable, folder: str) -> Trainable:
 
 def predict(config: Trainable, measured: Measurements, *, held_out_scale: float = 1.0) -> Plan:
     """Return the prediction for ``config`` from measurements of its first steps, or the figures of a whole run."""
+    is_async = isinstance(config, RunConfig) and config.rollout.max_head_offpolicyness > 0
     probed, total = len(measured.step_s), measured.total_steps
     left, done = total - probed, len(measured.evaluation_s)
     step_s = _per_step(measured, list(itertools.accumulate(measured.step_s)))
@@ -108,10 +106,14 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
     checkpoint_s = measured.checkpoint_s + max(0.0, measured.write_s - total / max(1, checkpoints) * step_s)
     total_s = measured.wall_s + left * step_s + evaluations_left * evaluated_s
     total_s += max(0, checkpoints - measured.checkpoints) * checkpoint_s
-
-    def growth(name: str) -> float:
-        return left * _per_step(measured, [totals[name] for totals in measured.totals])
-
+    steady = {name: _per_step(measured, [totals[name] for totals in measured.totals]) for name in measured.totals[0]}
+    growth = {name: left * each for name, each in steady.items()}
+    behind = measured.staleness[measured.warm_up_steps :] or measured.staleness
+    staleness = {
+        "mean": sum(behind) / len(behind),
+        "discarded tokens": steady["discarded"] / max(1.0, steady["sampled"]),
+        "redrawn groups": steady["redrawn"] / max(1.0, steady["groups"]),
+    }
     parts = {
         "steps": total * step_s,
         "evaluations": evaluations * held_out_scale * evaluated_s,
@@ -130,22 +132,18 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
             "checkpoint": checkpoint_s,
         },
         tokens={
-            "sampled": measured.tokens + growth("sampled") + evaluations_left * evaluated_tokens,
-            "trained": measured.totals[-1]["trained"] + growth("trained"),
+            "sampled": measured.tokens + growth["sampled"] + evaluations_left * evaluated_tokens,
+            "trained": measured.totals[-1]["trained"] + growth["trained"],
         },
         memory_bytes=measured.memory,
         disk_bytes=_disk(config, measured, growth, evaluations * held_out_scale / max(1, done), checkpoints),
-        staleness=_staleness(config, measured),
+        staleness=staleness if is_async else {},
         unknown=[
             *UNKNOWN,
-            *([UNKNOWN_ASYNC] if _is_async(config) else []),
-            *([UNKNOWN_RANKS] if config.trainer.sp_size > 1 else []),
+            *([UNKNOWN_ASYNC] if is_async else []),
+            *([UNKNOWN_RANKS] if config.trainer.sp_size * config.trainer.tp_size > 1 else []),
         ],
     )
-
-
-def _is_async(config: Trainable) -> bool:
-    return isinstance(config, RunConfig) and config.rollout.max_head_offpolicyness > 0
 
 
 def _per_step(measured: Measurements, totals: Sequence[float]) -> float:
@@ -163,29 +161,17 @@ def _checkpoints(config: Trainable, steps: int, step_s: float) -> int:
 
 
 def _disk(
-    config: Trainable, measured: Measurements, growth: Callable[[str], float], evaluations: float, checkpoints: int
+    config: Trainable, measured: Measurements, growth: Mapping[str, float], evaluations: float, checkpoints: int
 ) -> dict[str, float]:
     size, keep = Counter(measured.disk), config.checkpoint.keep
     disk = {
-        "dumps": sum(size[name] for name in DUMPS) + growth("dumps") + evaluations * size["eval-rollout"],
+        "dumps": sum(size[name] for name in DUMPS) + growth["dumps"] + evaluations * size["eval-rollout"],
         "checkpoints": size["checkpoints"] / max(1, min(keep, measured.checkpoints)) * min(keep, checkpoints),
         "model": size["model"],
         "weights": size["weights"],
-        "other": growth("logs") + sum(bytes for name, bytes in size.items() if name not in _NAMED),
+        "other": growth["logs"] + sum(bytes for name, bytes in size.items() if name not in _NAMED),
     }
     return {"total": sum(disk.values()), **disk}
-
-
-def _staleness(config: Trainable, measured: Measurements) -> dict[str, float]:
-    if not _is_async(config):
-        return {}
-    grows = {name: _per_step(measured, [totals[name] for totals in measured.totals]) for name in measured.totals[0]}
-    steady = measured.staleness[measured.warm_up_steps :] or measured.staleness
-    return {
-        "mean": sum(steady) / len(steady),
-        "discarded tokens": grows["discarded"] / max(1.0, grows["sampled"]),
-        "redrawn groups": grows["redrawn"] / max(1.0, grows["groups"]),
-    }
 
 
 def plan_table(plan: Plan) -> Table:

@@ -4,8 +4,6 @@ The measured run is the real one, with its servers, episodes, updates, evaluatio
 predictions; :mod:`areal_lite.tools.plan.plan` makes them.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -15,9 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import torch
-
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
 from areal_lite.models.parallel.ranks import join_ranks
@@ -25,16 +21,13 @@ from areal_lite.models.policy_model import resolve_device
 from areal_lite.runs.entry_points import check_trainable
 from areal_lite.runs.rl_run import RLRun, run_rl
 from areal_lite.runs.supervised_run import SupervisedRun, run_supervised
-from areal_lite.runs.training_run import Summary, TrainingRun
+from areal_lite.runs.training_run import TrainingRun
 from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.rl.policy_step import Batch
 
 Trainable = RunConfig | SFTConfig | DPOConfig | RewardModelConfig
-_SAMPLE_S = 0.5
-"""Seconds between two looks at the peaks that the kernel keeps for each process."""
 DUMPS = ("rollout", "scores", "training")
 """Folders of a run that grow with each step."""
-_LOGS = ("metrics.jsonl", "skipped_updates.jsonl")
 _GROUP_ENDS = ("accepted", "rejected", "failed", "cancelled")
 
 
@@ -70,6 +63,7 @@ class Measurements:
     disk: dict[str, float] = field(default_factory=dict)
     """Bytes at the end, by folder of the run."""
     tokens: float = 0.0
+    """Tokens sampled for the batches and evaluations so far."""
 
     @property
     def is_enough(self) -> bool:
@@ -85,8 +79,6 @@ class _Probe(TrainingRun[Any]):
     """Measures a run as it goes."""
 
     measured: Measurements
-    sampled: float = field(init=False, default=0.0)
-    """Tokens sampled for the batches and evaluations so far."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,11 +90,6 @@ class _Probe(TrainingRun[Any]):
     def flush_files(self) -> None:
         """Wait for the files of the step."""
 
-    def run(self) -> Summary[Any]:
-        summary = super().run()
-        self.measured.tokens = self.sampled
-        return summary
-
     def record_step(self, metrics: dict[str, float], *, began: float) -> None:
         super().record_step(metrics, began=began)
         measured, folder = self.measured, self.files.run_dir
@@ -111,13 +98,13 @@ class _Probe(TrainingRun[Any]):
         before = measured.totals[-1]["trained"] if measured.totals else 0.0
         measured.totals.append(
             {
-                "sampled": self.sampled,
+                "sampled": measured.tokens,
                 "trained": before + metrics.get("train/trained_tokens", 0.0),
                 "discarded": metrics.get("rollout/discarded_tokens", 0.0),
                 "redrawn": sum(metrics.get(f"episodes/{end}", 0.0) for end in _GROUP_ENDS[1:3]),
                 "groups": sum(metrics.get(f"episodes/{end}", 0.0) for end in _GROUP_ENDS),
                 "dumps": sum(_size(folder / name) for name in DUMPS),
-                "logs": sum(_size(folder / name) for name in _LOGS),
+                "logs": sum(_size(folder / name) for name in ("metrics.jsonl", "skipped_updates.jsonl")),
             }
         )
         measured.staleness.append(metrics.get("train/staleness_mean", 0.0))
@@ -130,7 +117,7 @@ class _Probe(TrainingRun[Any]):
         if len(self.evaluations) > count:
             self.measured.evaluation_s.append(time.monotonic() - began)
             self.measured.evaluation_tokens.append(self.tokens() - tokens)
-            self.sampled += self.measured.evaluation_tokens[-1]
+            self.measured.tokens += self.measured.evaluation_tokens[-1]
             self.measured.evaluated_at_start |= self.step == 0
 
     def save(self) -> None:
@@ -158,7 +145,7 @@ class _RLProbe(_Probe, RLRun):
     def generate(self) -> Batch:
         """Return the next batch; count tokens before the weights are published, when the batch after it starts."""
         batch = super().generate()
-        self.sampled = self.tokens()
+        self.measured.tokens = self.tokens()
         return batch
 
     def record_step(self, metrics: dict[str, float], *, began: float) -> None:
@@ -196,7 +183,7 @@ def _size(path: Path) -> float:
 @contextmanager
 def _peak_memory(peak: dict[str, float]) -> Iterator[None]:
     """Keep the peak memory of this process, its descendants together and all GPUs in ``peak``, in bytes."""
-    ended, seen = threading.Event(), set[int]()
+    ended, seen = threading.Event(), set[str]()
 
     def sample() -> None:
         own, *others = _family()
@@ -209,7 +196,7 @@ def _peak_memory(peak: dict[str, float]) -> Iterator[None]:
             peak["gpus"] = max(peak.get("gpus", 0.0), float(sum(total - free for free, total in gpus)))
 
     def watch() -> None:
-        while not ended.wait(_SAMPLE_S):
+        while not ended.wait(0.5):  # the kernel keeps the peak of each process
             sample()
 
     thread = threading.Thread(target=watch, name="areal-lite-memory", daemon=True)
@@ -222,18 +209,16 @@ def _peak_memory(peak: dict[str, float]) -> Iterator[None]:
         sample()
 
 
-def _family() -> list[int]:
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    family = [os.getpid()]
+def _family() -> list[str]:
+    family = [str(os.getpid())]
     for member in family:
-        family += [process for process, parent in parents.items() if parent == member]
+        for children in Path(f"/proc/{member}/task").glob("*/children"):
+            with suppress(OSError):  # the process has ended
+                family += children.read_text().split()
     return family
 
 
-def _peak_rss(process: int) -> float:
+def _peak_rss(process: str) -> float:
     """Return the largest resident size of a process so far, in bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()

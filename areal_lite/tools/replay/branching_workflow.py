@@ -4,26 +4,22 @@ An episode is code, so its workflow is run again from the start. Guarantees that
 the dump: a workflow that does not repeat them is stopped, and :attr:`Continuation.difference` says where.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, cast
-
+from typing import Any, NamedTuple, Self, cast
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.agents.session.chat_renderer import ChatRenderer, Rendered
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.image_span import Images, keyed_ids
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.data.vision.image_encoder import with_spans
 from areal_lite.errors import ConfigError
+from areal_lite.tools.inspect.dumped_images import dumped_images
 
-_SHOWN = 24
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpedCall:
+class DumpedCall(NamedTuple):
     """A model call of a dumped episode."""
 
     path: tuple[int, ...]
@@ -31,6 +27,12 @@ class DumpedCall:
     starts: tuple[int, ...]
     prompt: tuple[int, ...]
     turn: Mapping[str, Any]
+    images: Images = ()
+
+    @property
+    def keys(self) -> list[int]:
+        """The prompt's ids, in which those of an image are its own."""
+        return keyed_ids(self.prompt, self.images)
 
     def answer(self) -> ModelResponse:
         turn = self.turn
@@ -40,15 +42,11 @@ class DumpedCall:
             output_logprobs=[0.0 if value is None else value for value in turn["logprobs"]],
             output_versions=list(turn["versions"]),
             stop_reason=turn["stop_reason"] or "stop",
+            images=self.images,
         )
 
-    def turn_at(self, token: int) -> int:
-        """Return the turn that holds a token of the prompt; the last one before the answer beyond it."""
-        return [turn for turn, start in zip(self.path[:-1], self.starts, strict=False) if start <= token][-1]
 
-
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(NamedTuple):
     """The point at which an episode is continued."""
 
     turn: int
@@ -61,7 +59,7 @@ class Fork:
     """Tokens of the first call's prompt that come before the turn."""
 
     @classmethod
-    def at(cls, lines: Sequence[Mapping[str, Any]], turn: int) -> Fork:
+    def at(cls, lines: Sequence[Mapping[str, Any]], turn: int) -> Self:
         """Return the fork of an episode at a turn."""
         turns = {each.get("turn_idx"): each for line in lines for each in line["turns"]}
         if None in turns:
@@ -89,6 +87,7 @@ def _call(index: int, turns: Mapping[int, Mapping[str, Any]]) -> DumpedCall:
         starts=tuple(turns[each]["start"] for each in path),
         prompt=tuple(token for each in path[:-1] for token in turns[each]["ids"]),
         turn=turns[index],
+        images=tuple(image.moved(turns[each]["start"]) for each in path[:-1] for image in dumped_images(turns[each])),
     )
 
 
@@ -103,10 +102,7 @@ class Continuation(RolloutWorkflow):
             )
         self.difference: str | None = None
         """First difference between the rerun and the dump; None without one."""
-        self.fork = fork
-        self.say = say
-        self._workflow = workflow
-        self._tokenizer = tokenizer
+        self.fork, self.say, self._workflow, self._tokenizer = fork, say, workflow, tokenizer
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         """Run the workflow; an episode that differs from the dump fails."""
@@ -132,16 +128,23 @@ class Continuation(RolloutWorkflow):
         )
         return ConfigError(self.difference)
 
-    def differs(self, prompt: Sequence[int], expected: Sequence[DumpedCall]) -> str:
+    def differs(self, req: ModelRequest, expected: Sequence[DumpedCall]) -> str:
         """Return where a prompt differs from the most similar of the expected ones."""
-        call = max(expected, key=lambda call: shared_length(call.prompt, prompt))
-        at = shared_length(call.prompt, prompt)
-        then, now = (self._tokenizer.decode(list(ids[at : at + _SHOWN])) for ids in (call.prompt, prompt))
-        where = f"turn {call.turn_at(at)} is not repeated: from token {at} on"
+        keys = keyed_ids(req.input_ids, req.images)
+        call = max(expected, key=lambda call: shared_length(call.keys, keys))
+        at = shared_length(call.keys, keys)
+        then, now = self._said(call.prompt, call.images, at), self._said(req.input_ids, req.images, at)
+        turn = [turn for turn, start in zip(call.path[:-1], call.starts, strict=False) if start <= at][-1]
+        where = f"turn {turn} is not repeated: from token {at} on"
         return f"{where} the dump has {then!r}, and the agent sends {now!r}"
 
+    def _said(self, ids: Sequence[int], images: Images, at: int) -> str:
+        image = next((image for image in images if image.offset <= at < image.end), None)
+        text: str = self._tokenizer.decode(list(ids[at : at + 24]))
+        return text if image is None else f"image {image.sha256[:12]}"
 
-_rerun: ContextVar[_Rerun | None] = ContextVar("areal_lite_rerun", default=None)
+
+_rerun: "ContextVar[_Rerun | None]" = ContextVar("areal_lite_rerun", default=None)
 
 
 class _Rerun:
@@ -152,17 +155,18 @@ class _Rerun:
         """Kept calls that were not made yet."""
         self.sampled = False
         """True once there is a new answer; everything after it may differ."""
-        self._continuation = continuation
-        self._engine = engine
+        self._continuation, self._engine = continuation, engine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        prompt = tuple(req.input_ids)
-        kept = next((call for call in self.pending if call.prompt == prompt), None)
+        if req.image_data:
+            req = await with_spans(req, cast(Any, self._engine).config)
+        keys = keyed_ids(req.input_ids, req.images)
+        kept = next((call for call in self.pending if call.keys == keys), None)
         if kept is None:
-            self._check_new(prompt)
+            self._check_new(req, keys)
         else:
             self.pending.remove(kept)
             if req.top_logprobs:
@@ -174,16 +178,16 @@ class _Rerun:
         self.sampled = self.sampled or kept is None
         return response
 
-    def _check_new(self, prompt: tuple[int, ...]) -> None:
+    def _check_new(self, req: ModelRequest, keys: list[int]) -> None:
         """Stop the episode unless this may be the first new call, or comes after it."""
         continuation, fork = self._continuation, self._continuation.fork
-        if self.sampled or any(prompt == call.prompt for call in (fork.first, *fork.later)):
+        if self.sampled or any(keys == call.keys for call in (fork.first, *fork.later)):
             return
         fixed = fork.num_fixed
         if continuation.say is not None:  # the turn before the call has another text
             fixed = min(fixed, fork.first.starts[-2])
-        if fixed == len(fork.first.prompt) or prompt[:fixed] != fork.first.prompt[:fixed]:
-            raise continuation.stop(continuation.differs(prompt, self.pending or [fork.first]))
+        if fixed == len(fork.first.prompt) or keys[:fixed] != fork.first.keys[:fixed]:
+            raise continuation.stop(continuation.differs(req, self.pending or [fork.first]))
 
 
 class _SayingRenderer(ChatRenderer):

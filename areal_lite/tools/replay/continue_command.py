@@ -1,21 +1,13 @@
 """``areal-lite continue``: its arguments, and the folder with the branches."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-
 from areal_lite.config.dotted_path import importing
 from areal_lite.files.safe_text import printable
 from areal_lite.tools.argument_types import add_trust, positive_integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Runs the agent of a dumped episode again: its model calls before turn K get the dumped answers, the others "
-        "are sampled. The agent must make the same calls again, so it may not use a clock or randomness, and its "
-        "tools must answer the same; otherwise the command ends with the first difference. See docs/replay.md."
-    )
     add = parser.add_argument
     add("path", type=Path, metavar="RUN", help="a run's folder with dumps")
     add("overrides", metavar="key=value", nargs="*", help="override a key of the run's config")

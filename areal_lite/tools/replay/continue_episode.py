@@ -4,20 +4,16 @@ Guarantees that the run's folder is only read: branches are dumped in a folder o
 run, the episode and the turn that it continues, as ``extra``.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 from rich.console import Console
 from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
-
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -50,7 +46,10 @@ def continue_episode(options: argparse.Namespace, *, console: Console | None = N
     fork = Fork.at(lines, options.turn)
     config = _config(root, options)
     is_eval = lines[0]["scope"] == SCOPES[1]
-    continuation = _continuation(config, fork, options, is_eval=is_eval)
+    choice = WorkflowChoice.of(config)
+    kwargs = choice.kwargs(config, config.rollout.eval_gconfig if is_eval else config.rollout.gconfig)
+    workflow = resolve_workflow(choice.workflow, kwargs, config.rollout)
+    continuation = Continuation(workflow, fork, load_tokenizer(tokenizer_path(config)), say=options.say)
     check_startable(config)
     source = options.address or config.model_path
     said = f"{len(fork.kept)} answers come from the dump, the next from {source}"
@@ -62,13 +61,11 @@ def continue_episode(options: argparse.Namespace, *, console: Console | None = N
             (group,) = engine.wait()
         if continuation.difference is not None:
             raise ConfigError(continuation.difference)
-        parent = {name: lines[0][name] for name in ("task_id", "member_idx")}
-        dumper = TrajectoryDumper(
-            config.rollout, extra={"continues": {"run": str(root), **parent, "turn_idx": options.turn}}
-        )
+        parent = {"run": str(root), **{name: lines[0][name] for name in ("task_id", "member_idx")}}
+        dumper = TrajectoryDumper(config.rollout, extra={"continues": {**parent, "turn_idx": options.turn}})
         dumper.put(group)
         dumper.close()
-    _show(lines, fork, run_dir, task_id, console)
+    _show(lines, fork, (root, run_dir), task_id, console)
     if all(trajectory.status is EpisodeStatus.FAILED for trajectory in group.trajectories):
         raise no_success([group])
     return run_dir
@@ -119,16 +116,9 @@ def _last_model(root: Path) -> str:
     raise ConfigError(f"{root} has saved no model and no checkpoint: name one with --model, or a server with --address")
 
 
-def _continuation(config: RunConfig, fork: Fork, options: argparse.Namespace, *, is_eval: bool) -> Continuation:
-    choice = WorkflowChoice.of(config)
-    gconfig = config.rollout.eval_gconfig if is_eval else config.rollout.gconfig
-    workflow = resolve_workflow(choice.workflow, choice.kwargs(config, gconfig), config.rollout)
-    return Continuation(workflow, fork, load_tokenizer(tokenizer_path(config)), say=options.say)
-
-
-def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, console: Console) -> None:
-    """Print the original and the branches side by side, from the first turn that differs, at most from the fork."""
-    with Dumps.open(run_dir) as dumps:
+def _show(original: Sequence[Record], fork: Fork, runs: tuple[Path, Path], task_id: int, console: Console) -> None:
+    """Print the original and the branches, of their ``runs``, from the first turn that differs, at most the fork."""
+    with Dumps.open(runs[1]) as dumps:
         lines = list(dumps.records(dumps.rows(f"task={task_id}")))
 
     def shared(line: Record) -> int:
@@ -142,7 +132,8 @@ def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, c
     same = sum(1 for _ in itertools.takewhile(lambda each: all(t["ids"] == each[0]["ids"] for t in each), turns))
     same = min(same, fork.first.path.index(fork.turn))
     table = Table("original", *(f"branch {line['member_idx']}" for line in shown[1:]), box=None, pad_edge=False)
-    table.add_row(*(Lines(*episode_text({**line, "turns": line["turns"][same:]})) for line in shown))
+    later = [{**line, "turns": line["turns"][same:]} for line in shown]
+    table.add_row(*(Lines(*episode_text(line, runs[place > 0])) for place, line in enumerate(later)))
     console.print(Text(f"turns before these: {same}, the same in all", "dim"))
     console.print(table)
     if len(branches) > _BESIDE:

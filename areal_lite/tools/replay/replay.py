@@ -4,16 +4,12 @@ Guarantees that the same batches in the same order go through the same trainer, 
 run's weights (to the bit, where the run is deterministic), and that the run's folder is only read.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-
 import torch
-
 from areal_lite.config.loader import load_recorded
 from areal_lite.config.rollout_config import RunIdentity
 from areal_lite.config.run_config import RunConfig
@@ -28,9 +24,9 @@ from areal_lite.runs.rl_run import open_trainer
 from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
 from areal_lite.runs.run_data import tokenizer_path
 from areal_lite.runs.stopping import stop_together
-from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_dtypes, with_prefix
+from areal_lite.runs.training_run import Summary, TrainingRun, give_images, open_run_files, with_dtypes, with_prefix
 from areal_lite.tools.foreign_files import has_plain_files, open_inside
-from areal_lite.tools.replay.trained_batches import TrainedBatches
+from areal_lite.tools.replay.dump_reader import TrainedBatches
 from areal_lite.tools.verify.verify_weights import weight_hashes
 from areal_lite.trainer.forward.scalar_model import ValueScorer
 from areal_lite.trainer.metrics import OnStep
@@ -87,13 +83,9 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
     total_steps = min(config.trainer.steps, len(batches))
     for step in range(1, total_steps + 1):
         batches.groups(step)
-    return Replay(
-        batches=batches,
-        config=config,
-        total_steps=total_steps,
-        is_same=total_steps == before.trainer.total_steps
-        and all(getattr(config, key) == getattr(before, key) for key in _DECIDES_WEIGHTS),
-    )
+    is_same = all(getattr(config, key) == getattr(before, key) for key in _DECIDES_WEIGHTS)
+    is_same = is_same and total_steps == before.trainer.total_steps
+    return Replay(batches=batches, config=config, total_steps=total_steps, is_same=is_same)
 
 
 def load_copy(run: Path, overrides: Sequence[str], *, trial_name: str) -> RunConfig:
@@ -146,15 +138,17 @@ class ReplayRun(TrainingRun[Evaluation]):
 def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Evaluation]:
     """Train the batches of a run; ``on_step`` sees every record of metrics.jsonl."""
     started, config = time.monotonic(), with_dtypes(replay.config)
-    device, sp_size = resolve_device(config.trainer.device), config.trainer.sp_size
-    with join_ranks(device, sp_size=sp_size), ExitStack() as stack:
+    device, sp_size, tp_size = resolve_device(config.trainer.device), config.trainer.sp_size, config.trainer.tp_size
+    with join_ranks(device, sp_size=sp_size, tp_size=tp_size), ExitStack() as stack:
         start = find_start(config, replay.total_steps)
         files = stack.enter_context(open_run_files(config, start, on_step))
+        trainer = open_trainer(config, files, stack)
+        give_images(trainer, config.model_path, replay.batches.run)
         return ReplayRun(
             config=config,
             files=files,
             start=start,
-            trainer=open_trainer(config, files, stack),
+            trainer=trainer,
             total_steps=replay.total_steps,
             tokenizer_path=tokenizer_path(config),
             dtype=getattr(torch, config.server.dtype),

@@ -1,10 +1,7 @@
 """``areal-lite replay``: its arguments, progress and summary."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-
 from areal_lite.config.dotted_path import importing
 from areal_lite.files.safe_text import printable
 from areal_lite.processes.quick_import import is_first_rank
@@ -12,10 +9,6 @@ from areal_lite.tools.argument_types import add_trust
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Trains the batches of RUN again, in their order, with its config and the overrides, into the folder of a new "
-        "run (RUN's trial_name with -replay). Without overrides it ends with RUN's weights. See docs/replay.md."
-    )
     parser.add_argument("path", type=Path, metavar="RUN", help="a run's folder with dumps (rollout.dump_to_file)")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key that concerns training")
     add_trust(parser)

@@ -1,7 +1,5 @@
 """``areal-lite config``, and arguments and help of every command that reads a config."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import logging
@@ -13,7 +11,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
-
 from areal_lite.config.dump import dump_config
 from areal_lite.config.keys import FieldHelp, describe_fields
 from areal_lite.config.loader import KINDS, class_of, describe_value, load_config
@@ -24,7 +21,7 @@ C = TypeVar("C", bound=ExperimentConfig)
 logger = logging.getLogger(__name__)
 TOP, ALL = "run", "all"
 """Names for the keys outside of sections, and for all keys."""
-_SPINS = "10000"
+SPINS = "10000"
 """Spins before a waiting torch thread sleeps, about half a millisecond: longer than from one operation to the next,
 which is then twice as fast."""
 
@@ -51,16 +48,14 @@ def load_run(options: argparse.Namespace, root: type[C]) -> C:
     """Load the config of a command that is about to import torch; raises ConfigError."""
     config = load_config(options.config, options.overrides, root=root)
     logger.info("%s %s: loading torch and transformers", options.command, options.config)
-    if not _computes_side_by_side(config):
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # servers inherit it
+    computes_side_by_side = (  # several processes of the run, at the same time on this machine's cores
+        isinstance(config, RunConfig)
+        and not config.rollout.addresses
+        and (config.rollout.max_head_offpolicyness > 0 or config.server.replicas > 1)
+    )
+    if not computes_side_by_side:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # servers inherit it
     return config
-
-
-def _computes_side_by_side(config: ExperimentConfig) -> bool:
-    """Return whether several processes of the run compute at the same time on this machine's cores."""
-    if not isinstance(config, RunConfig) or config.rollout.addresses:
-        return False
-    return config.rollout.max_head_offpolicyness > 0 or config.server.replicas > 1
 
 
 class _ConfigHelp(argparse.Action):

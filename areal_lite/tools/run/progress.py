@@ -3,15 +3,11 @@
 Under torchrun only the first rank prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
-
 from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.tools.inspect.episode_text import stdout_console
@@ -60,9 +56,8 @@ class TrainingProgress:
         for name, metric in (("reward", "train/reward_mean"), ("held-out", "eval/reward")):
             if metric in metrics:
                 self._rewards[name] = f"{name} {metrics[metric]:.3f}"
-        if total := getattr(metrics, "total_steps", None):
-            self._bar.update(self._task, total=total)
-        self._bar.update(self._task, completed=step, visible=True, rewards="  ".join(self._rewards.values()))
+        total, rewards = getattr(metrics, "total_steps", None), "  ".join(self._rewards.values())
+        self._bar.update(self._task, total=total, completed=step, visible=True, rewards=rewards)
 
 
 def _failures(metrics: Mapping[str, float]) -> str:
@@ -94,7 +89,7 @@ def server_table(metrics: Mapping[str, float], addresses: Sequence[str]) -> Tabl
     return table
 
 
-def summary_table(summary: Summary[Evaluation]) -> Table | str:
+def summary_table(summary: "Summary[Evaluation]") -> Table | str:
     """Return the evaluations before and after a training run as a table, or one line if there are none."""
     title = f"{summary.steps} training steps in {summary.seconds:.0f} s"
     if summary.after is None:

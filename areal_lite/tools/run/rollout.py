@@ -1,14 +1,9 @@
 """``areal-lite rollout`` and ``eval``: episodes on the training or the held-out rows, without training."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
 from areal_lite.config.run_config import RolloutConfig, RunConfig
 from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.tools.run.config import add_config, load_run
@@ -23,11 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = load_run(options, RolloutConfig)
-    with _servers_shown(config) as on_step:
-        if options.command == "eval":
-            _evaluate(config, on_step)
-        else:
-            _rollout(config, on_step)
+    from areal_lite.tools.inspect.episode_text import stdout_console
+    from areal_lite.tools.run.progress import server_table
+
+    last: dict[str, float] = {}
+    make_episodes = _evaluate if options.command == "eval" else _rollout
+    try:
+        make_episodes(config, lambda step, metrics: last.update(metrics))
+    finally:  # an error may be one of the servers
+        if table := server_table(last, config.rollout.addresses):
+            stdout_console().print(table)
     if is_first_rank():
         again = ["train", options.config, *options.overrides]
         following = ["inspect", str(config.run_dir)] if config.rollout.dump_to_file else again
@@ -35,9 +35,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rollout(config: RunConfig, on_step: OnStep) -> None:
+def _rollout(config: RunConfig, on_step: "OnStep") -> None:
     from areal_lite.rollout.episodes.ended_groups import advice
-    from areal_lite.runs.rollouts_alone import run_rollout
+    from areal_lite.runs.entry_points import run_rollout
 
     results = run_rollout(config, on_step=on_step)
     rewards = [reward for result in results for reward in result.rewards]
@@ -48,22 +48,8 @@ def _rollout(config: RunConfig, on_step: OnStep) -> None:
         print(fix)
 
 
-def _evaluate(config: RunConfig, on_step: OnStep) -> None:
-    from areal_lite.runs.rollouts_alone import run_evaluation
+def _evaluate(config: RunConfig, on_step: "OnStep") -> None:
+    from areal_lite.runs.entry_points import run_evaluation
 
     result = run_evaluation(config, on_step=on_step)
     print(f"held-out reward {result.reward:.3f} over {result.episodes} episodes, {result.failed} failed")
-
-
-@contextmanager
-def _servers_shown(config: RunConfig) -> Iterator[OnStep]:
-    """Yield a callback for the metrics of a run; print their table of servers at the end, also after an error."""
-    from areal_lite.tools.inspect.episode_text import stdout_console
-    from areal_lite.tools.run.progress import server_table
-
-    last: dict[str, float] = {}
-    try:
-        yield lambda step, metrics: last.update(metrics)
-    finally:
-        if table := server_table(last, config.rollout.addresses):
-            stdout_console().print(table)

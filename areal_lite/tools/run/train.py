@@ -1,12 +1,11 @@
 """``areal-lite train``, ``sft``, ``dpo`` and ``reward-model``: training by rewards, on answers or on preferences."""
 
-from __future__ import annotations
-
 import argparse
+import os
 from typing import Any
-
 from areal_lite.config.dump import dump_config
 from areal_lite.config.loader import class_of
+from areal_lite.config.rules import check_launch
 from areal_lite.config.run_config import RunConfig
 from areal_lite.processes.quick_import import is_first_rank, quick_import
 from areal_lite.tools.run.config import add_config, load_run
@@ -29,6 +28,12 @@ def run(options: argparse.Namespace) -> int:
     config = load_run(options, options.root)
     if options.verbose and options.command != "train" and is_first_rank():
         print(dump_config(config), end="")
+    check_launch(config)
+    if config.launch == "ray" and config.cluster.n_ranks and "RANK" not in os.environ:
+        from areal_lite.tools.run.on_nodes import train_on_ranks
+
+        train_on_ranks(config, [options.command, options.config, *options.overrides])
+        return 0
     train(config)
     if is_first_rank():
         print(f"next: areal-lite {_NEXT[options.command].format(run_dir=config.run_dir)}")

@@ -4,17 +4,13 @@
 :mod:`areal_lite.agents`, without keys: each request is a session of its own, and the client sets the sampling.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
-
 from aiohttp import web
-
 from areal_lite.agents.doors.agent_service import AgentService
-from areal_lite.agents.doors.listener import send_stream
+from areal_lite.agents.doors.listener import send_reply
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.engine_api import InferenceEngine
@@ -87,9 +83,7 @@ def add_routes(generation: GenerationRoutes, app: web.Application) -> None:
 
     async def handle(request: web.Request) -> web.StreamResponse:
         reply = await service.handle(request.method, request.raw_path, request.headers, await body_of(request))
-        if not isinstance(reply.body, bytes):
-            return await send_stream(request, reply)
-        return web.Response(status=reply.status, headers=reply.headers, body=reply.body)
+        return await send_reply(request, reply)
 
     for path in PATHS:
         app.router.add_post(path, handle)

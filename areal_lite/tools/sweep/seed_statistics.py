@@ -4,13 +4,10 @@ Intervals are Student's t intervals of the mean: they assume that the values of 
 pairs, are about normal. Two variants share seeds, so differences of pairs vary less than the values themselves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-
+from typing import NamedTuple
 import numpy as np
 
 
@@ -22,8 +19,7 @@ class Verdict(StrEnum):
     INCONCLUSIVE = "inconclusive"
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A mean and the interval that holds the true mean with the level's probability."""
 
     mean: float
@@ -64,26 +60,9 @@ def t_quantile(probability: float, freedom: int) -> float:
     Args:
         probability: In [0.5, 1).
 
-    Source: the closed form for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4), by bisection.
+    Source: T is sqrt(freedom) * tan(angle) for an angle with a density proportional to cos(angle) ** (freedom - 1).
     """
-    low, high = 0.0, math.pi / 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        if (1 + _central(middle, freedom)) / 2 < probability:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _central(angle: float, freedom: int) -> float:
-    """Return P(\\|T\\| < sqrt(freedom) * tan(angle))."""
-    cosine, term, total = math.cos(angle), 1.0, 0.0
-    odd = freedom % 2
-    if odd:
-        term = cosine
-    for power in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (power - 1) / power
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
+    angles = np.linspace(0.0, np.pi / 2, 200_001)
+    middles = (angles[:-1] + angles[1:]) / 2
+    shares = np.concatenate([[0.0], np.cumsum(np.cos(middles) ** (freedom - 1))])
+    return math.sqrt(freedom) * math.tan(np.interp(2 * probability - 1, shares / shares[-1], angles))

@@ -4,19 +4,14 @@ Runs follow one another in this process, each in a trial folder of its own. A fi
 is not made again; a stopped one resumes from its checkpoint, so the same command continues a sweep.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
+from typing import Any, NamedTuple
 from rich.table import Column, Table
-
 from areal_lite.config.dump import dump_config
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
@@ -37,22 +32,18 @@ _LAST_PART = re.compile(r"^[^=]*\.(?=[^.=]*=)")
 """Matches all of an override before the last part of its key."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One setting of the sweep."""
-
+class Variant(NamedTuple):
     name: str
     configs: list[ExperimentConfig]
+    commands: list[list[str]]
+    """The command of each."""
 
     @property
     def run_dirs(self) -> list[Path]:
         return [config.run_dir for config in self.configs]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """Scores of a variant's runs."""
-
+class Result(NamedTuple):
     variant: Variant
     scores: list[float]
     interval: Interval
@@ -63,11 +54,6 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Trains each variant with each seed, one run after the other, and shows means with intervals. Variants are "
-        "configs, or values of key=v1,v2; each is compared with the first, seed by seed. The same command continues a "
-        "sweep. See docs/plan.md."
-    )
     add = parser.add_argument
     add("words", metavar="CONFIG.yaml | key=v1,v2", nargs="+", help="one or more configs, and values for all of them")
     add("--seeds", type=positive_integer, required=True, metavar="N", help="runs of each variant")
@@ -84,8 +70,10 @@ def run(options: argparse.Namespace) -> int:
     run_sweep(variants, _make_run)
     metric, results = results_of(variants, metric=options.metric, level=options.level)
     stdout_console().print(sweep_table(metric, results, level=options.level))
-    for line in verdict_lines(results):
-        print(line)
+    first, *others = results
+    for other in others:
+        names = f"{other.variant.name} against {first.variant.name}"
+        print(f"{names}: {other.verdict}; difference {other.difference} over {len(other.scores)} pairs of seeds")
     folder = variants[0].run_dirs[0].parent
     try:
         runs = {variant.name: variant.run_dirs for variant in variants}
@@ -122,8 +110,8 @@ def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -
     """
     if not paths:
         raise ConfigError("a sweep needs a config: areal-lite sweep CONFIG.yaml --seeds N")
-    keys = [override.partition("=")[0] for override in overrides]
-    values = [[f"{key}={v}" for v in _split(o.partition("=")[2])] for key, o in zip(keys, overrides, strict=True)]
+    pairs = [override.partition("=") for override in overrides]
+    values = [[f"{key}={value}" for value in _split(text)] for key, _, text in pairs]
     variants = []
     for path in paths:
         for chosen in itertools.product(*values):
@@ -132,15 +120,11 @@ def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -
             base = load_config(path, chosen, root=ExperimentConfig)
             first = 1 if base.seed is None else base.seed
             trial = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([base.trial_name, *parts]))
-            configs = [
-                load_config(
-                    path,
-                    [*chosen, f"seed={seed}", f"trial_name={trial}-seed{seed}"],
-                    root=ExperimentConfig,
-                )
-                for seed in range(first, first + seeds)
-            ]
-            variants.append(Variant(name=" ".join(parts) or base.experiment_name, configs=configs))
+            runs = [[*chosen, f"seed={seed}", f"trial_name={trial}-seed{seed}"] for seed in range(first, first + seeds)]
+            configs = [load_config(path, words, root=ExperimentConfig) for words in runs]
+            command = str(getattr(base, "kind", "train")).replace("_", "-")
+            commands = [[command, str(path), *words] for words in runs]
+            variants.append(Variant(" ".join(parts) or base.experiment_name, configs, commands))
     folders = [folder for variant in variants for folder in variant.run_dirs]
     if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
         raise ConfigError(f"two runs of the sweep would write to {twice}: give the configs other file names")
@@ -149,16 +133,25 @@ def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -
 
 def run_sweep(variants: Sequence[Variant], make_run: Callable[[ExperimentConfig, str], object]) -> None:
     """Make the runs that are not finished, seed by seed."""
-    runs = [config for of_seed in zip(*(v.configs for v in variants), strict=True) for config in of_seed]
-    todo = [config for config in runs if not _is_finished(config)]
+    pairs = [zip(variant.configs, variant.commands, strict=True) for variant in variants]
+    runs = [run for of_seed in zip(*pairs, strict=True) for run in of_seed]
+    todo = [run for run in runs if not _is_finished(run[0])]
+    if todo and todo[0][0].launch == "ray":
+        from areal_lite.tools.run.on_nodes import run_side_by_side
+
+        return run_side_by_side([run[0] for run in todo], [run[1] for run in todo], _mark_finished)
     done = len(runs) - len(todo)
-    for number, config in enumerate(todo, done + 1):
+    for number, (config, _) in enumerate(todo, done + 1):
         try:
             make_run(config, f"run {number} of {len(runs)}: {config.run_dir}")
         except ArealLiteError as error:
             error.add_note(f"{number - 1} of {len(runs)} runs of the sweep are finished; the same command continues it")
             raise
-        write_whole(config.run_dir / FINISHED, dump_config(config).encode())
+        _mark_finished(config)
+
+
+def _mark_finished(config: ExperimentConfig) -> None:
+    write_whole(config.run_dir / FINISHED, dump_config(config).encode())
 
 
 def results_of(
@@ -187,10 +180,7 @@ def results_of(
         verdict, difference = None, None
         if results:
             verdict, difference = compare_pairs(results[0].scores, scores, level=level, lower_is_better=lower)
-        interval = mean_interval(scores, level)
-        results.append(
-            Result(variant=variant, scores=scores, interval=interval, verdict=verdict, difference=difference)
-        )
+        results.append(Result(variant, scores, mean_interval(scores, level), verdict, difference))
     return metric, results
 
 
@@ -234,12 +224,3 @@ def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Tabl
         scores = " ".join(f"{score:.4g}" for score in result.scores)
         table.add_row(result.variant.name, str(result.interval), scores)
     return table
-
-
-def verdict_lines(results: Sequence[Result]) -> Iterator[str]:
-    first, *others = results
-    for other in others:
-        yield (
-            f"{other.variant.name} against {first.variant.name}: {other.verdict}; difference {other.difference} over "
-            f"{len(other.scores)} pairs of seeds"
-        )

@@ -1,26 +1,20 @@
-"""``areal-lite verify``: proves from a run's folder that it trained what it says.
+"""``areal-lite verify``: runs all checks over a run's folder; writes nothing but the index of its dumps.
 
-Guarantees that nothing is written but the index of the dumps, and that what the folder cannot prove is said. Each check
-is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mod:`.verify_steps` steps against dumps,
-:mod:`.verify_weights` folders with weights, :mod:`.verify_tokens` what each token trained with, :mod:`.verify_chain`
-whether dumps were changed.
+Each check is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mod:`.verify_steps` steps
+against dumps, :mod:`.verify_weights` folders with weights, :mod:`.verify_tokens` what each token trained with.
 """
-
-from __future__ import annotations
 
 import argparse
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-
 from areal_lite.config.dotted_path import importing
 from areal_lite.files.safe_text import printable
 from areal_lite.tools.argument_types import add_trust
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.index_update import UNREADABLE
 from areal_lite.tools.inspect.last_answer import run_tokenizer
-from areal_lite.tools.inspect.rescore import Rescored, scored
-from areal_lite.tools.verify.verify_chain import CHAIN_CHECKS
+from areal_lite.tools.inspect.rescore import scored
 from areal_lite.tools.verify.verify_episodes import GROUP_CHECKS, LINE_CHECKS
 from areal_lite.tools.verify.verify_run import DumpedGroup, Run, differs
 from areal_lite.tools.verify.verify_steps import METRICS_CHECKS
@@ -28,7 +22,7 @@ from areal_lite.tools.verify.verify_tokens import TOKEN_CHECKS, token_findings
 from areal_lite.tools.verify.verify_weights import WEIGHT_CHECKS
 
 SHOWN = 20
-_TABLES = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, CHAIN_CHECKS, TOKEN_CHECKS)
+_TABLES = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, TOKEN_CHECKS)
 _NUM_CHECKS = sum(len(table) for table in _TABLES) + 1  # dumps
 
 
@@ -39,33 +33,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    return verify(options.path, reward=options.reward, trust_config=options.trust_config)
-
-
-def verify(path: Path, *, reward: str | None = None, trust_config: bool = False) -> int:
     """Print what was found, not read and not proved; return 0 if the run is sound, 1 with findings, else 2 if a part
     could not be read."""
-    run = check_run(path, reward=reward, trust_config=trust_config)
+    result = check_run(options.path, reward=options.reward, trust_config=options.trust_config)
     shown: Counter[str] = Counter()
-    for name, finding in run.findings:
+    for name, finding in result.findings:
         shown[name] += 1
         if shown[name] <= SHOWN:
             print(printable(f"{name}: {finding}"))
     for name, count in shown.items():
         if count > SHOWN:
             print(f"{name}: and {count - SHOWN} more")
-    for heading, texts in (("not read", run.unread), ("not proved", run.unproved)):
+    for heading, texts in (("not read", result.unread), ("not proved", result.unproved)):
         for text in dict.fromkeys(texts):
             print(printable(f"{heading}: {text}"))
-    what = f"{_NUM_CHECKS} checks over {len(run.groups)} groups, {run.lines} lines and {len(run.steps)} steps"
-    found = f"{len(run.findings)} findings" if run.findings else "no finding"
-    print(f"{found} in {what}" if run.findings or run.unread else f"sound: {what}")
-    return 1 if run.findings else 2 if run.unread else 0
+    what = f"{_NUM_CHECKS} checks over {len(result.groups)} groups, {result.lines} lines and {len(result.steps)} steps"
+    found = f"{len(result.findings)} findings" if result.findings else "no finding"
+    print(f"{found} in {what}" if result.findings or result.unread else f"sound: {what}")
+    return 1 if result.findings else 2 if result.unread else 0
 
 
 def check_run(path: Path, *, reward: str | None = None, trust_config: bool = False) -> Run:
-    """Run all checks over the run in the folder ``path``; arguments as for :func:`verify`."""
-    run = Run.open(path)
+    """Run all checks over the run in the folder ``path``, and over its rewards with the reward function ``reward``."""
+    run = Run(path)
     with Dumps.open(path, may_be_empty=True) as dumps:
         dumps.refresh(budget_s=3600)  # look at every file again
         for problem in dumps.problems():
@@ -90,17 +80,17 @@ def check_run(path: Path, *, reward: str | None = None, trust_config: bool = Fal
         run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
     with importing(allowed=trust_config):
         run.findings += token_findings(run)
-        for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS, **CHAIN_CHECKS}.items():
+        for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
             run.findings.extend((name, finding) for finding in _found(check(run), run))
     return run
 
 
 def _reward_findings(dumps: Dumps, reward: str) -> Iterator[tuple[str, str]]:
     """Yield the accepted lines whose reward is not the one that the reward function gives."""
-    for record, new in scored(dumps, reward, Rescored(), filter="status=accepted"):
+    for record, new in scored(dumps, reward, [], filter="status=accepted"):
         if isinstance(new, Exception):
             yield "rewards", f"{record['id']}: {reward} raised {type(new).__name__}: {new}"
-        elif differs(record.get("reward"), new):
+        elif new is not None and differs(record.get("reward"), new):
             yield "rewards", f"{record['id']}: the reward is {record.get('reward')}, and {reward} gives {new}"
 
 

@@ -1,16 +1,13 @@
 """Checks of single groups: masks, log-probs, versions, shared turns, members."""
 
-from __future__ import annotations
-
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
-
 import numpy as np
-
 from areal_lite.api.image_span import ImageSpan, check_images, images_of
 from areal_lite.tools.foreign_files import read_inside
 from areal_lite.tools.verify.verify_run import EVALUATION, TRAINING, DumpedGroup, Record, Run, differs, some
@@ -69,12 +66,8 @@ def logprobs_are_numbers(record: Record) -> Iterator[str]:
 
 def versions_fit(record: Record) -> Iterator[str]:
     """``head_version`` and ``tail_version`` are those of the trained tokens."""
-    known = [
-        version
-        for turn in record["turns"]
-        for version, on in zip(turn.get("versions") or (), turn["loss_mask"], strict=False)
-        if on and version >= 0
-    ]
+    pairs = (zip(turn.get("versions") or (), turn["loss_mask"], strict=False) for turn in record["turns"])
+    known = [version for version, on in itertools.chain.from_iterable(pairs) if on and version >= 0]
     found = (min(known), max(known)) if known else (None, None)
     labelled = (record["head_version"], record["tail_version"])
     if labelled != found:
@@ -115,20 +108,16 @@ def members_are_whole(group: DumpedGroup, run: Run) -> Iterator[str]:
         if any(record.get(name) != group.records[0].get(name) for record in group.records):
             yield f"its lines differ in {name}"
     members = sorted({record["member_idx"] for record in group.records})
-    sizes = group_sizes(group, run)
+    sizes = set()
+    if run.rl is not None and group.scope in (TRAINING, EVALUATION):
+        sizes = {run.rl.rollout.group_size} if group.scope == TRAINING else {run.rl.evaluation.group_size, 1}
     if members != list(range(len(members))) or (sizes and len(members) not in sizes):
         yield f"it has the episodes {some(members)}, and a group has {' or '.join(map(str, sizes or {len(members)}))}"
 
 
-def group_sizes(group: DumpedGroup, run: Run) -> set[int]:
-    """Return the sizes that a group of this scope may have; none if unknown."""
-    if run.rl is None or group.scope not in (TRAINING, EVALUATION):
-        return set()
-    return {run.rl.rollout.group_size} if group.scope == TRAINING else {run.rl.evaluation.group_size, 1}
-
-
 def shared_turns_agree(group: DumpedGroup, run: Run) -> Iterator[str]:
     """Lines of an episode have the same tokens in a shared turn, and one of them trains it at most."""
+    shared = ("role", "parent_idx", "start", "ids", "logprobs", "versions")
     episodes: dict[Any, list[Record]] = {}
     for record in group.records:
         if record["schema"] > 1:
@@ -144,16 +133,13 @@ def shared_turns_agree(group: DumpedGroup, run: Run) -> Iterator[str]:
                     where = f"line {record['sample_idx']}: turn {place}"
                     yield f"{where} follows turn_idx {turn['parent_idx']}, not {parent}"
                 parent = index
-                same = {name: turn.get(name) for name in _SHARED}
+                same = {name: turn.get(name) for name in shared}
                 if turns.setdefault(index, same) != same:
                     yield f"lines of episode {member} differ in turn {index}"
                 before = trained.get(index, [0] * len(mask))
                 if any(one and other for one, other in zip(before, mask, strict=False)):
                     yield f"lines of episode {member} train turn {index} twice"
                 trained[index] = [one or other for one, other in zip(before, mask, strict=False)]
-
-
-_SHARED = ("role", "parent_idx", "start", "ids", "logprobs", "versions")
 
 
 def folder_fits(group: DumpedGroup, run: Run) -> Iterator[str]:

@@ -1,133 +1,89 @@
 """A run's folder, as the checks of ``areal-lite verify`` read it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
 import orjson
-
 from areal_lite.config.loader import load_recorded
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.errors import ConfigError
 from areal_lite.tools.foreign_files import open_inside, read_lines
 from areal_lite.tools.inspect.dumps import Dumps
+from areal_lite.tools.inspect.episode_row import SCOPES
 from areal_lite.tools.inspect.last_answer import CONFIG, UNREADABLE
 
 Record = Mapping[str, Any]
 SLACK_S = 0.5
 """Seconds by which clocks may differ: a record's time is taken after what it describes."""
 METRICS = "metrics.jsonl"
-TRAINING = "rollout"
-EVALUATION = "eval-rollout"
+TRAINING, EVALUATION = SCOPES
 
 
-@dataclass(slots=True)
 class DumpedGroup:
     """The lines of one group, and what the checks of the whole run keep of them."""
 
-    records: Sequence[Record]
-    """Emptied once the group is checked."""
-    scope: str | None
-    version: int | None
-    task: int | str
-    id: str
-    """The first line's id, which names the group in findings."""
-    finished: float
-    start: int
-    head: int | None
-    tail: int | None
-    accepted: bool
-    lines: list[int | None]
-    """The ``sample_idx`` of accepted lines: sequences that train, or would."""
-    trained: int
-    rewards: list[float]
-    """Reward per accepted episode."""
-    calls: list[str]
-    """Keys that identify the model calls of accepted lines."""
-
-    @property
-    def file(self) -> str:
-        return self.id.rpartition(":")[0]
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> DumpedGroup:
+    def __init__(self, records: Sequence[Record]) -> None:
         first = records[0]
         kept = [record for record in records if record.get("status") == "accepted"]
-        heads = [record["head_version"] for record in kept if record.get("head_version") is not None]
-        tails = [record["tail_version"] for record in kept if record.get("tail_version") is not None]
         by_member: dict[Any, list[float]] = {}
         for record in kept:
             if (reward := record.get("episode_reward", record.get("reward"))) is not None:
                 by_member.setdefault(record.get("member_idx"), []).append(reward)
-        calls = {
-            f"{turn['started']} {hash(tuple(turn.get('ids') or ()))}"
-            for record in kept
-            for turn in record["turns"]
-            if turn.get("started") is not None
-        }
-        return cls(
-            records=records,
-            scope=first["scope"],
-            version=first["version"],
-            task=first.get("task_id") or 0,
-            id=first["id"],
-            finished=float((first.get("timings") or {}).get("finished_at") or 0.0),
-            start=int(first.get("start_version") or 0),
-            head=min(heads, default=None),
-            tail=max(tails, default=None),
-            accepted=bool(kept),
-            lines=[record.get("sample_idx") for record in kept],
-            trained=sum(sum(turn.get("loss_mask") or ()) for record in kept for turn in record["turns"]),
-            rewards=[math.fsum(rewards) / len(rewards) for rewards in by_member.values()],
-            calls=sorted(calls),
-        )
+        turns = [turn for record in kept for turn in record["turns"]]
+        started = (turn for turn in turns if turn.get("started") is not None)
+        self.records = records
+        """Emptied once the group is checked."""
+        self.scope, self.version, self.task = first["scope"], first["version"], first.get("task_id") or 0
+        self.id: str = first["id"]
+        """The first line's id, which names the group in findings."""
+        self.file = self.id.rpartition(":")[0]
+        self.finished = float((first.get("timings") or {}).get("finished_at") or 0.0)
+        self.start = int(first.get("start_version") or 0)
+        self.head = min((head for record in kept if (head := record.get("head_version")) is not None), default=None)
+        self.tail = max((tail for record in kept if (tail := record.get("tail_version")) is not None), default=None)
+        self.accepted = bool(kept)
+        self.lines = [record.get("sample_idx") for record in kept]
+        """The ``sample_idx`` of accepted lines: sequences that train, or would."""
+        self.trained = sum(sum(turn.get("loss_mask") or ()) for turn in turns)
+        self.rewards = [math.fsum(rewards) / len(rewards) for rewards in by_member.values()]
+        """Reward per accepted episode."""
+        self.calls = sorted({f"{turn['started']} {hash(tuple(turn.get('ids') or ()))}" for turn in started})
+        """Keys that identify the model calls of accepted lines."""
 
 
-@dataclass(slots=True)
 class Run:
-    """A run's folder, and what the checks found in it."""
+    """A run's folder, and what the checks found in it; made without its dumps."""
 
-    root: Path
-    config: ExperimentConfig | None
-    metrics: list[Record]
-    broken_metrics: list[str]
-    groups: list[DumpedGroup] = field(default_factory=list)
-    unproved: list[str] = field(default_factory=list)
-    """Claims that the folder cannot prove, one line each."""
-    unread: list[str] = field(default_factory=list)
-    """Files that could not be read, with the reason."""
-    findings: list[tuple[str, str]] = field(default_factory=list)
-    """Name of the check, and what it found."""
-    lines: int = 0
-    """Dumped lines that were checked."""
-    tokenizer: Any = None
-    """The run's tokenizer; None if it is not on this machine."""
-
-    @classmethod
-    def open(cls, root: Path) -> Run:
-        """Return the run in the folder ``root``, without its dumps."""
+    def __init__(self, root: Path) -> None:
         if not any((root / name).exists() for name in (CONFIG, METRICS, TRAINING, EVALUATION)):
             raise ConfigError(f"{root} is not the folder of a run: name the one with config.yaml and metrics.jsonl")
-        run = cls(root, None, [], [])
+        self.root = root
+        self.config: ExperimentConfig | None = None
+        self.metrics: list[Record] = []
+        self.broken_metrics: list[str] = []
+        self.groups: list[DumpedGroup] = []
+        self.unproved: list[str] = []
+        """Claims that the folder cannot prove, one line each."""
+        self.unread: list[str] = []
+        """Files that could not be read, with the reason."""
+        self.findings: list[tuple[str, str]] = []
+        """Name of the check, and what it found."""
+        self.lines = 0
+        """Dumped lines that were checked."""
+        self.tokenizer: Any = None
+        """The run's tokenizer; None if it is not on this machine."""
         try:
-            run.config = load_recorded(root, open_inside, root=ExperimentConfig)
+            self.config = load_recorded(root, open_inside, root=ExperimentConfig)
         except UNREADABLE as error:
             if (root / CONFIG).exists():
                 reason = str(error).partition("\n")[0].removeprefix(f"{root}/{CONFIG}: ")
-                run.unread.append(f"{CONFIG}: {reason[:200]}")
-            run.unproved.append("config.yaml cannot be read, so group sizes, staleness and advantages are not checked")
-        run._read_metrics()
-        return run
-
-    def _read_metrics(self) -> None:
-        path = self.root / METRICS
+                self.unread.append(f"{CONFIG}: {reason[:200]}")
+            self.unproved.append("config.yaml cannot be read, so group sizes, staleness and advantages are not checked")
+        path = root / METRICS
         try:
-            for number, line in enumerate(read_lines(path, self.root) if path.exists() else (), 1):
+            for number, line in enumerate(read_lines(path, root) if path.exists() else (), 1):
                 try:
                     record = orjson.loads(line)
                     assert type(record["step"]) is int and isinstance(record["time"], int | float)
@@ -145,11 +101,6 @@ class Run:
     @property
     def steps(self) -> list[Record]:
         return [record for record in self.metrics if "train/loss" in record]
-
-    @property
-    def evaluations(self) -> list[Record]:
-        """The records of evaluations on held-out rows by episodes."""
-        return [record for record in self.metrics if "eval/episodes" in record]
 
     @property
     def trained(self) -> list[DumpedGroup]:
@@ -184,11 +135,9 @@ class Run:
         return done and saved and all(group.finished >= self.first_moment for group in self.groups)
 
     def dumped(self, dumps: Dumps) -> Iterator[DumpedGroup]:
-        def key(record: Record) -> tuple[Any, ...]:
-            return tuple(record.get(name) for name in ("version", "task_id", "scope", "group_id"))
-
-        for _, records in itertools.groupby(dumps.records(dumps.rows()), key):
-            yield DumpedGroup.of(list(records))
+        keys = ("version", "task_id", "scope", "group_id")
+        for _, records in itertools.groupby(dumps.records(dumps.rows()), lambda each: [each.get(key) for key in keys]):
+            yield DumpedGroup(list(records))
 
 
 def began(record: Record) -> float:

@@ -1,21 +1,21 @@
-"""Checks of the steps: dumps against metrics.jsonl, each step computed again from its groups, the staleness bound."""
-
-from __future__ import annotations
+"""Checks of the steps: dumps against metrics.jsonl and their writer's chains, steps computed again, staleness."""
 
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
+import orjson
 from areal_lite.api.trajectory import Group
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ArealLiteError
+from areal_lite.rollout.dumps.dump_lines import CHAIN
 from areal_lite.runs.folder.run_directory import BATCHES
-from areal_lite.tools.foreign_files import read_records
+from areal_lite.tools.foreign_files import read_lines, read_records
 from areal_lite.tools.inspect.training_facts import fact_files
-from areal_lite.tools.replay.trained_batches import TrainedBatches
+from areal_lite.tools.replay.dump_reader import TrainedBatches
 from areal_lite.tools.verify.verify_run import EVALUATION, SLACK_S, Record, Run, began, differs, some
 
 RunCheck = Callable[[Run], Iterator[str]]
@@ -48,10 +48,8 @@ def servers_had_the_weights(run: Run) -> Iterator[str]:
     for record in run.steps:
         mean = record.get("train/engine_mismatch/log_prob_diff_mean", 0.0)
         if mean is None or mean > MISMATCH:
-            yield (
-                f"step {record['step']}: log-probs of servers and trainer differ by {mean} nats on average: a server "
-                "had other weights, or samples in another way"
-            )
+            cause = "a server had other weights, or samples in another way"
+            yield f"step {record['step']}: log-probs of servers and trainer differ by {mean} nats on average: {cause}"
 
 
 def updates_are_recorded(run: Run) -> Iterator[str]:
@@ -92,9 +90,8 @@ def groups_ended_once(run: Run) -> Iterator[str]:
             named = ", ".join(map(str, first)) + (f" and {missing - 8} more" if missing > 8 else "")
             yield f"the tasks {named} are missing: {missing} groups never ended, or their dumps are gone"
         else:
-            run.unproved.append(
-                f"that each group ended: {missing} task ids are missing, as a run that was killed or runs has them"
-            )
+            cause = f"{missing} task ids are missing, as a run that was killed or runs has them"
+            run.unproved.append(f"that each group ended: {cause}")
     if run.restarted:
         return  # a resumed run may train the calls of a lost step again
     seen: dict[str, str] = {}
@@ -105,12 +102,39 @@ def groups_ended_once(run: Run) -> Iterator[str]:
                 break
 
 
+def dumps_are_as_written(run: Run) -> Iterator[str]:
+    """Dumps have the hashes that their writers noted, and each note has that of the note before it."""
+    dumps, noted = {group.file for group in run.groups}, dict[str, str]()
+    for folder in sorted({file.rpartition("/")[0] for file in dumps}):
+        for chain in sorted((run.root / folder).glob(f"{CHAIN}*")):
+            previous = b""
+            for number, line in enumerate(read_lines(chain, run.root), 1):
+                if not line.endswith(b"\n"):
+                    break  # the writer was killed, or its disk was full
+                note = orjson.loads(line)
+                if note["previous"] != sha256(previous).hexdigest():
+                    yield f"{folder}/{chain.name}:{number}: the notes before it were changed"
+                noted[f"{folder}/{note['file']}"], previous = note["sha256"], line
+    for file, wanted in noted.items():
+        digest = sha256()
+        try:
+            for line in read_lines(run.root / file, run.root):
+                digest.update(line)
+            if digest.hexdigest() != wanted:
+                yield f"{file} was changed after it was written"
+        except FileNotFoundError:
+            yield f"{file} was removed after it was written"
+    if unnoted := dumps - noted.keys():
+        cause = f"in no chain, as those of an older version, of a copy without {CHAIN}* and of a writer that was killed"
+        run.unproved.append(f"that {len(unnoted)} of {len(dumps)} dumps are as they were written: they are {cause}")
+
+
 # -- dumps against metrics
 
 
 def steps_match_dumps(run: Run) -> Iterator[str]:
     """Sequences, groups, tokens and rewards of the dumps sum to those of metrics.jsonl."""
-    if not comparable(run):
+    if (config := comparable(run)) is None:
         return
     trained = [group for group in run.trained if group.finished >= run.first_moment]
     if len(run.trained) > len(trained):
@@ -122,7 +146,7 @@ def steps_match_dumps(run: Run) -> Iterator[str]:
     for name, count in found.items():
         if count < expected[name] or (count > expected[name] and run.complete):
             yield f"metrics.jsonl has {expected[name]:g} {name} over all steps, and the dumps have {count}"
-    if run.rl is not None and run.rl.reward_model is None and found == expected:
+    if config.reward_model is None and found == expected:
         mean = math.fsum(rewards) / max(1, len(rewards))
         sums = ((record.get("train/reward_mean") or 0) * record["train/episodes"] for record in run.steps)
         wanted = math.fsum(sums) / max(1, len(rewards))
@@ -130,37 +154,29 @@ def steps_match_dumps(run: Run) -> Iterator[str]:
             yield f"the mean reward over all steps is {wanted:.6f}, and {mean:.6f} in the dumps"
 
 
-def comparable(run: Run) -> bool:
-    """Return True if dumps and metrics describe the same sequences."""
-    return bool(
-        run.rl is not None
-        and run.rl.rollout.dump_to_file
-        and not (run.rl.data_packer or run.rl.rollout_cache)
-        and run.steps
-        and "train/groups" in run.steps[0]
-    )
+def comparable(run: Run) -> RunConfig | None:
+    """Return the config if dumps and metrics describe the same sequences, otherwise None."""
+    config = run.rl
+    if config is None or not config.rollout.dump_to_file or config.data_packer or config.rollout_cache:
+        return None
+    return config if run.steps and "train/groups" in run.steps[0] else None
 
 
 def evaluations_match_dumps(run: Run) -> Iterator[str]:
     """Rewards and counts of each evaluation are those of the held-out episodes dumped in its time."""
     if run.rl is None or not run.rl.rollout.dump_to_file:
         return
-    for record in run.evaluations:
+    evaluated = [group for group in run.groups if group.scope == EVALUATION]
+    for record in (each for each in run.metrics if "eval/episodes" in each):
         # The time is rounded to 1 ms; greedy baselines of the next step follow at once.
         first, last = began(record) - SLACK_S, record["time"] + 0.001
-        groups = [
-            group
-            for group in run.groups
-            if group.scope == EVALUATION and group.start == record["step"] and first <= group.finished <= last
-        ]
+        groups = [each for each in evaluated if each.start == record["step"] and first <= each.finished <= last]
         rewards = [reward for group in groups for reward in group.rewards]
         failed = sum(not group.accepted for group in groups)
         where = f"the evaluation after step {record['step']}"
         if (len(rewards), failed) != (record["eval/episodes"], record["eval/failed"]):
-            yield (
-                f"{where} has {record['eval/episodes']:g} episodes and {record['eval/failed']:g} failed, and the dumps "
-                f"have {len(rewards)} and {failed}"
-            )
+            noted = f"{record['eval/episodes']:g} episodes and {record['eval/failed']:g} failed"
+            yield f"{where} has {noted}, and the dumps have {len(rewards)} and {failed}"
         elif rewards and differs(record["eval/reward"], mean := math.fsum(rewards) / len(rewards)):
             yield f"{where} has the reward {record['eval/reward']}, and its episodes have {mean}"
         for group in groups:
@@ -170,9 +186,9 @@ def evaluations_match_dumps(run: Run) -> Iterator[str]:
 
 def batches_can_be_made(run: Run) -> Iterator[str]:
     """Within the staleness bound and in the order of time, the dumped groups fill the batches of all steps."""
-    if not (comparable(run) and run.complete and run.rl is not None):
+    if (config := comparable(run)) is None or not run.complete:
         return
-    bound = run.rl.rollout.max_head_offpolicyness
+    bound = config.rollout.max_head_offpolicyness
     left = [group for group in run.trained if group.head is not None and group.tail is not None]
     if len(left) != len(run.trained):
         run.unproved.append("the staleness of groups without versions")
@@ -181,8 +197,7 @@ def batches_can_be_made(run: Run) -> Iterator[str]:
         step, count = record["step"], int(record["train/groups"])
         ready = [g for g in left if (g.tail or 0) < step and g.finished <= record["time"] + SLACK_S]
         batch = sorted(ready, key=lambda group: (group.head, group.finished))[:count]
-        late = [group.id for group in batch if (group.head or 0) + bound + 1 < step]
-        if late:
+        if late := [group.id for group in batch if (group.head or 0) + bound + 1 < step]:
             yield f"step {step} must have trained {some(late)}, which is beyond the staleness bound of {bound}"
         if len(batch) < count:
             yield f"step {step} trained {count} groups, and {len(batch)} had ended with versions that existed"
@@ -195,8 +210,7 @@ def batches_can_be_made(run: Run) -> Iterator[str]:
 
 def steps_fit_their_groups(run: Run) -> Iterator[str]:
     """The metrics of a step follow from its groups, and each group trains in one step."""
-    config = run.rl
-    if config is None or not comparable(run):
+    if (config := comparable(run)) is None:
         return
     try:
         batches = _batches(run, config)
@@ -232,19 +246,15 @@ def steps_fit_their_groups(run: Run) -> Iterator[str]:
 
 
 def _batches(run: Run, config: RunConfig) -> TrainedBatches | None:
-    """Return the groups of each step; None, with the reason noted, if they are unknown.
-
-    Without ``batches.jsonl`` they are known on-policy: the step after version ``v`` trains its accepted groups.
-    """
+    """Return the groups of each step; None, with the reason noted, if they are unknown. Without ``batches.jsonl`` they
+    are known on-policy: the step after version ``v`` trains its accepted groups."""
     bound = config.rollout.max_head_offpolicyness
     if (run.root / BATCHES).is_file():
         return TrainedBatches.open(run.root, max_staleness=bound)
     if bound:
         if not fact_files(run.root):
-            run.unproved.append(
-                f"rewards and advantages of each step: there is no {BATCHES}, and groups of a version may train in "
-                "several steps; sums are checked"
-            )
+            cause = f"there is no {BATCHES}, and groups of a version may train in several steps; sums are checked"
+            run.unproved.append(f"rewards and advantages of each step: {cause}")
         return None
     sizes = {record["step"]: int(record["train/groups"]) for record in run.steps}
     if sizes.keys() != set(range(1, len(sizes) + 1)):
@@ -256,23 +266,20 @@ def _batches(run: Run, config: RunConfig) -> TrainedBatches | None:
         if group.version is not None and group.version + 1 in sizes:
             records[group.version]["task_ids"].append(group.task)
     for step, size in sizes.items():  # a resumed run numbers its groups after those of the lost steps
-        tasks = records[step - 1]["task_ids"]
-        del tasks[: max(0, len(tasks) - size)]
+        records[step - 1]["task_ids"] = records[step - 1]["task_ids"][-size:]
     return TrainedBatches(run.root, bound, records, files, oldest_schema=1)
 
 
 def _algorithm(run: Run, config: RunConfig, *, have_baselines: bool) -> Any:
     """Return the algorithm; None, with the reason noted, if its advantages need more than the dumps have."""
-    from areal_lite.trainer.rl.algorithm import Algorithm
-
     trainer, reason = config.trainer, ""
     if config.reward_model is not None:
         reason = "a reward model replaced the rewards"
-    elif trainer.kl is not None and trainer.kl.place == "reward":
-        reason = "the KL penalty is part of the rewards"
+    elif trainer.kl is not None and trainer.kl.place != "loss":
+        reason = f"the KL penalty is part of each {trainer.kl.place}"
     else:
         try:
-            algorithm = Algorithm(trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+            algorithm = algorithm_of(config)
             if not (needs := algorithm.needs - {"turns", "baselines" if have_baselines else ""}):
                 return algorithm
             reason = f"{trainer.advantage} needs {', '.join(sorted(needs))}, which are not written"
@@ -283,9 +290,14 @@ def _algorithm(run: Run, config: RunConfig, *, have_baselines: bool) -> Any:
     return None
 
 
+def algorithm_of(config: RunConfig) -> Any:
+    from areal_lite.trainer.rl.algorithm import Algorithm
+
+    return Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+
+
 def _recomputed(record: Record, groups: Sequence[Group], algorithm: Any, config: RunConfig) -> dict[str, float]:
     import torch
-
     from areal_lite.trainer.rl.policy_step import Step
 
     step = Step.of(groups, version=record["step"] - 1, device=torch.device("cpu"))
@@ -308,17 +320,11 @@ def fill_advantages(step: Any, algorithm: Any) -> None:
 def step_metrics(step: Any, record: Record, config: RunConfig) -> dict[str, float]:
     """Return the metrics of a step that follow from its sequences and advantages."""
     import torch
-
     from areal_lite.trainer.rl.data_metrics import batch_metrics, mismatch_statistics
 
-    tokens = step.tokens
-    found = batch_metrics(
-        step.sequences,
-        step.episodes,
-        {"advantage": tokens.advantages.numpy()},
-        version=step.version,
-        max_new_tokens=config.rollout.gconfig.max_new_tokens,
-    )
+    tokens, limit = step.tokens, config.rollout.gconfig.max_new_tokens
+    columns = {"advantage": tokens.advantages.numpy()}
+    found = batch_metrics(step.sequences, step.episodes, columns, version=step.version, max_new_tokens=limit)
     found["trained_tokens"] = float(len(tokens.behaviour))
     computed = record.get("train/computed_tokens")
     own = ~tokens.behaviour.isnan()
@@ -339,6 +345,7 @@ METRICS_CHECKS: dict[str, RunCheck] = {
     "skipped updates": updates_are_recorded,
     "staleness": staleness_is_within_the_bound,
     "ended once": groups_ended_once,
+    "chain": dumps_are_as_written,
     "dumps and metrics": steps_match_dumps,
     "evaluations": evaluations_match_dumps,
     "batches": batches_can_be_made,

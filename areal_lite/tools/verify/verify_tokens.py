@@ -4,23 +4,18 @@ A step's file names its groups, so these checks also hold for asynchronous runs.
 computed again with the trainer's own functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.run_config import RunConfig
 from areal_lite.errors import ArealLiteError
 from areal_lite.tools.inspect.training_facts import fact_files, open_table
 from areal_lite.tools.replay.dump_reader import read_group
 from areal_lite.tools.verify.verify_run import DumpedGroup, Record, Run, differs, some
-from areal_lite.tools.verify.verify_steps import comparable, fill_advantages, step_metrics
+from areal_lite.tools.verify.verify_steps import algorithm_of, comparable, fill_advantages, step_metrics
 
 Finding = tuple[str, str]
 Key = tuple[str, int | None]
@@ -40,43 +35,31 @@ _FILLED = {
 """Columns that the trainer's functions need, and their names in its StepTokens."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Rows:
-    keys: list[Key]
-    rewards: list[float]
-    baselines: list[float] | None
-    ends: NDArray[Any]
-    """End offset of each row's tokens in the columns."""
-    columns: Mapping[str, NDArray[Any]]
-    """The lists of all rows, joined: ``[T]``, NaN for null."""
+    """The training facts of a step."""
 
+    def __init__(self, path: Path, root: Path) -> None:
+        from pyarrow import types  # type: ignore[import-untyped]
 
-def _read_rows(path: Path, root: Path) -> _Rows:
-    from pyarrow import types  # type: ignore[import-untyped]
-
-    with open_table(path, root) as file:
-        table = file.read().combine_chunks()
-    lists = {name: table[name].chunk(0) for name in table.column_names if types.is_list(table[name].type)}
-    return _Rows(
-        keys=list(zip(table["task_id"].to_pylist(), table["sample_idx"].to_pylist(), strict=True)),
-        rewards=table["reward"].to_pylist(),
-        baselines=table["baseline"].to_pylist() if "baseline" in table.column_names else None,
-        ends=np.cumsum(lists["token_idx"].value_lengths().to_numpy()),
-        columns={name: column.flatten().to_numpy(zero_copy_only=False) for name, column in lists.items()},
-    )
+        with open_table(path, root) as file:
+            table = file.read().combine_chunks()
+        lists = {name: table[name].chunk(0) for name in table.column_names if types.is_list(table[name].type)}
+        self.keys: list[Key] = list(zip(table["task_id"].to_pylist(), table["sample_idx"].to_pylist(), strict=True))
+        self.rewards: list[float] = table["reward"].to_pylist()
+        self.baselines = table["baseline"].to_pylist() if "baseline" in table.column_names else None
+        self.ends = np.cumsum(lists["token_idx"].value_lengths().to_numpy())
+        """End offset of each row's tokens in the columns."""
+        self.columns = {name: column.flatten().to_numpy(zero_copy_only=False) for name, column in lists.items()}
+        """The lists of all rows, joined: ``[T]``, NaN for null."""
 
 
 def token_findings(run: Run) -> Iterator[Finding]:
     """Check the training facts of every recorded step."""
-    config = run.rl
-    if config is None or not comparable(run):
+    if (config := comparable(run)) is None:
         return
-    files = fact_files(run.root)
-    if not files:
-        run.unproved.append(
-            "each episode's own reward, and what its tokens trained with: set dump_training for runs, or score the "
-            "episodes again with --reward PKG.FN"
-        )
+    if not (files := fact_files(run.root)):
+        fix = "set dump_training for runs, or score the episodes again with --reward PKG.FN"
+        run.unproved.append(f"each episode's own reward, and what its tokens trained with: {fix}")
         return
     if missing := [record["step"] for record in run.steps if record["step"] not in files]:
         text = f"the steps {some(missing)} have no training facts"
@@ -84,7 +67,11 @@ def token_findings(run: Run) -> Iterator[Finding]:
             yield "training facts", text
         else:
             run.unproved.append(text)
-    algorithm = _algorithm(run, config)
+    algorithm = None
+    try:
+        algorithm = algorithm_of(config)
+    except ArealLiteError as error:
+        run.unproved.append(f"advantages and importance weights: {error}")
     groups = {str(group.task): group for group in run.trained}
     trained: dict[Key, int] = {}
     for record in run.steps:
@@ -92,7 +79,7 @@ def token_findings(run: Run) -> Iterator[Finding]:
         if step not in files:
             continue
         try:
-            rows = _read_rows(files[step], run.root)
+            rows = _Rows(files[step], run.root)
             again = [key for key in rows.keys if trained.setdefault(key, step) != step]
             findings = [("training facts", f"line {sample} of task {task} trained before") for task, sample in again]
             findings += _check_step(run, config, record, rows, groups, algorithm)
@@ -104,21 +91,10 @@ def token_findings(run: Run) -> Iterator[Finding]:
         yield from ((name, f"step {step}: {text}") for name, text in findings)
 
 
-def _algorithm(run: Run, config: RunConfig) -> Any:
-    from areal_lite.trainer.rl.algorithm import Algorithm
-
-    try:
-        return Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
-    except ArealLiteError as error:
-        run.unproved.append(f"advantages and importance weights: {error}")
-        return None
-
-
 def _check_step(
     run: Run, config: RunConfig, record: Record, rows: _Rows, groups: Mapping[str, DumpedGroup], algorithm: Any
 ) -> Iterator[Finding]:
     import torch
-
     from areal_lite.trainer.rl.policy_step import Step
 
     tasks = list(dict.fromkeys(task for task, _ in rows.keys))
@@ -140,11 +116,18 @@ def _check_step(
         if config.reward_model is not None:
             sequence.episode_reward = None  # the model's reward of an episode is a mean
     step = Step.of(dumped, version=record["step"] - 1, device=torch.device("cpu"))
-    _fill(step, rows)
+    for name in _FILLED.keys() & rows.columns.keys():
+        column, attribute = torch.tensor(rows.columns[name], dtype=torch.float32), _FILLED[name]
+        setattr(step.tokens, attribute, column if attribute == "behaviour" else column.nan_to_num())
+    if rows.baselines is not None:
+        step.baselines = torch.tensor(list(dict(zip(step.episodes, rows.baselines, strict=True)).values()))
     if algorithm is not None:
         yield from _recomputed(step, algorithm, rows, record)
-    if config.trainer.proximal == "trainer":
-        yield from _close_to_engine(step, rows)
+    difference = np.abs(_differences(step, rows))
+    wrong = np.flatnonzero(difference > TOKEN_MISMATCH)
+    if config.trainer.proximal == "trainer" and len(wrong) > _RARELY * np.count_nonzero(~np.isnan(difference)):
+        far = f"differ by up to {np.nanmax(difference):.2f} nats between trainer and engine"
+        yield "trainer log-probs", f"{len(wrong)} tokens of {_lines(rows, wrong)} {far}"
     yield from _same_as_metrics(step, rows, record, config)
 
 
@@ -165,17 +148,6 @@ def _row_faults(sequences: Sequence[TokenSequence], rows: _Rows, *, with_rewards
             yield f"{where} trained with the reward {reward}, and its dump has {sequence.reward}"
 
 
-def _fill(step: Any, rows: _Rows) -> None:
-    import torch
-
-    for name, attribute in _FILLED.items():
-        if name in rows.columns:
-            column = torch.tensor(rows.columns[name], dtype=torch.float32)
-            setattr(step.tokens, attribute, column if attribute == "behaviour" else column.nan_to_num())
-    if rows.baselines is not None:
-        step.baselines = torch.tensor(list(dict(zip(step.episodes, rows.baselines, strict=True)).values()))
-
-
 def _recomputed(step: Any, algorithm: Any, rows: _Rows, record: Record) -> Iterator[Finding]:
     """Compute importance weights and advantages as the trainer does, and compare them token by token."""
     tokens = step.tokens
@@ -185,9 +157,8 @@ def _recomputed(step: Any, algorithm: Any, rows: _Rows, record: Record) -> Itera
         algorithm.penalize(tokens, len(step.scores))
     weights = rows.columns["importance_weights"]
     at = np.flatnonzero(~np.isnan(weights))
-    tokens.correction[at] = algorithm.correction(
-        tokens.proximal[at], tokens.behaviour_or_proximal()[at], tokens.episodes[at]
-    )
+    behaviour = tokens.behaviour_or_proximal()[at]
+    tokens.correction[at] = algorithm.correction(tokens.proximal[at], behaviour, tokens.episodes[at])
     expected = np.where(np.isnan(weights), np.nan, tokens.correction.numpy())
     rounding = _HALF_RELATIVE if algorithm.needs_proximal_early and algorithm.config.dtype != "float32" else _RELATIVE
     source = "trainer.correction of its log-probs"
@@ -217,14 +188,6 @@ def _differences(step: Any, rows: _Rows) -> NDArray[Any]:
     tokens = step.tokens
     known = (tokens.versions.numpy() == step.version) & ~np.isnan(rows.columns["proximal_logprobs"])
     return np.where(known, (tokens.proximal + tokens.log_kept - tokens.behaviour).numpy(), np.nan)
-
-
-def _close_to_engine(step: Any, rows: _Rows) -> Iterator[Finding]:
-    difference = np.abs(_differences(step, rows))
-    wrong = np.flatnonzero(difference > TOKEN_MISMATCH)
-    if len(wrong) > _RARELY * np.count_nonzero(~np.isnan(difference)):
-        far = f"differ by up to {np.nanmax(difference):.2f} nats between trainer and engine"
-        yield "trainer log-probs", f"{len(wrong)} tokens of {_lines(rows, wrong)} {far}"
 
 
 def _same_as_metrics(step: Any, rows: _Rows, record: Record, config: RunConfig) -> Iterator[Finding]:

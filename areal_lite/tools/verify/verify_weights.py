@@ -1,7 +1,5 @@
 """Checks of folders with weights: manifests, labels, and that every update changed the weights."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -9,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
-
 from areal_lite.config.yaml_text import MAX_BYTES
 from areal_lite.errors import CheckpointError
 from areal_lite.tools.foreign_files import checked, read_inside
@@ -24,12 +21,9 @@ def folders_are_whole(run: Run) -> Iterator[str]:
     """Each published version, checkpoint and saved model equals its manifest, which has the folder's number."""
     from areal_lite.files.atomic_folder import DAMAGED, check_folder
 
-    folders: list[tuple[Path, int | None]] = []
-    for name in _FOLDERS:
-        folders += [(folder, number) for number, folder in _numbered(run, name)]
-    if (run.root / "model").exists():
-        folders.append((run.root / "model", None))
-    for folder, number in folders:
+    numbered = [each for name in _FOLDERS for each in _numbered(run, name)]
+    saved = [(None, run.root / "model")] if (run.root / "model").exists() else []
+    for number, folder in (*numbered, *saved):
         try:
             manifest = json.loads(read_inside(folder / "manifest.json", run.root))
             for name in manifest["files"]:
@@ -44,8 +38,7 @@ def folders_are_whole(run: Run) -> Iterator[str]:
 
 def checkpoints_have_their_step(run: Run) -> Iterator[str]:
     """A checkpoint's counters are its step, and its optimizer made the updates that metrics.jsonl has."""
-    config = run.config
-    trainer = getattr(config, "trainer", None)
+    trainer = getattr(run.config, "trainer", None)
     one_update = getattr(trainer, "minibatches_per_step", 1) == 1 and getattr(trainer, "critic", None) is None
     for number, folder in _numbered(run, "checkpoints"):
         name = str(folder.relative_to(run.root))
@@ -57,7 +50,7 @@ def checkpoints_have_their_step(run: Run) -> Iterator[str]:
             continue
         if counts != {number}:
             yield f"{name}: trainer.json has the steps {sorted(counts)}"
-        if not one_update or config is None:
+        if not one_update or run.config is None:
             continue
         steps = [record for record in run.steps if record["step"] <= number]
         skipped = sum(record.get("train/skipped_updates") or 0 for record in steps)
@@ -105,15 +98,16 @@ def copies_are_of_their_step(run: Run) -> Iterator[str]:
 def checkpoints_have_the_runs_config(run: Run) -> Iterator[str]:
     """A checkpoint was made with the run's config."""
     from areal_lite.config.dump import dump_config
-    from areal_lite.errors import ConfigError
     from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, check_config
 
-    for _, folder in _numbered(run, "checkpoints") if run.config is not None else ():
+    if run.config is None:
+        return
+    for _, folder in _numbered(run, "checkpoints"):
         try:
             if (folder / CONFIG_FILE).exists():
                 checked(folder / CONFIG_FILE, run.root, most=MAX_BYTES)
-            check_config(folder, dump_config(run.config))  # type: ignore[arg-type]
-        except (ConfigError, ValueError) as error:
+            check_config(folder, dump_config(run.config))
+        except ValueError as error:  # a ConfigError is one
             yield str(error)
 
 
@@ -136,12 +130,11 @@ def _updates_of(file: Path, root: Path) -> float | None:
     """Return the number of updates that an optimizer's state counts; None if unknown."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(checked(file, root), framework="pt") as tensors:
-            name = next((name for name in tensors.keys() if name.endswith(".step")), None)  # noqa: SIM118
-            return None if name is None else float(tensors.get_tensor(name))
-    except (OSError, SafetensorError):
-        return None
+    with suppress(OSError, SafetensorError), safe_open(checked(file, root), framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118
+            if name.endswith(".step"):
+                return float(tensors.get_tensor(name))
+    return None
 
 
 def _first_difference(trained: Path, copy: Path, root: Path) -> str | None:
@@ -153,10 +146,8 @@ def _first_difference(trained: Path, copy: Path, root: Path) -> str | None:
         opened: list[dict[str, Any]] = []
         try:
             for folder in (trained, copy):
-                files = [
-                    stack.enter_context(safe_open(checked(file, root), framework="pt"))
-                    for file in sorted(folder.glob("model*.safetensors"))
-                ]
+                paths = [checked(path, root) for path in sorted(folder.glob("model*.safetensors"))]
+                files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
                 opened.append({name: file for file in files for name in file.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             return f"a file ({error})"

@@ -3,25 +3,26 @@
 Ids and task numbers are text, because JavaScript rounds large integers.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import fcntl
 import itertools
+import json
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-from areal_lite.api.image_span import images_of
+import orjson
 from areal_lite.errors import ConfigError
 from areal_lite.tools.diagnose.episodes import read_run
 from areal_lite.tools.diagnose.findings import diagnose
 from areal_lite.tools.foreign_files import open_inside, read_inside, read_records
+from areal_lite.tools.inspect.dumped_images import dumped_images
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.inspect.filters import KEYS
+from areal_lite.tools.inspect.filters import KEYS, parse
 from areal_lite.tools.inspect.plot import PANELS, PHASES, curve, is_number, phase
 from areal_lite.tools.inspect.run_dumps import Row
 from areal_lite.tools.inspect.token_table import decoder
@@ -41,20 +42,10 @@ MAX_COMPARED = 20_000
 """Rows of each run that a comparison reads."""
 MAX_POINTS = 2000
 """Points of a curve; longer runs are thinned out."""
-_COLUMNS: dict[str, tuple[str, str, str]] = {
-    "loss_mask": ("mask", "Loss mask", "flag"),
-    "logprobs": ("logprob", "Log-prob", "surprise"),
-    "versions": ("version", "Version", "category"),
-    "advantages": ("advantage", "Advantage", "signed"),
-    "importance_weights": ("weight", "Importance weight", "heat"),
-    "clipped": ("clipped", "Clipped", "signed"),
-    "entropy": ("entropy", "Entropy", "heat"),
-    "difference": ("difference", "Trainer minus engine", "signed"),
-}
-"""Per-token lists that the page knows, of a turn or made of them: key, label, and how to colour it. Others are coloured
-as numbers."""
+_COLUMNS: dict[str, list[str]] = tomllib.loads((resources.files("areal_lite.tools.view") / "columns.toml").read_text())
 _SAMPLED = ("logprobs", "versions")
 """Columns that mean nothing on tokens that the engine did not sample."""
+_TURN = ("role", "text", "stop_reason", "started", "latency_s", "agent", "start", "ids")
 _TIMES = ("timing/step_s", "timing/rollout_wait_s", "timing/weight_update_s")
 
 
@@ -68,22 +59,16 @@ class Answers:
 
     def state(self) -> Json:
         """Return what does not depend on a filter."""
-        keys = [
-            {"name": key.name, "alias": key.alias, "kind": key.kind, "meaning": key.meaning, "values": key.values}
-            for key in KEYS.values()
-        ]
-        runs = [
-            {"name": name, "path": str(path), "writes": _is_written(path)} for name, path in self.dumps.runs.items()
-        ]
+        roots, keys = self.dumps.runs, [key._asdict() for key in KEYS.values()]
+        runs = [{"name": name, "path": str(root), "writes": _is_written(root)} for name, root in roots.items()]
         return {"runs": runs, "filter": self.filter, "keys": keys, "notes": self.dumps.notes()}
 
     def episodes(self, filter: str, sort: str, offset: int, limit: int, *, count: bool) -> Json:
         """Return rows ``offset`` to ``offset + limit`` with the ends of their prompts and their answers, the newest
         training first unless sorted; with ``count`` also how many match, null if that is slow."""
         if offset < 0 or not 0 < limit <= MAX_ROWS:
-            raise ConfigError(
-                f"offset is {offset} and limit {limit}: use an offset from 0 and a limit of 1..{MAX_ROWS}"
-            )
+            rule = f"use an offset from 0 and a limit of 1..{MAX_ROWS}"
+            raise ConfigError(f"offset is {offset} and limit {limit}: {rule}")
         page = self.dumps.page(filter, sort=sort or "newest", offset=offset, limit=limit, count_s=float(count))
         return {"rows": [self.listed_row(row) for row in page.rows], "total": page.total}
 
@@ -91,11 +76,8 @@ class Answers:
         """Return a row with the ends of the texts of its prompt and of its last answer."""
         key = row["run"], row["id"], row["length"]
         if (ends := self._ends.get(key)) is None:
-            texts = {
-                turn.get("role"): (turn.get("text") or "")[-MAX_LISTED:]
-                for record in self.dumps.records([row])
-                for turn in record["turns"]
-            }
+            turns = [turn for record in self.dumps.records([row]) for turn in record["turns"]]
+            texts = {turn.get("role"): (turn.get("text") or "")[-MAX_LISTED:] for turn in turns}
             if len(self._ends) >= MAX_ENDS:
                 self._ends.clear()
             ends = self._ends[key] = {"prompt": texts.get("prompt"), "answer": texts.get("assistant")}
@@ -107,7 +89,7 @@ class Answers:
 
     def episode(self, run: str, id: str) -> Json:
         """Return an episode: its facts, its turns once each, and its sequences as paths through them."""
-        root = self._root(run)
+        root = self.dumps.run(run).index.root
         records = [with_facts(root, record) for record in self.dumps.episode(run, id)]
         turns: dict[str, Json] = {}
         sequences = []
@@ -116,17 +98,16 @@ class Answers:
             for index, turn in enumerate(record["turns"]):
                 known = turn.get("turn_idx") is not None
                 key = str(turn["turn_idx"]) if known else f"{record['id']}/{index}"
-                columns = _columns(turn)
-                parent = (None if turn.get("parent_idx") is None else str(turn["parent_idx"])) if known else parent
-                shared = turns.setdefault(
-                    key, {**_turn(turn, key, parent, index), "images": _images(root, turn), "columns": columns}
-                )["columns"]
+                parent = _texts(turn, "parent_idx")["parent_idx"] if known else parent
+                columns, facts = _columns(turn), {name: turn.get(name) for name in _TURN}
+                facts |= {"key": key, "parent": parent, "place": index, "images": _images(root, turn)}
+                shared = turns.setdefault(key, facts | {"columns": columns})["columns"]
                 own = {name: values for name, values in columns.items() if values != shared.get(name)}
                 path.append({"turn": key, "columns": own})
                 parent = key
             facts = {name: record.get(name) for name in ("id", "reward", "status", "seqlen", "sample_idx")}
             sequences.append({**facts, "path": path})
-        chosen = next((record for record in records if record["id"] == id), records[0])
+        chosen = next(record for record in records if record["id"] == id)
         facts = {name: value for name, value in chosen.items() if name not in ("turns", "prompt", "completion")}
         processes = [each for record in records for each in record.get("processes") or ()]
         return {
@@ -137,8 +118,7 @@ class Answers:
 
     def texts(self, run: str, id: str) -> Json:
         """Return the text of every token id in an episode; null without the run's tokenizer."""
-        decode = decoder(self._root(run))
-        if decode is None:
+        if (decode := decoder(self.dumps.run(run).index.root)) is None:
             return {"texts": None, "reason": "No text of tokens: the run's tokenizer is not on this machine."}
         turns = [turn for record in self.dumps.episode(run, id) for turn in record["turns"]]
         ids = {each for turn in turns for each in turn.get("ids") or ()}
@@ -146,15 +126,17 @@ class Answers:
 
     def group(self, run: str, group: str) -> Json:
         """Return the rows of a group, the first ones with the text that the model wrote."""
-        root, rows = self._root(run), self.dumps.group(run, group)
+        root, rows = self.dumps.run(run).index.root, self.dumps.group(run, group)
         if not rows:
             raise ConfigError(f"run {run} has no group {group!r}")
         members = []
         for row, record in itertools.zip_longest(rows, self.dumps.records(rows[:MAX_GROUP])):
             shown: Json = {"answer": None, "error": None, "advantages": None}
             if record is not None:
-                advantages = _range(with_facts(root, record)["turns"], "advantages")
-                shown = {"answer": _answer(record), "error": record.get("error"), "advantages": advantages}
+                turns = with_facts(root, record)["turns"]
+                values = [value for turn in turns for value in turn.get("advantages") or () if value is not None]
+                shown = {"answer": _answer(record), "error": record.get("error")}
+                shown["advantages"] = [min(values), max(values)] if values else None
             members.append({**_listed(row), **shown})
         return {"run": run, "group": group, "members": members}
 
@@ -162,22 +144,18 @@ class Answers:
         """Return the curves of all runs, those named in ``extra`` too, and the names of all metrics."""
         names: set[str] = set()
         curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
-        panels = [{"title": p.title, "unit": p.unit, "curves": dict(p.curves)} for p in PANELS]
-        panels += [{"title": name, "unit": "", "curves": {name: ""}} for name in extra]
+        panels = [*PANELS, *({"title": name, "unit": "", "curves": {name: ""}} for name in extra)]
         wanted = {name for panel in panels for name in panel["curves"]}
-        for run in self.dumps.runs:
-            records = self._records(run)
-            for record in records:
-                names |= record.keys()
-            timed = sorted({name for record in records for name in record if name.startswith(PHASES)})
+        for run, root in self.dumps.runs.items():
+            records = _steps(*_metrics_state(root))
+            own = set[str]().union(*records)
+            names |= own
+            timed = sorted(name for name in own if name.startswith(PHASES))
             step = -(-len(records) // MAX_POINTS) or 1
-            curves[run] = {
-                name: found[::step] for name in dict.fromkeys([*wanted, *timed]) if (found := curve(records, name))
-            }
-        timing = {
-            name: "training" if name == "train/seconds_step" else phase(name)
-            for name in sorted({name for each in curves.values() for name in each if name.startswith(PHASES)})
-        }
+            found = {name: curve(records, name) for name in dict.fromkeys([*wanted, *timed])}
+            curves[run] = {name: points[::step] for name, points in found.items() if points}
+        phases = sorted({name for each in curves.values() for name in each if name.startswith(PHASES)})
+        timing = {name: "training" if name == "train/seconds_step" else phase(name) for name in phases}
         panels.insert(len(PANELS), {"title": "Seconds of a step", "unit": "seconds", "curves": timing})
         drawn = [panel for panel in panels if any(name in each for each in curves.values() for name in panel["curves"])]
         known = sorted(name for name in names if "/" in name)
@@ -216,71 +194,51 @@ class Answers:
             }
         steps = [
             {"run": run, "step": r["step"], "time": r["time"], **{n.partition("/")[2]: r.get(n) for n in _TIMES}}
-            for run in self.dumps.runs
-            for r in self._records(run)
+            for run, root in self.dumps.runs.items()
+            for r in _steps(*_metrics_state(root))
             if is_number(r.get("time")) and "timing/step_s" in r
         ]
         return {"episodes": list(episodes.values()), "steps": steps, "more": len(rows) > MAX_TIMELINE}
 
     def compare(self, first: str, second: str, filter: str) -> Json:
         """Return the dataset rows that both runs had, found by their prompts, with the mean rewards of both."""
-        sides = [self._rewards(run, filter) for run in (first, second)]
-        (a, cut_a), (b, cut_b) = sides
+        (a, prompts, cut_a), (b, _, cut_b) = (self._rewards(run, filter) for run in (first, second))
         pairs = []
         for key in a.keys() & b.keys():
-            one, two = a[key], b[key]
-            means = [fmean(each["rewards"]) if each["rewards"] else None for each in (one, two)]
-            change = None if means[0] is None or means[1] is None else means[1] - means[0]
-            each = [
-                {"reward": mean, "rewards": len(side["rewards"]), "lines": side["lines"], "tasks": side["tasks"]}
-                for mean, side in zip(means, (one, two), strict=True)
-            ]
-            pairs.append({"scope": key[0], "prompt": one["prompt"], "change": change, "sides": each})
+            before, after = a[key]["reward"], b[key]["reward"]
+            change = None if before is None or after is None else after - before
+            pairs.append({"scope": key[0], "prompt": prompts[key], "change": change, "sides": [a[key], b[key]]})
         pairs.sort(key=lambda pair: (pair["change"] is None, -abs(pair["change"] or 0.0), pair["prompt"] or ""))
         return {
             **{"runs": [first, second], "pairs": pairs[:2000], "both": len(pairs), "cut": cut_a or cut_b},
             "only": [len(a.keys() - b.keys()), len(b.keys() - a.keys())],
         }
 
-    def _rewards(self, run: str, filter: str) -> tuple[dict[tuple[Any, Any], Json], bool]:
-        """Return rewards by scope and prompt, and whether there are more rows than were read."""
-        self._root(run)
-        quoted = run.replace("\\", r"\\").replace('"', r"\"")
-        chosen = f'run="{quoted}"' + (f" ({filter})" if filter.strip() else "")
-        rows = list(self.dumps.rows(chosen, limit=MAX_COMPARED + 1))
-        prompts: dict[tuple[str, Any], tuple[Any, Any]] = {}
-        found: dict[tuple[Any, Any], Json] = {}
+    def _rewards(self, run: str, filter: str) -> tuple[dict[Any, Json], dict[Any, str | None], bool]:
+        """Return rewards and the prompt's text by scope and prompt, and whether there are more rows than were read."""
+        rows = list(self.dumps.run(run).select(parse(filter), limit=MAX_COMPARED + 1))
+        prompt_of: dict[tuple[str, Any], tuple[Any, str | None]] = {}
+        prompts: dict[Any, str | None] = {}
+        members: dict[Any, list[Row]] = {}
         for row in rows[:MAX_COMPARED]:
-            key = (row["file"], row["group"])
-            if key not in prompts:
-                record = next(iter(self.dumps.records([row])), None)
-                turns = record["turns"][:1] if record else []
-                prompt = (tuple(turns[0].get("ids") or ()), turns[0].get("text")) if turns else ((), None)
-                prompts[key] = prompt
-            ids, text = prompts[key]
-            if not ids and not text:
-                continue
-            each = found.setdefault(
-                (row["scope"], ids or text), {"prompt": text and text[:600], "rewards": [], "lines": 0, "tasks": []}
-            )
-            each["lines"] += 1
-            if row["reward"] is not None:
-                each["rewards"].append(row["reward"])
-            if (task := str(row["task"])) not in each["tasks"] and len(each["tasks"]) < 20:
-                each["tasks"].append(task)
-        return found, len(rows) > MAX_COMPARED
-
-    def _records(self, run: str) -> list[Json]:
-        return _steps(*_metrics_state(self.dumps.runs[run]))
+            group = (row["file"], row["group"])
+            if group not in prompt_of:
+                first: Json = next((turn for record in self.dumps.records([row]) for turn in record["turns"]), {})
+                prompt_of[group] = tuple(first.get("ids") or ()), first.get("text")
+            ids, text = prompt_of[group]
+            if key := ids or text:
+                prompts[row["scope"], key] = text and text[:MAX_LISTED]
+                members.setdefault((row["scope"], key), []).append(row)
+        sides = {}
+        for key, each in members.items():
+            rewards = [row["reward"] for row in each if row["reward"] is not None]
+            mean, tasks = fmean(rewards) if rewards else None, list(dict.fromkeys(str(row["task"]) for row in each))
+            sides[key] = {"reward": mean, "rewards": len(rewards), "lines": len(each), "tasks": tasks[:20]}
+        return sides, prompts, len(rows) > MAX_COMPARED
 
     def metrics_state(self) -> list[Any]:
         """Return what changes when a run begins or ends, or a metrics.jsonl does."""
         return [(name, _is_written(root), _metrics_state(root)) for name, root in self.dumps.runs.items()]
-
-    def _root(self, run: str) -> Path:
-        if (root := self.dumps.runs.get(run)) is None:
-            raise ConfigError(f"no run {run!r} is open; there are: {', '.join(self.dumps.runs)}")
-        return root
 
 
 def _metrics_state(root: Path) -> tuple[Path, tuple[int, int] | None]:
@@ -309,6 +267,14 @@ def _is_written(root: Path) -> bool:
     return False
 
 
+def to_json(value: Any) -> bytes:
+    """Return ``value`` as JSON; a path that is not UTF-8 is escaped."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        return json.dumps(value).encode()
+
+
 def _listed(row: Row) -> Json:
     return {**row, **_texts(row, "task", "group")}
 
@@ -317,21 +283,15 @@ def _texts(values: Mapping[str, Any], *names: str) -> Json:
     return {name: None if values.get(name) is None else str(values[name]) for name in names}
 
 
-def _turn(turn: Mapping[str, Any], key: str, parent: str | None, place: int) -> Json:
-    names = ("role", "text", "stop_reason", "started", "latency_s", "agent", "start", "ids")
-    return {"key": key, "parent": parent, "place": place, **{name: turn.get(name) for name in names}}
-
-
 def _images(root: Path, turn: Mapping[str, Any]) -> list[Json]:
     """Return the images of a turn; without a picture where the run has no file of it."""
     shown: list[Json] = []
-    with contextlib.suppress(ValueError):  # of a file that somebody made by hand
-        for span in images_of(turn.get("images") or []):
-            picture = None
-            with contextlib.suppress(OSError):
-                png = read_inside(root / "images" / f"{span.sha256}.png", root)
-                picture = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-            shown.append({**span._asdict(), "picture": picture})
+    for span in dumped_images(turn):
+        picture = None
+        with contextlib.suppress(OSError):
+            png = read_inside(root / "images" / f"{span.sha256}.png", root)
+            picture = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        shown.append({**span._asdict(), "picture": picture})
     return shown
 
 
@@ -355,12 +315,6 @@ def _columns(turn: Mapping[str, Any]) -> Json:
         known = zip(proximal, kept, sampled, strict=True)
         columns["difference"] = [None if None in each else each[0] + each[1] - each[2] for each in known]
     return columns
-
-
-def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
-    """Return the least and the largest value of a list of the turns; None without one."""
-    values = [value for turn in turns for value in turn.get(name) or () if value is not None]
-    return [min(values), max(values)] if values else None
 
 
 def _quantities(turns: Iterable[Json]) -> list[Json]:

@@ -1,31 +1,30 @@
-"""Serves the page on 127.0.0.1, to programs of this machine and to the page itself.
+"""``areal-lite view``: serves the page on 127.0.0.1, to programs of this machine and to the page itself.
 
 Every answer forbids scripts, styles and connections that are not the page's own. Errors are ``{error, hint}``.
 """
 
-from __future__ import annotations
-
+import argparse
 import asyncio
 import contextlib
 import errno
-import json
 import socket
 import webbrowser
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from importlib import resources
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
 import orjson
 from aiohttp import web
-
+from aiohttp.typedefs import Handler
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.processes.browser_guard import foreign_page_refusal, loopback_names
+from areal_lite.tools.argument_types import positive_integer
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.view.page_data import Answers
+from areal_lite.tools.view.page_data import Answers, to_json
+from areal_lite.tools.view.single_file import export_page, static_files
 
 HOST = "127.0.0.1"
+_HOST_NAMES = loopback_names(HOST)
 PORT = 8642
 """Port of a page that names none, if it is free."""
 REFRESH_S = 1.0
@@ -46,50 +45,54 @@ HEADERS = {
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _FILTER_HINT = "Press ? for the keys and operators of filters."
 _NAMES_HINT = "The dumps may have changed: reload the page."
-_JSON = orjson.OPT_NON_STR_KEYS
 Query = Mapping[str, str]
 
-
-REQUESTS: dict[str, tuple[Callable[[Answers, Query], Any], str]] = {
-    "state": (lambda a, q: a.state(), _NAMES_HINT),
-    "episodes": (
-        lambda a, q: a.episodes(
-            q.get("filter", ""),
-            q.get("sort", ""),
-            _integer(q, "offset", 0),
-            _integer(q, "limit", 100),
-            count=q.get("count") != "0",
-        ),
-        _FILTER_HINT,
+REQUESTS: dict[str, Callable[[Answers, Query], Any]] = {
+    "state": lambda a, q: a.state(),
+    "episodes": lambda a, q: a.episodes(
+        q.get("filter", ""),
+        q.get("sort", ""),
+        _integer(q, "offset", 0),
+        _integer(q, "limit", 100),
+        count=q.get("count") != "0",
     ),
-    "summary": (lambda a, q: a.summary(q.get("filter", "")), _FILTER_HINT),
-    "episode": (lambda a, q: a.episode(_named(q, "run"), _named(q, "id")), _NAMES_HINT),
-    "texts": (lambda a, q: a.texts(_named(q, "run"), _named(q, "id")), _NAMES_HINT),
-    "group": (lambda a, q: a.group(_named(q, "run"), _named(q, "group")), _NAMES_HINT),
-    "metrics": (lambda a, q: a.metrics([n for n in q.get("extra", "").split(",") if n]), _NAMES_HINT),
-    "diagnosis": (lambda a, q: a.diagnosis(q.get("filter", "")), _FILTER_HINT),
-    "timeline": (lambda a, q: a.timeline(q.get("filter", "")), _FILTER_HINT),
-    "compare": (lambda a, q: a.compare(_named(q, "first"), _named(q, "second"), q.get("filter", "")), _FILTER_HINT),
+    "summary": lambda a, q: a.summary(q.get("filter", "")),
+    "episode": lambda a, q: a.episode(_named(q, "run"), _named(q, "id")),
+    "texts": lambda a, q: a.texts(_named(q, "run"), _named(q, "id")),
+    "group": lambda a, q: a.group(_named(q, "run"), _named(q, "group")),
+    "metrics": lambda a, q: a.metrics([n for n in q.get("extra", "").split(",") if n]),
+    "diagnosis": lambda a, q: a.diagnosis(q.get("filter", "")),
+    "timeline": lambda a, q: a.timeline(q.get("filter", "")),
+    "compare": lambda a, q: a.compare(_named(q, "first"), _named(q, "second"), q.get("filter", "")),
 }
-"""The answer to each address of the API, and a hint for errors; see docs/view.md."""
+"""The answer to each address of the API; see docs/view.md."""
 
 
-def static_files() -> dict[str, bytes]:
-    folder = resources.files("areal_lite.tools.view") / "static"
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in _TYPES}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serves a page of runs on 127.0.0.1, also while they write. docs/view.md describes it."
+    add = parser.add_argument
+    add("paths", type=Path, nargs="+", metavar="RUN", help="a run's folder, a folder of runs or dumps, or a dump")
+    add("--filter", default="", metavar="FILTER", help="what to show first, or to export; such as 'status=failed'")
+    add("--port", type=positive_integer, metavar="N", help="port of the page (default: 8642, or any free one)")
+    add("--no-browser", action="store_true", help="only print the address")
+    add("--export", type=Path, metavar="FILE.html", help="write the page to one file that needs no server, and end")
 
 
-def serve_page(paths: Sequence[Path], *, port: int | None = None, browser: bool = True, filter: str = "") -> None:
-    """Serve the page of the runs in ``paths`` until the command is stopped."""
-    with Dumps.open(*paths, may_be_empty=True) as dumps:
-        answers = Answers(dumps, filter)
+def run(options: argparse.Namespace) -> int:
+    """Serve the page of the runs until the command is stopped, or write it to one file."""
+    if options.export is not None:
+        print(export_page(options.paths, options.export, filter=options.filter))
+        return 0
+    with Dumps.open(*options.paths, may_be_empty=True) as dumps:
+        answers = Answers(dumps, options.filter)
         for note in dumps.notes():
             print(f"note: {note.encode('unicode_escape').decode()}", flush=True)
-        asyncio.run(_serve(answers, port, browser))
+        asyncio.run(_serve(answers, options.port, browser=not options.no_browser))
+    return 0
 
 
-async def _serve(answers: Answers, port: int | None, browser: bool) -> None:
-    listener = _bind(port)  # closed by the runner
+async def _serve(answers: Answers, port: int | None, *, browser: bool) -> None:
+    listener = _listen(port)  # closed by the runner
     runner = web.AppRunner(page_app(answers), access_log=None, shutdown_timeout=0.5)
     try:
         await runner.setup()
@@ -105,16 +108,12 @@ async def _serve(answers: Answers, port: int | None, browser: bool) -> None:
         await runner.cleanup()
 
 
-def _bind(port: int | None) -> socket.socket:
+def _listen(port: int | None) -> socket.socket:
     """Return a socket at ``port``; None is the usual one, or any other if that is in use."""
     for each in (PORT, 0) if port is None else (port,):
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((HOST, each))
-            return listener
+            return socket.create_server((HOST, each))
         except OSError as error:
-            listener.close()
             if port is not None or error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"port {each} of {HOST}: {error.strerror}: use another --port, or none") from None
     raise AssertionError("port 0 is always free")
@@ -143,17 +142,16 @@ class _Page:
         name = request.match_info.get("name", "index.html")
         if name not in self._files:
             raise web.HTTPNotFound
-        return web.Response(
-            body=self._files[name], content_type=_TYPES[name.rpartition(".")[2]], charset="utf-8", headers=HEADERS
-        )
+        kind = _TYPES[name.rpartition(".")[2]]
+        return web.Response(body=self._files[name], content_type=kind, charset="utf-8", headers=HEADERS)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.match_info["name"] not in REQUESTS:
+        if (answer := REQUESTS.get(request.match_info["name"])) is None:
             raise web.HTTPNotFound
-        answer, hint = REQUESTS[request.match_info["name"]]
         try:
             found = await asyncio.to_thread(lambda: to_json(answer(self._answers, request.query)))
         except ArealLiteError as error:
+            hint = _FILTER_HINT if "filter" in request.query else _NAMES_HINT
             return _error(400 if isinstance(error, ConfigError) else 500, str(error), hint)
         return web.Response(body=found, content_type="application/json", charset="utf-8", headers=HEADERS)
 
@@ -194,14 +192,6 @@ class _Page:
                     self._changed.notify_all()
 
 
-def to_json(value: Any) -> bytes:
-    """Return ``value`` as JSON; a path that is not UTF-8 is escaped."""
-    try:
-        return orjson.dumps(value, option=_JSON)
-    except TypeError:
-        return json.dumps(value).encode()
-
-
 def _integer(query: Query, name: str, default: int) -> int:
     text = query.get(name, str(default))
     if not text.isdecimal() or len(text) > 15:
@@ -218,10 +208,6 @@ def _named(query: Query, name: str) -> str:
 def _error(status: int, message: str, hint: str) -> web.Response:
     body = orjson.dumps({"error": message, "hint": hint})
     return web.Response(body=body, status=status, content_type="application/json", charset="utf-8", headers=HEADERS)
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_HOST_NAMES = loopback_names(HOST)
 
 
 @web.middleware

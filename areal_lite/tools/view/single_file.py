@@ -4,28 +4,25 @@ The data is JSON that cannot end its script element. The page's own script and s
 security policy has their hashes, and nothing else does.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
-
 from areal_lite.errors import ConfigError
 from areal_lite.files.whole_files import write_whole
 from areal_lite.tools.inspect.dumps import Dumps
-from areal_lite.tools.view.page_data import Answers
-from areal_lite.tools.view.page_server import static_files, to_json
+from areal_lite.tools.view.page_data import Answers, to_json
 
 MAX_LINES = 2000
 MAX_RUNS = 4
 """Runs that are compared with each other."""
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class|let) )", re.MULTILINE)
-_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_UNSAFE = str.maketrans({each: f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"})
 
 
 def export_page(paths: Sequence[Path], out: Path, *, filter: str = "") -> str:
@@ -74,6 +71,11 @@ def _data(answers: Answers, filter: str) -> dict[str, Any]:
     }
 
 
+def static_files() -> dict[str, bytes]:
+    """Return the files of the page by name."""
+    return {file.name: file.read_bytes() for file in (resources.files("areal_lite.tools.view") / "static").iterdir()}
+
+
 def page_with(data: Mapping[str, Any]) -> str:
     """Return the page with its scripts, styles and ``data``."""
     files = {name: content.decode() for name, content in static_files().items()}
@@ -82,26 +84,22 @@ def page_with(data: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    page = files["index.html"]
+    page, charset = files["index.html"], '<meta charset="utf-8">'
     for old, new in (
-        (
-            '<meta charset="utf-8">',
-            f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        ),
+        (charset, f'{charset}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         ('<link rel="stylesheet" href="static/page.css">', f"<style>{style}</style>"),
         ('<script type="module" src="static/app.js"></script>', ""),
         ("<body>", f'<body>\n<script type="application/json" id="data">{script_json(data)}</script>'),
         ("</body>", f'<script type="module">{script}</script>\n</body>'),
     ):
-        before, found, after = page.partition(old)
-        assert found, old
-        page = before + new + after
+        assert old in page, old
+        page = page.replace(old, new, 1)
     return page
 
 
 def script_json(data: Any) -> str:
     """Return JSON that means the same inside a script element, and cannot end it."""
-    return re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match[0]], to_json(data).decode())
+    return to_json(data).decode().translate(_UNSAFE)
 
 
 def bundle(files: Mapping[str, str], entry: str = "app.js") -> str:

@@ -6,33 +6,29 @@ latest when the context ends. A folder ``step_00000010`` holds the files of ``sn
 files of the run (its config, the state of its data source), and ``manifest.json`` with the hash of each file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import torch
 import torch.distributed as dist
 import yaml
 from safetensors import SafetensorError
-
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 from areal_lite.files.atomic_folder import check_folder, remove_folder, sweep, write_folder
 from areal_lite.files.crash_points import crash_point
+from areal_lite.files.incarnation import Incarnation
 from areal_lite.files.whole_files import storing
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.checkpoint.snapshot import Snapshot, write_snapshot
 
 CONFIG_FILE = "config.yaml"  # name of the run's resolved config inside a checkpoint
-
 _FOLDER = re.compile(r"step_(\d{8,})")
 _FIXED = (
     "model_path.", "seed.", "workflow.", "workflow_kwargs.", "should_accept_fn.", "data_packer.", "reward_model.",
@@ -42,28 +38,25 @@ _FIXED = (
 _MAY_CHANGE = {
     "trainer.total_steps", "trainer.total_epochs", "trainer.epochs", "trainer.max_tokens_per_microbatch",
     "trainer.max_inference_length_per_device", "trainer.device", "trainer.num_threads", "trainer.sp_size",
-    "trainer.gradient_checkpointing", "trainer.deterministic", "train_dataset.path", "train_dataset.cache_dir",
-    "train_dataset.num_workers", "train_dataset.filter_overlong_prompts_workers",
+    "trainer.tp_size", "trainer.gradient_checkpointing", "trainer.deterministic", "train_dataset.path",
+    "train_dataset.cache_dir", "train_dataset.num_workers", "train_dataset.filter_overlong_prompts_workers",
+    "trainer.kl.teacher.addresses", "trainer.kl.teacher.backend", "trainer.kl.teacher.tokenizer_path",
 }  # fmt: skip
 """Keys within them that may; the data source compares the content of the rows itself."""
-_PART = ".areal-lite-part-"
-"""Prefix of what a rank has written, until the first rank takes it."""
-SPARE = 1.2
-"""Free space required for a checkpoint, as a multiple of its size; the surplus is for other files of the run."""
+_PART = ".areal-lite-part-"  # prefix of what a rank has written, until the first rank takes it
+SPARE = 1.2  # free space required, in sizes of a checkpoint; the surplus is for other files of the run
 
 
 def find_checkpoint(root: Path, resume: str) -> Path | None:
     """Return the checkpoint that ``resume`` (auto, never or a path) selects; None for a fresh start. The newest is
     never skipped if it is damaged, and an older one is refused while later ones are there."""
     folders = checkpoints(root)
-    if resume == "never":
-        if folders:
-            raise ConfigError(
-                f"checkpoint.resume is never, and {root} already holds a training run: choose another trial_name, or "
-                "remove the folder"
-            )
-        return None
-    if resume != "auto":
+    if resume == "never" and folders:
+        raise ConfigError(
+            f"checkpoint.resume is never, and {root} already holds a training run: choose another trial_name, or "
+            "remove the folder"
+        )
+    if resume not in ("auto", "never"):
         folder = Path(resume)
         if not folder.is_dir():
             existing = ", ".join(str(one) for one in folders) or "none"
@@ -96,9 +89,7 @@ def check_config(folder: Path, config: str) -> None:
 
 def checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints below ``root``, oldest first."""
-    if not root.is_dir():
-        return []
-    return sorted((path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), key=_number)
+    return sorted((path for path in root.glob("step_*") if _FOLDER.fullmatch(path.name)), key=_number)
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -113,8 +104,7 @@ def checkpoint_step(folder: Path) -> int:
 
 def refuse_later(root: Path, step: int) -> None:
     """Refuse to write a second history into one folder: ``root`` may hold no checkpoint of a step after ``step``."""
-    later = [path.name for path in checkpoints(root) if _number(path) > step]
-    if later:
+    if later := [path.name for path in checkpoints(root) if _number(path) > step]:
         raise CheckpointError(
             f"{root} holds {', '.join(later)}, later than step {step}: a run that resumes from there would leave two "
             "histories, and the next start would take the wrong one. Set checkpoint.resume=auto to resume from the "
@@ -130,8 +120,7 @@ def _check(folder: Path, name: str, hint: str) -> None:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    """Yield the differences of the fixed keys that both have; the default of an added one is the behaviour without
-    it."""
+    """Yield the differences of the fixed keys that both have; the default of an added one changes nothing."""
     for name in sorted(then.keys() & now.keys()):
         before, after, path = then[name], now[name], section + name
         if isinstance(before, dict) and isinstance(after, dict) and not name.endswith("kwargs"):
@@ -147,7 +136,7 @@ def _number(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """One write at a time, in a thread on each rank: all write their part, and the first makes the folder of them.
     Leftovers of a killed writer are removed. Every rank must make one."""
 
@@ -156,6 +145,7 @@ class CheckpointWriter:
         self._keep = keep
         ranks = Ranks.current()
         self._first = ranks.rank == 0
+        self._incarnation = Incarnation(self._root.parent)
         self._group = dist.new_group(backend="gloo") if ranks.size > 1 else None
         self._parts = [self._root / f"{_PART}{rank:05d}" for rank in range(ranks.size)]
         self._part = self._parts[ranks.rank]
@@ -199,9 +189,6 @@ class CheckpointWriter:
         """Return seconds and size of the last finished write, once."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -262,6 +249,7 @@ class CheckpointWriter:
 
     def _commit(self, step: int, write: Callable[[Path], None]) -> None:
         folder = self._root / f"step_{step:08d}"
+        self._incarnation.check()
         write_folder(folder, write, kind="checkpoint", version=step)
         try:
             check_folder(folder)  # before older ones go: a disk may accept what it does not return

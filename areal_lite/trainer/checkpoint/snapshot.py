@@ -1,8 +1,7 @@
 """A copy of a trainer's state in CPU memory, so that training can continue while it is written.
 
-Guarantees that :func:`restore` gives a trainer the state that :func:`snapshot` took, bit for bit. Parameters are
-stored by name, independent of their order and of the number of ranks. Atomic writing is in
-:mod:`areal_lite.trainer.checkpoint.checkpoint`.
+Guarantees that :func:`restore` gives a trainer the state that :func:`snapshot` took, bit for bit. Parameters are stored
+by name, independent of their order and of the number of ranks.
 
 Only the copy is taken between two steps; the disk is written while the next step trains. A writer thread that read the
 live tensors would need no copy, but AdamW updates them in place, so a file could mix two steps, each tensor intact and
@@ -10,26 +9,21 @@ every hash right. The price is the size of weights and optimizer once more in CP
 :meth:`CheckpointWriter.wait` frees before the next copy is made.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
+from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
 from areal_lite.errors import CheckpointError
 from areal_lite.files.crash_points import crash_point
 from areal_lite.files.model_path import stored_tensors
 from areal_lite.models.lora import has_adapters, load_adapters
+from areal_lite.models.parallel import sharding
 from areal_lite.models.parallel.ranks import Ranks, gather_json
-from areal_lite.models.parallel.shard_loading import conversions_of, read_into, weights_of
-from areal_lite.models.parallel.sharding import full_tensors, shard_like, shared_out
 from areal_lite.models.policy_model import load_pretrained, quiet_transformers
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.seeding import restore_rng_state, rng_state
@@ -37,26 +31,11 @@ from areal_lite.trainer.seeding import restore_rng_state, rng_state
 _WEIGHTS = "model.safetensors"
 
 
-class Trainer(Protocol):
-    """A trainer that can be saved in a checkpoint."""
-
-    @property
-    def learners(self) -> Mapping[str, Learner]:
-        """The trained models by name; ``learner.module.model`` is a Hugging Face model."""
-
-    def counters(self) -> dict[str, Any]:
-        """Return further state that decides the next step, as JSON values, without the learners' own counts."""
-
-    def load_counters(self, counters: dict[str, Any]) -> None:
-        """Restore the result of :meth:`counters`."""
-
-
 @dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
     model: Any  # the model itself; only its config is written
     weights: dict[str, Tensor]
-    """Trained weights of which this rank is the owner, float32 on the CPU, whole: those of the model under its names
-    (tied ones once), or only the adapters."""
+    """Whole trained weights that this rank owns, float32 on the CPU, by name (tied ones once), or the adapters'."""
     optimizer: dict[str, Tensor]  # optimizer state by ``parameter.kind``, likewise
     owners: dict[str, int]  # rank of each weight
     steps_done: int
@@ -73,16 +52,12 @@ class Snapshot:
     num_bytes: int  # of the tensors of all ranks
 
 
-def snapshot(trainer: Trainer) -> Snapshot:
-    """Copy all state that decides how training continues; every rank must call this."""
+def snapshot(trainer: Any) -> Snapshot:
+    """Copy all state of a PolicyTrainer or SupervisedTrainer that decides how it continues; every rank must call it."""
     learners = {name: _learner_snapshot(learner) for name, learner in trainer.learners.items()}
     own = (t.nbytes for one in learners.values() for t in (*one.weights.values(), *one.optimizer.values()))
-    return Snapshot(
-        learners=learners,
-        counters=trainer.counters(),
-        rng=gather_json(rng_state()),
-        num_bytes=sum(gather_json(sum(own))),
-    )
+    num_bytes = sum(gather_json(sum(own)))
+    return Snapshot(learners=learners, counters=trainer.counters(), rng=gather_json(rng_state()), num_bytes=num_bytes)
 
 
 def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
@@ -126,9 +101,8 @@ def _own_file(kind: str, rank: int | None = None) -> str:
     return f"{kind}-{number + 1:05d}-of-{ranks.size:05d}.safetensors" if ranks.size > 1 else f"{kind}.safetensors"
 
 
-def restore(trainer: Trainer, folder: Path) -> None:
-    """Restore ``trainer`` from ``folder``, bit for bit; every rank must call this. Ranks beyond the saved number keep
-    their own random state."""
+def restore(trainer: Any, folder: Path) -> None:
+    """Restore ``trainer`` from ``folder``, bit for bit; all ranks call it. Further ones keep their own random state."""
     state = json.loads((folder / "trainer.json").read_bytes())
     saved, own = set(state["learners"]), set(trainer.learners)
     if saved != own:
@@ -150,7 +124,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
 def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
     model: Any = learner.module.model
     adapters = has_adapters(model)
-    weights = weights_of(model)
+    weights = sharding.weights_of(model)
     if adapters:
         weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     optimizer = {
@@ -159,11 +133,11 @@ def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
         for kind, value in learner.optimizer.state.get(parameter, {}).items()
     }
     # One file must hold what is saved under other names, or by peft.
-    owners = dict.fromkeys(weights, 0) if adapters or conversions_of(model) else shared_out(weights)
+    owners = dict.fromkeys(weights, 0) if adapters or sharding.conversions_of(model) else sharding.shared_out(weights)
     return LearnerSnapshot(
         model=model,
         weights=_copies(weights, owners),
-        optimizer=_copies(optimizer, shared_out(optimizer)),
+        optimizer=_copies(optimizer, sharding.shared_out(optimizer)),
         owners=owners,
         steps_done=learner.steps_done,
         skipped_in_a_row=learner.skipped_in_a_row,
@@ -173,7 +147,7 @@ def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
 def _copies(tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
     """Return full copies on the CPU of the tensors that this rank owns."""
     plain = ((name, tensor.detach()) for name, tensor in tensors.items())
-    full = full_tensors(plain, owners)
+    full = sharding.full_tensors(plain, owners)
     return {name: one.to("cpu", copy=True).contiguous() for name, one in full if one is not None}
 
 
@@ -188,16 +162,17 @@ def _load_weights(model: Any, folder: Path) -> None:
     if has_adapters(model):
         load_adapters(model, folder)
         return
-    own, stored = weights_of(model), stored_tensors(folder)
+    own, stored = sharding.weights_of(model), stored_tensors(folder)
     if {name: tuple(tensor.shape) for name, tensor in own.items()} == {name: one.shape for name, one in stored.items()}:
-        read_into(own, stored)
+        sharding.read_into(own, stored)
         return
     own = model.state_dict()
     loaded = load_pretrained(type(model), str(folder), what="checkpoint")[0].state_dict()
     shapes = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (loaded, own))
     _check_same(folder, *shapes)
     for name, tensor in own.items():
-        tensor.copy_(shard_like(tensor, loaded[name]))
+        local, part = sharding.own_part(tensor)
+        local.copy_(loaded[name][part])
 
 
 def _load_optimizer(learner: Learner, folder: Path) -> None:
@@ -212,13 +187,12 @@ def _load_optimizer(learner: Learner, folder: Path) -> None:
         sharded = stored.shape == tuple(parameter.shape)  # the number of steps is not
         states[key] = torch.empty_like(parameter.detach()) if sharded else torch.empty((), device=parameter.device)
         learner.optimizer.state[parameter][kind] = states[key]
-    read_into(states, saved)
+    sharding.read_into(states, saved)
 
 
 def _check_same(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
     pairs = {name: (saved.get(name, "absent"), own.get(name, "absent")) for name in {**saved, **own}}
-    other = [f"{name!r} was {then} and is {now}" for name, (then, now) in pairs.items() if then != now]
-    if other:
+    if other := [f"{name!r} was {then} and is {now}" for name, (then, now) in pairs.items() if then != now]:
         raise CheckpointError(
             f"{path} does not fit the model: {len(other)} parameters differ, {other[0]}: use the "
             "model_path and config it was made with"

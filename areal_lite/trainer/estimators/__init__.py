@@ -1,7 +1,7 @@
 """Advantages: how much better each trained token was than expected; the estimators by their names in a YAML.
 
 Promises pure functions in which groups are known by id, and whose advantages are 0 where a group does not say which
-answer was better. Imports only torch; called by ``rl/algorithm``. Read inputs, grouping, then advantage_estimators.
+answer was better. Imports only torch; called by ``rl/algorithm``. Read inputs, then advantage_estimators.
 """
 
 from areal_lite.trainer.estimators.advantage_estimators import COMPARES_GROUP, ESTIMATORS

@@ -1,8 +1,7 @@
 """Estimators of a token's advantage, from the rewards that follow it in its episode or from those of its group.
 
 Sums of the rewards that follow run over trained tokens: tool tokens between two turns neither end a sum nor count in
-its discount. An episode that was cut into several sequences is discounted along all of its tokens, sequence after
-sequence.
+its discount. An episode of several sequences is discounted along all of its tokens, sequence after sequence.
 
 Estimators of a group compare its episodes, or each turn with those at its index in the other episodes. An episode's
 reward is the sum of its token rewards; all its tokens, or all credited to a turn, get the same advantage. A group of
@@ -11,15 +10,11 @@ turns at an index that fewer than two episodes of the group reach. The baseline 
 however many turns of that index its tree has.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import hardshrink
-
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators.grouping import Grouping, whiten
-from areal_lite.trainer.estimators.inputs import Estimate, Estimator, EstimatorInputs, Turns
+from areal_lite.trainer.estimators.inputs import Estimate, Estimator, EstimatorInputs, Grouping, whiten
 
 ENERGY_FLOOR = 1e-8  # added to the sum of weights at a position, as in verl
 STD_FLOOR = 1e-6  # added to a group's standard deviation, as in verl
@@ -47,26 +42,20 @@ def discounted_sums(values: Tensor, episodes: Tensor, discount: float) -> Tensor
     return sums
 
 
-def next_values(values: Tensor, episodes: Tensor) -> Tensor:
-    """Return ``[T]``, the value of the next token of the same episode; 0 at an episode's end."""
-    result = torch.zeros_like(values)
-    result[:-1] = torch.where(episodes[1:] == episodes[:-1], values[1:], 0.0)
-    return result
-
-
 def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
     """Return generalized advantages, whitened over the batch; returns are values plus unwhitened advantages. ``gamma``
     discounts per token; ``lam`` 0 trusts the critic after one token, 1 the rewards to the end. The order of a fork's
     branches counts: each continues with the value and rewards of the next. Source: arXiv:1506.02438."""
-    values = inputs.needed("values")
-    errors = inputs.token_rewards + gamma * next_values(values, inputs.episodes) - values
+    values, episodes = inputs.needed("values"), inputs.episodes
+    following = torch.zeros_like(values)  # the value of the next token of the same episode; 0 at its end
+    following[:-1] = torch.where(episodes[1:] == episodes[:-1], values[1:], 0.0)
+    errors = inputs.token_rewards + gamma * following - values
     advantages = discounted_sums(errors, inputs.episodes, gamma * lam)
     return Estimate(whiten(advantages), advantages + values)
 
 
 def reinforce(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Estimate:
-    """Return the returns, discounted by ``gamma`` per token. Source: Williams, "Simple statistical gradient-following
-    algorithms" (1992)."""
+    """Return the returns, discounted by ``gamma`` per token. Source: Williams (1992)."""
     returns = discounted_sums(inputs.token_rewards, inputs.episodes, gamma)
     return Estimate(returns, returns)
 
@@ -87,8 +76,7 @@ def optimal_token_baseline(inputs: EstimatorInputs, *, credit_lone_tail: bool = 
     """Return each token's return minus the weighted mean return at the same position of the group's episodes. A token's
     weight is the sum of the squared gradient norms of its episode up to it, estimated as ``1 - 2 p + sum of squared
     probabilities``. Where all episodes that reach a position have the same return there, or only one reaches it, the
-    advantage is exactly 0; ``credit_lone_tail`` uses the return where only the longest one does. Source:
-    arXiv:2602.07078."""
+    advantage is exactly 0; ``credit_lone_tail`` uses the longest one's return. Source: arXiv:2602.07078."""
     episodes = inputs.episodes
     returns = discounted_sums(inputs.token_rewards, episodes, 1.0)
     norms = 1 - 2 * inputs.needed("proximal_logprobs").exp() + inputs.needed("sum_squared_probs")
@@ -119,9 +107,8 @@ def _positions(inputs: EstimatorInputs, groups: Grouping) -> Grouping:
 
 
 def grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
-    """Return rewards minus their group's mean, divided by the group's unbiased standard deviation if ``divide_by_std``.
-    Rewards ``[1, 0, 0, 1]`` of one group give ``[0.866, -0.866, -0.866, 0.866]``. Source: DeepSeekMath
-    (arXiv:2402.03300)."""
+    """Return rewards minus their group's mean, divided by its unbiased standard deviation if ``divide_by_std``. Rewards
+    ``[1, 0, 0, 1]`` of a group give ``[0.866, -0.866, -0.866, 0.866]``. Source: DeepSeekMath (arXiv:2402.03300)."""
     groups = inputs.groups()
     advantages = groups.centred(inputs.episode_rewards())
     if divide_by_std:
@@ -135,8 +122,7 @@ def dr_grpo(inputs: EstimatorInputs) -> Estimate:
 
 
 def grpo_passk(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
-    """Return, for the best episode of each group, its reward minus the second best; 0 for the others. Source:
-    arXiv:2503.19595."""
+    """Return for each group's best episode its reward minus the second best, else 0. Source: arXiv:2503.19595."""
     groups, rewards = inputs.groups(), inputs.episode_rewards()
     by_reward = rewards.argsort()
     ranked = by_reward[groups.group[by_reward].argsort(stable=True)]  # group by group, rewards rising
@@ -158,8 +144,7 @@ def rloo(inputs: EstimatorInputs) -> Estimate:
 
 
 def opo(inputs: EstimatorInputs) -> Estimate:
-    """Return rewards minus the group's mean weighted by length, the on-policy baseline of least variance. Source:
-    arXiv:2505.23585."""
+    """Return rewards minus their length-weighted mean, the baseline of least variance. Source: arXiv:2505.23585."""
     return Estimate(inputs.per_token(inputs.groups().centred(inputs.episode_rewards(), inputs.lengths())))
 
 
@@ -172,8 +157,7 @@ def gpg(inputs: EstimatorInputs, *, f_norm: float = 1.0) -> Estimate:
 
 
 def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Estimate:
-    """Return centred rewards whitened over the batch's tokens; groups of equal rewards stay at 0. Source:
-    arXiv:2501.03262."""
+    """Return centred rewards whitened over all tokens; groups of equal rewards stay at 0. Source: arXiv:2501.03262."""
     groups, rewards = inputs.groups(), inputs.episode_rewards()
     whitened = whiten(inputs.per_token(groups.centred(rewards)))
     return Estimate(whitened * inputs.per_token(groups.spread(groups.varies(rewards))))
@@ -188,8 +172,7 @@ def turn_grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimat
     deviation is the unbiased one around that baseline, with the mean square of an episode's turns for each episode.
     Turn rewards ``[1, 0]``, ``[0, 1]`` and ``[0]`` of three episodes give ``[1.155, -0.707]``, ``[-0.577, 0.707]`` and
     ``[-0.577]``. If the second turn of the first episode was sampled twice, with rewards 0 and 1, the baseline of index
-    1 is 3/4, the mean of 1/2 and 1. Source: MT-GRPO (arXiv:2505.11821), without its outcome term; the weighting of
-    trees is ours."""
+    1 is 3/4, the mean of 1/2 and 1. Source: MT-GRPO (arXiv:2505.11821), less its outcome term; the trees are ours."""
     return _compare(inputs, inputs.turn_rewards(), divide_by_std=divide_by_std)
 
 
@@ -198,20 +181,14 @@ def turn_returns(inputs: EstimatorInputs, *, gamma: float = 1.0, divide_by_std: 
     return of a turn is its reward plus ``gamma`` times the mean return of its children: a turn that was continued in
     several ways was still one decision. Source: GTPO (arXiv:2511.14846); the mean over continuations is ours."""
     check_discount(gamma, "turn")
-    returns = _discounted_returns(inputs.needed("turns"), inputs.turn_rewards(), gamma)
-    return _compare(inputs, returns, divide_by_std=divide_by_std)
-
-
-def _discounted_returns(turns: Turns, rewards: Tensor, gamma: float) -> Tensor:
-    """Return ``[S]`` float64, reward plus ``gamma`` times the mean return of the children, from the leaves upwards."""
+    turns, returns = inputs.needed("turns"), inputs.turn_rewards()
     has_parent = turns.parents >= 0
-    num_children = torch.bincount(turns.parents[has_parent], minlength=len(rewards)).clamp(min=1)
-    returns = rewards.clone()
+    num_children = torch.bincount(turns.parents[has_parent], minlength=len(returns)).clamp(min=1)
     for index in torch.unique(turns.index).flip(0).tolist():  # children have a larger index than their parent
         children = (has_parent & (turns.index == index)).nonzero()[:, 0]
         parents = turns.parents[children]
         returns.index_add_(0, parents, gamma * returns[children] / num_children[parents])
-    return returns
+    return _compare(inputs, returns, divide_by_std=divide_by_std)
 
 
 def _compare(inputs: EstimatorInputs, values: Tensor, *, divide_by_std: bool) -> Estimate:
@@ -235,9 +212,7 @@ _COMPARING: tuple[Estimator, ...] = (
     grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus_baseline, opo, gpg, turn_grpo, turn_returns,
     optimal_token_baseline,
 )  # fmt: skip
-COMPARES_GROUP = frozenset(estimator.__name__ for estimator in _COMPARING)
-"""Estimators that learn nothing from a group of one."""
-
+COMPARES_GROUP = frozenset(estimator.__name__ for estimator in _COMPARING)  # learn nothing from a group of one
 ESTIMATORS: dict[str, Estimator] = {
     estimator.__name__: estimator for estimator in (*_COMPARING, gae, reinforce, reinforce_plus_plus, remax)
 }

@@ -1,17 +1,14 @@
 """Log-probs of the trained tokens under a causal language model; logits exist for only a few positions at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
 from areal_lite.errors import ConfigError
 from areal_lite.models.kernels.exact_attention import MIN_ROWS
 from areal_lite.models.kernels.score_kernels import TokenScores, score_operations
+from areal_lite.models.parallel.tensor_parallel import whole_weight
 from areal_lite.models.truncation import Truncation, truncate_
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 
@@ -22,8 +19,7 @@ _PIECE = 4096  # tokens of the vocabulary whose weights get their gradient at on
 
 
 class TokenScorer(PackedModel):
-    """A causal LM as a function from packed sequences to log-probs; one that transforms logits (soft caps, scales)
-    computes full logits."""
+    """From packed sequences to a causal LM's log-probs; one that transforms logits (soft caps) computes all of them."""
 
     def __init__(self, model: Any, *, temperature: float, truncation: Truncation | None = None) -> None:
         if temperature <= 0:
@@ -36,8 +32,17 @@ class TokenScorer(PackedModel):
         self.truncation = truncation
 
     def find_reading(self) -> None:
+        """Find also the output embedding, if the logits are its plain product with the decoder's states."""
         super().find_reading()
-        self._head = (self._plain_head(),)
+        self._head: tuple[nn.Linear | None] = (None,)
+        head = self.model.get_output_embeddings()
+        if isinstance(head, nn.Linear):
+            ids = torch.arange(4, device=self.model.device)[None]
+            logits = self.model(input_ids=ids, use_cache=False).logits
+            states = self._decoder[0](input_ids=ids, use_cache=False)[0]
+            # Bit-equal: a soft cap of 30 changes the small logits of a fresh model by no more than rounding.
+            if states.shape[:2] == ids.shape and torch.equal(head(states), logits):
+                self._head = (head,)
 
     def score(
         self,
@@ -55,21 +60,11 @@ class TokenScorer(PackedModel):
         if head is None:
             found = _score_logits(self.read(self.model, packed), packed.targets, scoring)
             return TokenScores(*map(whole, found))
+        states, targets, joined = self.own_tokens(self.states(packed), packed.targets)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
-            self.states(packed), head.weight, head.bias, packed.targets, scoring
+            states, whole_weight(head.weight), head.bias, targets, scoring
         )
-        return TokenScores(*map(whole, scores))
-
-    def _plain_head(self) -> nn.Linear | None:
-        """Return the output embedding if the logits are its plain product with the decoder's states, else None."""
-        head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            return None
-        ids = torch.arange(4, device=self.model.device)[None]
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        states = self._decoder[0](input_ids=ids, use_cache=False)[0]
-        # Bit-equal: a soft cap of 30 changes the small logits of a fresh model by no more than rounding.
-        return head if states.shape[:2] == ids.shape and torch.equal(head(states), logits) else None
+        return TokenScores(*(whole(joined(values)) for values in scores))
 
 
 class Scoring(NamedTuple):

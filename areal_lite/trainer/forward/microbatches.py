@@ -5,24 +5,20 @@ like length, right-padded. Both only save work: what a token attends to, and so 
 :mod:`areal_lite.trainer.forward.packed_model` makes the tensors.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
-
 from areal_lite.api.image_span import keyed_ids
 from areal_lite.api.trajectory import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Sequences laid out one after another, each without the prefix it shares with the one before it. They are sorted
-    by their tokens, so no earlier one shares a longer prefix."""
+    """Sequences sorted by their tokens, each without the prefix it shares with the one before it, the longest
+    shared."""
 
     sequences: tuple[int, ...]  # indices into the step's sequences
     shared: tuple[int, ...]  # prefix length that each shares with the one before it; 0 for the first
@@ -144,8 +140,7 @@ def _cost(length: int, balance_length: int) -> float:
     return length * (1 + length / balance_length)
 
 
-_PASS_COST = 1 / 16
-"""Fixed cost of a forward and backward pass (reading weights, adding gradients), as a share of a full micro-batch."""
+_PASS_COST = 1 / 16  # fixed cost of a pass (reading weights, adding gradients), as a share of a full micro-batch
 
 
 def plan_microbatches(
@@ -153,8 +148,7 @@ def plan_microbatches(
 ) -> list[list[int]]:
     """Return index lists of like lengths, longest first, each at most ``max_tokens`` with its padding, unless one item
     is longer. Of all cuts of the sorted lengths this one costs least, in padded tokens plus :data:`_PASS_COST` per
-    micro-batch. Lengths ``[3, 9, 4, 8]`` under 18 tokens give ``[[1, 3], [2, 0]]``. ``num_blocks`` of each item is 1 by
-    default."""
+    micro-batch. Lengths ``[3, 9, 4, 8]`` under 18 tokens give ``[[1, 3], [2, 0]]``. ``num_blocks`` None: 1 each."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     longest = np.array([lengths[i] for i in order])
     above = np.cumsum([0, *(1 if num_blocks is None else num_blocks[i] for i in order)])

@@ -3,15 +3,10 @@
 Guarantees that an image is known by its recorded span alone: a placeholder token that the model sampled is text.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.vision.image_store import ImagePixels
@@ -23,46 +18,33 @@ from areal_lite.models.vision_model import Pixels, VisionTower
 class PackedImages:
     """The images of ``T`` tokens, ``I`` of which are placeholders."""
 
-    images: list[tuple[ImageSpan, Pixels]]
-    """Each different image once, with one of its spans."""
-    at: Tensor
-    """``[I]`` int64, index of each placeholder."""
-    rows: Tensor
-    """``[I]`` int64, the row of its feature among those of ``images``, one after another."""
-    axes: Tensor | None
-    """``[3, T]`` int64, time, row and column of every token; None if the model has plain positions."""
+    images: list[tuple[ImageSpan, Pixels]]  # each different image once, with one of its spans
+    at: Tensor  # ``[I]`` int64, index of each placeholder
+    rows: Tensor  # ``[I]`` int64, the row of its feature among those of ``images``, one after another
+    axes: Tensor | None  # ``[3, T]`` int64, time, row and column of every token; None if the model has plain positions
 
-    @property
-    def num_patches(self) -> int:
-        return sum(math.prod(span.grid) for span, _ in self.images)
+
+Part = tuple[TokenSequence, int, int, int]  # a sequence, its first token and the end of those there, the first's index
 
 
 def pack_images(
-    parts: Sequence[tuple[TokenSequence, int, int, int]],
-    position_ids: Tensor,
-    tower: VisionTower | None,
-    pixels: ImagePixels | None,
+    parts: Sequence[Part], position_ids: Tensor, tower: VisionTower | None, pixels: ImagePixels | None
 ) -> PackedImages | None:
-    """Return the images of ``parts`` of sequences; None if there are none.
-
-    Args:
-        parts: A sequence, its first token and the end of those that are there, and the index of that first one.
-        position_ids: ``[T]`` place of each token in its own sequence.
-    """
+    """Return the images of ``parts``; None if there are none. ``position_ids [T]`` are places in sequences."""
     parts = [part for part in parts if part[0].images]
-    if parts and tower is None:
+    if not parts:
+        return None
+    if tower is None:
         raise TrainingError(
             f"task {parts[0][0].task_id}: the sequence has images, which this model does not read: train the model "
             "that it was sampled with"
         )
-    if parts and pixels is None:
+    if pixels is None:
         raise TrainingError("the sequences have images, but the trainer was given no pixels: set scorer.pixels")
     images: list[tuple[ImageSpan, Pixels]] = []
     first_rows: dict[str, int] = {}
     at, rows, axes = [], [], None
     for sequence, shared, end, begin in parts:
-        assert tower is not None
-        assert pixels is not None
         if (own := tower.positions(len(sequence), sequence.images)) is not None:
             axes = position_ids.repeat(3, 1) if axes is None else axes
             axes[:, begin : begin + end - shared] = own[:, shared:end].to(axes.device)

@@ -1,76 +1,53 @@
 """Sequences laid out for one forward pass, and the model that reads them.
 
-Guarantees that a token sees what it would see in its sequence alone, however the sequences are laid
-out. The shift by one (a token is predicted at the one before it) happens here, in :func:`pack`, and
-nowhere else.
+Guarantees that a token sees what it would see in its sequence alone, however they are laid out. The shift by one (a
+token is predicted at the one before it) happens in :func:`pack` and nowhere else.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import inspect
 import logging
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.vision.image_store import ImagePixels
 from areal_lite.errors import ConfigError
-from areal_lite.models.attention_windows import (
-    FULL,
-    added_to_scores,
-    layer_kinds,
-    mask_argument,
-    short_windows,
-    unsupported_layers,
-    window_of,
-    within_window,
-)
+from areal_lite.models import attention_windows as windows
 from areal_lite.models.fused_decoder import FusedDecoder
 from areal_lite.models.kernels.exact_attention import read_exactly, whole_rows
 from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.models.parallel.sequence_parallel import SequenceParallel
-from areal_lite.models.parallel.shard_loading import is_empty
+from areal_lite.models.parallel.sequence_parallel import SequenceParallel, refuse_images
+from areal_lite.models.parallel.sharding import is_empty
+from areal_lite.models.parallel.tensor_parallel import Whole, own_tokens, share
 from areal_lite.models.vision_model import VisionTower
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
-from areal_lite.trainer.forward.packed_images import PackedImages, pack_images
+from areal_lite.trainer.forward.packed_images import PackedImages, Part, pack_images
 
 logger = logging.getLogger(__name__)
-
-Whole = Callable[[Tensor], Tensor]
 WIDE = 1 << 20
-"""Pairs of tokens that do not see each other above which a CPU computes the attention of a tree segment by segment
-instead of under a mask."""
+"""Pairs of tokens that do not see each other above which a CPU computes a tree by segments, not under a mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
     """A micro-batch as tensors: ``B`` blocks, side by side, of ``T`` tokens in all, ``N`` trained tokens."""
 
-    input_ids: Tensor
-    """``[T]`` int64; a shared prefix is there once."""
-    position_ids: Tensor
-    """``[T]`` place of each token in its own sequence."""
-    segments: Segments
-    """Which tokens see one another."""
-    is_causal: bool
-    """True if a token sees all tokens before it in its block."""
-    predicted_at: Tensor
-    """``[N]`` index of the token before each trained one."""
-    targets: Tensor
-    """``[N]`` the trained tokens, block by block, sequence by sequence."""
-    lengths: list[int]
-    """``B`` numbers of tokens."""
-    num_pairs: int
-    """Pairs of a token and one that it sees."""
+    input_ids: Tensor  # ``[T]`` int64; a shared prefix is there once
+    position_ids: Tensor  # ``[T]`` place of each token in its own sequence
+    segments: Segments  # which tokens see one another
+    is_causal: bool  # True if a token sees all tokens before it in its block
+    predicted_at: Tensor  # ``[N]`` index of the token before each trained one
+    targets: Tensor  # ``[N]`` the trained tokens, block by block, sequence by sequence
+    lengths: list[int]  # ``B`` numbers of tokens
+    num_pairs: int  # pairs of a token and one that it sees
     images: PackedImages | None = None
 
     @property
@@ -84,19 +61,18 @@ def pack(
     blocks: Sequence[Block],
     *,
     device: torch.device,
-    model: PackedModel | None = None,
+    model: "PackedModel | None" = None,
     multiple: int = 1,
 ) -> PackedSequences:
     """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself. Images need
-    the ``model`` that reads them. Tokens that nobody reads, a bin of their own, round the width up to a ``multiple``.
-    """
+    the ``model`` that reads them. Tokens that nobody reads, a bin of their own, round up to a ``multiple``."""
     lengths = [block.length for block in blocks]
     if unread := -sum(lengths) % multiple:
         lengths.append(unread)
     starts = np.cumsum([0, *lengths])
     ids = np.zeros(starts[-1], np.int64)
     positions = np.zeros_like(ids)
-    laid_out: list[tuple[TokenSequence, int, int, int]] = []
+    laid_out: list[Part] = []
     parts: list[tuple[NDArray[np.int64], int, int]] = []
     predicted_at: list[NDArray[np.int64]] = []
     targets: list[NDArray[Any]] = []
@@ -143,24 +119,20 @@ class PackedModel(nn.Module):
         self._decoder = (decoder,)  # a tuple, or the decoder would be registered twice
         self._config = model.config.get_text_config()
         self.tower = VisionTower(model) if hasattr(model.config, "vision_config") else None
-        self.pixels: ImagePixels | None = None
-        """The images of the run, if its sequences have some."""
+        self.pixels: ImagePixels | None = None  # the images of the run, if its sequences have some
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._num_weights = sum(p.numel() for p in decoder.parameters()) - model.get_input_embeddings().weight.numel()
-        self.num_head_weights = 0
-        """Weights that each trained token is multiplied with after the decoder."""
+        self.num_head_weights = 0  # weights that each trained token is multiplied with after the decoder
         self.balance_length = 6 * int(getattr(self._config, "hidden_size", 1024))
         """Bin length at which attention costs as much as the layers' matrices."""
-        self.ragged = False
-        """True if one bin holds all sequences, without padding and mask."""
-        self.reads_exactly = False
-        """True if each sequence is computed on its own, with the bits of the embedded server."""
+        self.ragged = False  # True if one bin holds all sequences, without padding and mask
+        self.reads_exactly = False  # True if each sequence is computed on its own, with the bits of the embedded server
         self._sequence_parallel: SequenceParallel | None = None
+        self._divides_layers = False
         self._reads_segments = False
         self._fused: tuple[FusedDecoder, ...] = ()
         self.shares_prefixes = False
-        """True if a bin may hold several sequences: all layers use full attention or a window, and ``position_ids``;
-        checked on four tokens."""
+        """True if a bin may hold several sequences: layers use full attention or a window, and ``position_ids``."""
         self._exact = False
         if not is_empty(model):
             self.examine()
@@ -177,8 +149,7 @@ class PackedModel(nn.Module):
 
     @torch.no_grad()
     def examine(self) -> None:
-        """Find out how the model may be read, on a few tokens; on all ranks, if they share it. Only within a forward
-        pass are sharded weights whole."""
+        """Find how the model may be read, on all ranks that share it: only a forward pass has sharded weights whole."""
         self(None)
 
     def find_reading(self) -> None:
@@ -205,17 +176,13 @@ class PackedModel(nn.Module):
         return 1 if self._sequence_parallel is None else self._sequence_parallel.size
 
     def read_in_parts(self, ranks: Ranks) -> None:
-        """Have the ``sp`` ranks read each micro-batch together from here on.
-
-        Raises:
-            ConfigError: If the model does not read segments, or its heads cannot be divided.
-        """
-        self._sequence_parallel = SequenceParallel(ranks, self._config)
+        """Have the ``sp`` and ``tp`` ranks read each micro-batch together from here on; ConfigError if they cannot."""
         if self.tower is not None:
-            raise ConfigError(
-                f"trainer.sp_size is {ranks.sp}, and {type(self.model).__name__} reads images, whose tokens one rank "
-                "computes: set trainer.sp_size: 1"
-            )
+            refuse_images(ranks.sp, ranks.tp, type(self.model).__name__)
+        self._divides_layers = ranks.tp > 1
+        if ranks.sp == 1:
+            return
+        self._sequence_parallel = SequenceParallel(ranks, self._config)
         if not self.read_ragged():
             raise ConfigError(
                 f"trainer.sp_size is {ranks.sp}, and {type(self.model).__name__} does not read sequences side by side, "
@@ -227,24 +194,23 @@ class PackedModel(nn.Module):
         those of the other ranks; one of a rank alone is whole."""
         if (parallel := self._sequence_parallel) is None:
             return packed, lambda values: values
-        width, count = len(packed.input_ids) // parallel.size, len(packed.targets)
+        width = len(packed.input_ids) // parallel.size
         begin = width * parallel.rank
-        places = (packed.predicted_at // width == parallel.rank).nonzero()[:, 0]
-        is_read = bool(len(places))
-        if not is_read:  # it still joins the forward and backward pass, with a token that counts nothing
-            places = torch.zeros(1, dtype=torch.int64, device=packed.targets.device)
-
-        def whole(values: Tensor) -> Tensor:
-            own = values.new_zeros(count).index_add(0, places, values * is_read)
-            return parallel.sum(own)
-
+        own = (packed.predicted_at // width == parallel.rank).nonzero()[:, 0]
+        places, whole = share(own, len(packed.targets), parallel.group)
         return dataclasses.replace(
             packed,
             input_ids=packed.input_ids[begin : begin + width],
             position_ids=packed.position_ids[..., begin : begin + width],
-            predicted_at=packed.predicted_at[places] - begin if is_read else places,
+            predicted_at=packed.predicted_at[places] - begin if len(own) else places,
             targets=packed.targets[places],
         ), whole
+
+    def own_tokens(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Whole]:
+        """Return the states and targets that this rank scores, and what joins its values with those of other ranks."""
+        if not self._divides_layers:
+            return states, targets, lambda values: values
+        return own_tokens(self._ranks, states, targets)
 
     def read_exactly(self) -> bool:
         """Compute each sequence on its own, with the bits of the embedded server; return whether the model can. An
@@ -252,7 +218,7 @@ class PackedModel(nn.Module):
         self._exact = True
         if is_empty(self.model):
             return False
-        if exact := self.shares_prefixes and not self.ragged and read_exactly(self.model):
+        if exact := self.shares_prefixes and self._ranks.tp == 1 and not self.ragged and read_exactly(self.model):
             self.shares_prefixes, self.reads_exactly, self._reads_segments = False, True, False
         return exact
 
@@ -313,30 +279,30 @@ class PackedModel(nn.Module):
             inputs["position_ids"] = torch.stack([padded(axis) for axis in axes])
         if packed.is_causal:
             return inputs, at
-        seen, window = packed.segments.seen(packed.lengths, width), window_of(self._config)
-        kinds = set(layer_kinds(self._config))
-        masks = {kind: seen if kind == FULL else within_window(seen, positions, window) for kind in kinds}
+        seen, window = packed.segments.seen(packed.lengths, width), windows.window_of(self._config)
+        kinds = set(windows.layer_kinds(self._config))
+        masks = {
+            kind: seen if kind == windows.FULL else windows.within_window(seen, positions, window) for kind in kinds
+        }
         if self._config._attn_implementation == "eager":  # which adds masks to the scores
-            masks = {kind: added_to_scores(mask, torch.float32) for kind, mask in masks.items()}
-        return {"position_ids": positions, **inputs, "attention_mask": mask_argument(masks)}, at
+            masks = {kind: windows.added_to_scores(mask, torch.float32) for kind, mask in masks.items()}
+        return {"position_ids": positions, **inputs, "attention_mask": windows.mask_argument(masks)}, at
 
     def flops(self, packed: PackedSequences) -> float:
-        """Return the floating-point operations of a forward pass, output embedding included; of a mixture of experts,
-        of all experts."""
+        """Return the floating-point operations of a forward pass, with output embedding and all experts."""
         heads, layers = (getattr(self._config, f"num_{name}", 0) for name in ("attention_heads", "hidden_layers"))
         width = heads * (getattr(self._config, "head_dim", None) or self._config.hidden_size // max(1, heads))
         products = self._num_weights * sum(packed.lengths) + self.num_head_weights * len(packed.targets)
         if self.tower is not None and packed.images is not None:
-            products += self.tower.num_weights * packed.images.num_patches
+            products += self.tower.num_weights * sum(math.prod(span.grid) for span, _ in packed.images.images)
         return float(2 * products + 4 * layers * width * packed.num_pairs)
 
     def _packing_is_exact(self) -> bool:
-        if unsupported_layers(self._config) is not None:
-            return False
-        if "position_ids" not in inspect.signature(self._decoder[0].forward).parameters:
+        parameters = inspect.signature(self._decoder[0].forward).parameters
+        if windows.unsupported_layers(self._config) is not None or "position_ids" not in parameters:
             return False
         device = self.model.device
-        with short_windows(self.model, 2):
+        with windows.short_windows(self.model, 2):
             together, apart = (self.read(self._decoder[0], _probe(device, shared=shared)) for shared in (True, False))
         return torch.allclose(together, apart, atol=1e-3, rtol=1e-3)
 
@@ -350,7 +316,7 @@ class PackedModel(nn.Module):
         try:
             with (
                 torch.no_grad(),
-                short_windows(model, 2),
+                windows.short_windows(model, 2),
                 torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"),
             ):
                 for self.ragged in (True, False):

@@ -4,17 +4,13 @@ A critic gives the value before each trained token. A reward model is read at th
 :func:`ending` appends one trained token, so blocks, micro-batches and shared prompts work as for any other model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.models.parallel.ranks import Ranks
@@ -24,8 +20,7 @@ from areal_lite.trainer.rl.step_tokens import StepCut
 
 
 def load_critic(model_path: str, *, device: torch.device, gradient_checkpointing: bool = False) -> Any:
-    """Return a critic in float32 on ``device``, without dropout, from a folder of a causal LM, critic or reward model;
-    a head that the folder lacks is zero."""
+    """Return a float32 critic without dropout from a causal LM, critic or reward model; a missing head is zero."""
     model, _ = load_scalar_model(AutoModelForTokenClassification, model_path, what="critic", by_shard=True)
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
 
@@ -55,8 +50,7 @@ class ValueScorer(PackedModel):
 def load_reward_model(
     model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, new_head: bool = False
 ) -> Any:
-    """Return a reward model in float32 on ``device``, without dropout. ``new_head`` accepts a causal LM to be trained;
-    its head starts at 0, and several ranks share it."""
+    """Return a float32 reward model without dropout. ``new_head`` takes a causal LM, whose head starts at 0."""
     model, trained = load_scalar_model(
         AutoModelForSequenceClassification, model_path, what="reward model", by_shard=new_head
     )
@@ -70,23 +64,15 @@ def load_reward_model(
 
 def ending(sequence: TokenSequence) -> TokenSequence:
     """Return ``sequence`` with one more token, the only trained one; its id is arbitrary."""
-    length = len(sequence.input_ids)
-    return dataclasses.replace(
-        sequence,
-        input_ids=np.append(sequence.input_ids, 0),
-        loss_mask=np.arange(length + 1) == length,
-        logprobs=None,
-        versions=None,
-    )
+    ids = np.append(sequence.input_ids, 0)
+    mask = np.arange(len(ids)) == len(sequence)
+    return dataclasses.replace(sequence, input_ids=ids, loss_mask=mask, logprobs=None, versions=None)
 
 
 @torch.no_grad()
 def rewards_of(scorer: ValueScorer, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
     """Return a reward model's float32 reward of each sequence; those of one group compute shared prefixes once.
-
-    Transformers' own forward pass reads the last token that is not the padding token; the two differ where a sequence
-    ends with that token.
-    """
+    Transformers itself reads the last token that is not padding, another one where a sequence ends with that token."""
     device: torch.device = scorer.model.device
     cut = StepCut([ending(sequence) for sequence in sequences], scorer, ranks=Ranks(), device=device)
     rewards = torch.zeros(len(sequences), device=device)

@@ -3,14 +3,10 @@
 The weights contain all averaging, so the sum over micro-batches and ranks is the loss of the update however it was cut.
 Where gradients are averaged over ranks, multiply the loss by their number."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
-
 import torch
 from torch import Tensor
-
 from areal_lite.config.trainer_config import AggregationMode
 
 
@@ -45,8 +41,7 @@ class LossTerms:
 def token_weights(mode: AggregationMode, episodes: Tensor, *, scale: float | None = None) -> Tensor:
     """Return ``[T]`` float64, the weight of each token's loss in the loss of one optimizer update of ``episodes [T]``.
     Episodes of 1 and 3 tokens under seq-mean-token-mean give ``[1/2, 1/6, 1/6, 1/6]``. To leave tokens out, pass the
-    episodes of the others only. ``scale``, in tokens, divides in seq-mean-token-sum-norm; None: the length of the
-    longest episode."""
+    episodes of the others only. ``scale``, in tokens, divides in seq-mean-token-sum-norm."""
     index, counts = index_episodes(episodes)
     ones = torch.ones(len(episodes), dtype=torch.float64, device=episodes.device)
     match mode:
@@ -63,7 +58,6 @@ def token_weights(mode: AggregationMode, episodes: Tensor, *, scale: float | Non
 
 def aggregate(losses: Tensor, weights: Tensor) -> Tensor:
     """Return ``sum(weights * losses)`` as a scalar, to be summed over micro-batches and ranks. A token of weight 0 is
-    left out: not even a NaN there reaches the sum. Without tokens the result can be backpropagated, so that a rank
-    without work still takes part in the gradient reduction."""
+    left out: not even a NaN there reaches the sum. Without tokens it still has a gradient."""
     weights = weights.to(losses.dtype)
     return torch.where(weights != 0, losses * weights, 0.0).sum()

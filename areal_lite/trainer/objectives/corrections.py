@@ -8,13 +8,9 @@ Source: truncated importance sampling as in AReaL (arXiv:2505.24298) and IcePop 
 Evolves", arXiv:2510.18855); rejection options named as in verl.
 """
 
-from __future__ import annotations
-
 import math
-
 import torch
 from torch import Tensor
-
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import episode_max, episode_mean, episode_sum, token_weights
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio, kl_penalty
@@ -25,8 +21,7 @@ def importance_weights(
     proximal: Tensor, behaviour: Tensor, episodes: Tensor, *, level: str, max_weight: float, normalize: bool = False
 ) -> Tensor:
     """Return ``[T]``, ``proximal / behaviour`` truncated to ``max_weight``: a ratio per token, or the product over the
-    episode for each of its tokens. ``normalize`` divides by the mean (over tokens, or over episodes) to keep the step
-    size."""
+    episode for each of its tokens. ``normalize`` divides by their mean to keep the step size."""
     log_ratio = proximal - behaviour
     if level == "sequence":
         log_ratio = episode_sum(log_ratio, episodes)

@@ -5,29 +5,21 @@ differentiated per token; hence the straight-through forms. A step's penalty use
 the caller adapts it afterwards. Source: Schulman, "Approximating KL divergence" (2020).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
-
 import torch
 from torch import Tensor
-
 from areal_lite.trainer.objectives.aggregation import token_weights
 
 MAX_LOG_RATIO = 20.0  # Nats. Log-ratios are clamped to this before exp, so that no ratio overflows: exp(20) is 5e8.
-
 MAX_K3 = 10.0  # Nats. k3 grows with the exponential of the difference; a single token must not dominate the sum.
+MAX_RELATIVE_ERROR = 0.2  # Bound on the relative error of the KL in one update of an adapted coefficient.
+ROUNDING = 2e-5  # Nats. Smaller differences of float32 log-probs have the sign of their rounding errors.
 
 
 def clamped_log_ratio(over: Tensor, under: Tensor) -> Tensor:
     """Return ``[T]``, ``over - under`` in nats clamped to ``+-MAX_LOG_RATIO``; no gradient flows beyond it."""
     return (over - under).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-MAX_RELATIVE_ERROR = 0.2  # Bound on the relative error of the KL in one update of an adapted coefficient.
-
-ROUNDING = 2e-5  # Nats. Smaller differences of float32 log-probs have the sign of their rounding errors.
 
 
 def _abs(policy: Tensor, reference: Tensor) -> Tensor:
@@ -56,8 +48,7 @@ def kl_penalty(policy: Tensor, reference: Tensor, estimator: str, *, behaviour: 
 
     With ``policy - reference = 0.5`` k1 is 0.5, k2 0.125, k3 0.1065. An ``estimator`` with a ``+`` appended keeps its
     value but has the gradient of k2. Given the ``behaviour`` log-probs, each token is weighted by ``policy /
-    behaviour``, gradient included, which makes value and gradient unbiased for tokens that another policy sampled
-    (DeepSeek-V3.2, arXiv:2512.02556)."""
+    behaviour``, gradient included, which makes both unbiased for tokens of another policy (arXiv:2512.02556)."""
     kl = KL_ESTIMATORS[estimator.removesuffix("+")](policy, reference)
     if estimator.endswith("+"):
         k2 = _k2(policy, reference)

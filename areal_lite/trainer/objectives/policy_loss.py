@@ -1,24 +1,18 @@
-"""Policy losses per token, by name; each is a pure function of detached data and the policy's log-probs. The loss of
-values is at the end.
+"""Policy losses per token, by name: pure functions of detached data and the policy's log-probs; and the loss of values.
 
-The trust region is drawn around the proximal policy. The weight ``proximal / behaviour`` for tokens sampled by
-another policy multiplies the losses afterwards (corrections.py), so every loss has a decoupled form. Without a
-separate proximal policy the caller passes the behaviour log-probs for both ("bypass"). Averaging over tokens is in
-aggregation.py.
+The trust region is drawn around the proximal policy. The weight ``proximal / behaviour`` for tokens sampled by another
+policy multiplies the losses afterwards (corrections.py), so every loss has a decoupled form. Without a separate
+proximal policy the caller passes the behaviour log-probs for both ("bypass").
 
 A token's loss depends on its own episode alone, so episodes can be spread over micro-batches and ranks. A loss that
 chooses among the tokens of a minibatch reports its choice in :attr:`LossTerms.chosen`: it is called once over the
 whole minibatch before the update, and then finds its choice in :attr:`PolicyInputs.chosen` for each micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
 from areal_lite.config.trainer_config import AggregationMode
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import LossTerms, episode_mean, episode_sum
@@ -85,9 +79,8 @@ def ppo(
 
 
 def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float | None = 4e-4) -> LossTerms:
-    """Return the clipped loss with one ratio per episode, the geometric mean of its tokens' ratios. Each token carries
-    its own gradient of that ratio, so advantages may differ along an episode (GSPO-token). Source: GSPO
-    (arXiv:2507.18071)."""
+    """Return the clipped loss with one ratio per episode, the geometric mean of its tokens'. Each token has its own
+    gradient of it, so advantages may differ along an episode (GSPO-token). Source: GSPO (arXiv:2507.18071)."""
     log_mean = episode_mean(inputs.log_ratio.detach(), inputs.episodes) + (inputs.policy - inputs.policy.detach())
     ratio = log_mean.clamp(max=10.0).exp()
     losses, clipped = _clipped_losses(ratio, inputs.advantages, clip_eps, clip_eps_high)
@@ -142,8 +135,7 @@ def clip_cov(
 ) -> LossTerms:
     """Return PPO's loss without a few tokens of high covariance, which reduce the entropy most. A ``token_share`` of
     the minibatch's tokens, at least one, is drawn from the unclipped ones whose covariance of log-prob and advantage
-    lies between the bounds; the draw depends on their behaviour log-probs alone. Source: Clip-Cov (arXiv:2505.22617).
-    """
+    lies between the bounds; drawn by their behaviour log-probs alone. Source: Clip-Cov (arXiv:2505.22617)."""
     losses, clipped = _clipped_losses(inputs.log_ratio.exp(), inputs.advantages, clip_eps, clip_eps_high)
     dropped = inputs.chosen
     if dropped is None:

@@ -3,38 +3,29 @@
 Guarantees that settings that cannot work fail before a model is loaded.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
+from inspect import Parameter
 from typing import Any
-
 import torch
 from torch import Tensor
-
+from areal_lite.config.dotted_path import load_object
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.chosen_function import chosen_function
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
-from areal_lite.trainer.estimators.grouping import normalize_advantages
-from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
-from areal_lite.trainer.objectives import corrections
-from areal_lite.trainer.objectives.aggregation import LossTerms, episode_mean
+from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns, normalize_advantages
+from areal_lite.trainer.objectives import LossTerms, PolicyInputs, corrections, policy_loss
+from areal_lite.trainer.objectives.aggregation import episode_mean
 from areal_lite.trainer.objectives.kl import adapted_coef, kl_penalty, mean_kl
-from areal_lite.trainer.objectives.policy_loss import (
-    ONE_TOKEN_AT_A_TIME,
-    POLICY_LOSSES,
-    VANISHES_WITHOUT_ADVANTAGE,
-    PolicyInputs,
-    aggregation_of,
-)
 from areal_lite.trainer.rl.step_tokens import StepTokens
 
 
 class Algorithm:
-    """Rewards and log-probs in, advantages, losses and correction weights out. Refuses settings that contradict each
-    other."""
+    """Rewards and log-probs in, advantages, losses and correction weights out; contradicting settings are refused."""
 
     def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
         self.config = config
@@ -42,24 +33,22 @@ class Algorithm:
         self._estimate = chosen_function(
             ESTIMATORS, config.advantage, config.advantage_kwargs, where="trainer.advantage"
         )
-        self._loss = chosen_function(POLICY_LOSSES, config.loss, config.loss_kwargs, where="trainer.loss")
-        self.aggregation = aggregation_of(config.loss, config.loss_aggregation, where="trainer.loss_aggregation")
+        self._loss = chosen_function(policy_loss.POLICY_LOSSES, config.loss, config.loss_kwargs, where="trainer.loss")
+        self.aggregation = policy_loss.aggregation_of(
+            config.loss, config.loss_aggregation, where="trainer.loss_aggregation"
+        )
         self.kl_coef = config.kl.coef if config.kl else 0.0
+        self.kl_place = config.kl.place if config.kl else None
+        self.penalizes_reward = self.kl_place == "reward"
         self.needs: frozenset[str] = frozenset()  # inputs that the estimator requests
-        self.chooses = self._dry_run().chosen is not None
-        """True if the loss chooses among the tokens of a whole minibatch."""
-
-    @property
-    def penalizes_reward(self) -> bool:
-        """True if the KL penalty is subtracted from the rewards."""
-        return self.config.kl is not None and self.config.kl.place == "reward"
+        self.chooses = self._dry_run().chosen is not None  # the loss chooses among all tokens of a minibatch
 
     @property
     def needs_proximal_early(self) -> bool:
         """True if something before the update needs proximal log-probs."""
         return (
             self.config.proximal == "behaviour"
-            or self.penalizes_reward
+            or self.kl_place in ("reward", "advantage")
             or self.config.correction.normalize
             or not self.needs.isdisjoint(PROXIMAL_INPUTS)
         )
@@ -67,31 +56,26 @@ class Algorithm:
     @property
     def needs_every_episode(self) -> bool:
         """True if episodes with an advantage of 0 may have a gradient."""
-        in_loss = self.config.kl is not None and not self.penalizes_reward
-        return in_loss or self.config.entropy_coef != 0 or self.config.loss not in VANISHES_WITHOUT_ADVANTAGE
+        vanishes = self.config.loss in policy_loss.VANISHES_WITHOUT_ADVANTAGE
+        return self.kl_place == "loss" or self.config.entropy_coef != 0 or not vanishes
 
     @property
     def couples_tokens(self) -> bool:
         """True if a token's loss depends on other tokens of its episode, which must then be computed together."""
         config, correction = self.config, self.config.correction
         by_episode = correction.level == "sequence" or "seq_" in (correction.reject or "")
-        return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
+        return by_episode or correction.max_episode_kl is not None or config.loss not in policy_loss.ONE_TOKEN_AT_A_TIME
 
     def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> dict[str, float]:
-        """Subtract the penalty on overlong answers from ``scores [E]`` and from the rewards of their last tokens;
-        return metrics."""
-        metrics = {}
-        if self.config.overlong_buffer:
-            assert self.max_new_tokens is not None
-            lengths = torch.bincount(tokens.episodes, minlength=len(scores))
-            penalty = overlong_penalty(lengths, max_length=self.max_new_tokens, buffer=self.config.overlong_buffer)
-            scores += penalty
-            tokens.rewards[tokens.ends] += penalty[tokens.episodes[tokens.ends]]
-            metrics = {
-                "overlong_penalty": penalty.mean().item(),
-                "overlong_fraction": (penalty < 0).float().mean().item(),
-            }
-        return metrics
+        """Subtract the penalty on overlong answers from ``scores [E]`` and last tokens' rewards; return metrics."""
+        if not self.config.overlong_buffer:
+            return {}
+        assert self.max_new_tokens is not None
+        lengths = torch.bincount(tokens.episodes, minlength=len(scores))
+        penalty = overlong_penalty(lengths, max_length=self.max_new_tokens, buffer=self.config.overlong_buffer)
+        scores += penalty
+        tokens.rewards[tokens.ends] += penalty[tokens.episodes[tokens.ends]]
+        return {"overlong_penalty": penalty.mean().item(), "overlong_fraction": (penalty < 0).float().mean().item()}
 
     def penalize(self, tokens: StepTokens, num_episodes: int) -> dict[str, float]:
         """Subtract the KL penalty from the rewards, adapt its coefficient for the next step, and return metrics."""
@@ -105,12 +89,7 @@ class Algorithm:
         return {"reward_kl": mean, "reward_kl_coef": coef}
 
     def advantages(
-        self,
-        tokens: StepTokens,
-        scores: Tensor,
-        baselines: Tensor | None,
-        group_ids: list[str],
-        turns: Turns | None = None,
+        self, tokens: StepTokens, scores: Tensor, baselines: Tensor | None, group_ids: list[str], turns: Turns | None
     ) -> None:
         """Fill in the advantages of ``tokens``, and the returns if the estimator computes them. ``scores [E]`` are
         rewards of episodes, ``baselines [E]`` those of greedy answers, ``group_ids [E]`` their groups."""
@@ -136,6 +115,9 @@ class Algorithm:
         tokens.advantages = normalize_advantages(
             estimate.advantages, tokens.episodes, group_ids, mean=config.advantage_mean, std=config.advantage_std
         )
+        if config.kl is not None and self.kl_place == "advantage":
+            penalty = kl_penalty(tokens.proximal, tokens.reference, config.kl.estimator)
+            tokens.advantages = tokens.advantages - config.kl.coef * penalty
         if estimate.returns is not None:
             tokens.returns = estimate.returns
 
@@ -153,19 +135,14 @@ class Algorithm:
 
     def correction(self, proximal: Tensor, behaviour: Tensor, episodes: Tensor) -> Tensor:
         """Return ``[T]``, the factor of each token's loss that corrects for off-policy sampling."""
-        config = self.config.correction
-        if config.level == "none":
+        config, level = self.config.correction, self.config.correction.level
+        if level == "none":
             weights = torch.ones_like(proximal)
         elif config.outside == "mask":
             weights = corrections.icepop_weights(proximal, behaviour, lower=config.min_weight, upper=config.max_weight)
         else:
             weights = corrections.importance_weights(
-                proximal,
-                behaviour,
-                episodes,
-                level=config.level,
-                max_weight=config.max_weight,
-                normalize=config.normalize,
+                proximal, behaviour, episodes, level=level, max_weight=config.max_weight, normalize=config.normalize
             )
             if self.config.loss == "gmpo":
                 weights = episode_mean(weights.log(), episodes).exp()  # one for each episode, like the ratio
@@ -292,9 +269,8 @@ class Algorithm:
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """Return ``[E]`` float32, the penalty on answers of ``lengths [E]`` tokens: 0 up to the buffer, then linear to -1
-    at the limit. With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``. Source: DAPO
-    (arXiv:2503.14476)."""
+    """Return the penalty ``[E]`` on ``lengths [E]`` of answers: 0 up to the buffer, then linear to -1 at the limit.
+    With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``. Source: arXiv:2503.14476."""
     if not 1 <= buffer <= max_length:
         raise ConfigError(f"overlong buffer is {buffer}: choose 1 to {max_length} tokens, the max_length")
     return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)
@@ -305,3 +281,36 @@ _RETURNS: dict[str, tuple[type[Estimate | LossTerms], str]] = {
     "loss": (LossTerms, "the trainer averages them, and inputs.episodes is the episode of each token"),
 }
 """Expected return type and a hint, per config key."""
+
+
+def chosen_function(
+    table: Mapping[str, Callable[..., Any]], name: str, options: Mapping[str, Any], *, where: str
+) -> Callable[..., Any]:
+    """Return the function ``name`` of the table or at that dotted path, with its keyword arguments ``options`` filled
+    in. The config keys ``where`` and ``{where}_kwargs`` named them, for errors."""
+    function = table.get(name) or _own_function(table, name, where)
+    kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
+    known = [option for option, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]
+    for option in options:
+        if option in known or Parameter.VAR_KEYWORD in kinds.values():
+            continue
+        if option in kinds:
+            raise ConfigError(
+                f"{where}_kwargs: argument {option!r} of {name!r} must be keyword-only: write a * before it"
+            )
+        raise ConfigError(f"{where}_kwargs: {name!r} has no argument {option!r}; it has {', '.join(known) or 'none'}")
+    return partial(function, **options)
+
+
+def _own_function(table: Mapping[str, Any], name: str, where: str) -> Callable[..., Any]:
+    if "." in name or ":" in name:
+        function: Callable[..., Any] = load_object(name, where=where)
+        if not callable(function):
+            raise ConfigError(f"{where} is {name!r}, which is {function!r}: it must be a function")
+        return function
+    close = difflib.get_close_matches(name, table)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(
+        f"{where} is {name!r}: there is no such function; {hint}choose one of {', '.join(sorted(table))}, or give the "
+        "dotted path of your own"
+    )

@@ -3,17 +3,13 @@
 Knows nothing of models and losses. The names are those of docs/metrics.md, without their prefix.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.objectives.aggregation import episode_mean, episode_sum, token_weights
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, kl_penalty
@@ -43,14 +39,17 @@ def batch_metrics(
     sizes, firsts = np.bincount(numbers), np.unique(numbers, return_index=True)[1]
     rewards = np.bincount(numbers, [sequence.score or 0.0 for sequence in sequences]) / sizes
     ages = [age for sequence in sequences if (age := sequence.staleness(version)) is not None] or [0]
+    groups: dict[str, list[float]] = {}
+    for reward, first in zip(rewards.tolist(), firsts, strict=True):
+        groups.setdefault(sequences[first].group_id, []).append(reward)
     teaching = np.unique(np.repeat(numbers, counts)[np.asarray(advantages) != 0])
     metrics = {
         "sequences": float(len(sequences)),
         "episodes": float(len(sizes)),
-        "groups": float(len({sequence.group_id for sequence in sequences})),
+        "groups": float(len(groups)),
         **_spread("reward", rewards),
         "reward_std": float(rewards.std()),
-        "reward_group_std": _deviation_within(rewards, [sequences[first].group_id for first in firsts]),
+        "reward_group_std": float(np.mean([np.std(group) for group in groups.values()])),
         **_spread("turns", np.bincount(numbers, [len(_runs(sequence.loss_mask)) for sequence in sequences])),
         **_spread("penalised_reward", penalised_rewards),
         **{key: number for name, array in columns.items() for key, number in _spread(name, array).items()},
@@ -76,13 +75,6 @@ def _lengths(sequences: Sequence[TokenSequence], counts: Sequence[int], max_new_
         lengths["response_length_clip_ratio"] = float(clipped.sum() / len(sequences))
         lengths |= _spread("terminated_length", responses[~clipped])
     return lengths
-
-
-def _deviation_within(rewards: Floats, group_ids: Sequence[str]) -> float:
-    groups: dict[str, list[float]] = {}
-    for reward, name in zip(rewards.tolist(), group_ids, strict=True):
-        groups.setdefault(name, []).append(reward)
-    return float(np.mean([np.std(group) for group in groups.values()]))
 
 
 def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, float]:
@@ -135,8 +127,7 @@ def mismatch_statistics(
     Tokens sampled under the policy version at the start of the step should have the trainer's own log-probs: a
     difference is numerics (kernels, precision, quantised weights, truncated sampling) and should be fixed. Older tokens
     also differ because the policy has changed: that is staleness, which the corrections handle. docs/metrics.md has the
-    names; the chi-square divergence is verl's. A set without tokens is omitted, and so is the correlation of constant
-    probabilities."""
+    names; the chi-square divergence is verl's. A set without tokens, and the correlation of constants, are omitted."""
     current = versions == version
     metrics: dict[str, float] = {}
     for name, chosen in (("engine_mismatch", current), ("staleness_drift", ~current)):

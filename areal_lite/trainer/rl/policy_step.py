@@ -1,21 +1,16 @@
 """The state of one reinforcement-learning step, passed from stage to stage, and its metrics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
-
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks, gather_json
-from areal_lite.trainer.estimators.grouping import Grouping
-from areal_lite.trainer.estimators.inputs import Turns
+from areal_lite.trainer.estimators.inputs import Grouping, Turns
 from areal_lite.trainer.rl.algorithm import Algorithm
 from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
 from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode
@@ -37,14 +32,12 @@ class Step:
     baselines: Tensor | None = None  # ``[E]`` reward of a greedy episode on the same row
     minibatches: list[list[int]] = field(default_factory=list)  # sequences of each update
     metrics: dict[str, float] = field(default_factory=dict)
-    statistics: dict[str, Tensor] = field(default_factory=dict)
-    """``[T]`` per-token statistics that the losses recorded, NaN where none."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)  # ``[T]`` what the losses recorded per token, or NaN
     choice: Tensor | None = None  # ``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses
 
     @classmethod
-    def of(cls, batch: Batch, *, version: int, device: torch.device) -> Step:
-        """Return the step of accepted groups, or of a DataProto (:mod:`areal_lite.data.batch.training_batch`). Numbers
-        must be finite; a log-prob may be NaN."""
+    def of(cls, batch: Batch, *, version: int, device: torch.device) -> "Step":
+        """Return the step of accepted groups or a DataProto, whose numbers must be finite; a log-prob may be NaN."""
         clock = PhaseClock(device)
         if isinstance(batch, DataProto):
             _check_proto(batch, version)

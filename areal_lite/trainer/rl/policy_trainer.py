@@ -3,25 +3,20 @@
 Guarantees that loss and gradients do not depend on how the step is cut, that the same seed and batch give bit-equal
 weights on one machine, and that a non-finite update is never applied. Knows nothing of servers or files."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.models.lora import adapters_off
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.models.parallel.shard_loading import is_empty
-from areal_lite.models.parallel.sharding import shard
+from areal_lite.models.parallel.sharding import is_empty, shard
 from areal_lite.models.policy_model import load_policy, resolve_device, resolve_dtype
 from areal_lite.models.truncation import Truncation
 from areal_lite.trainer.forward.logprobs import TokenScorer
@@ -44,8 +39,7 @@ class EngineSampling:
 
     temperature: float = 1.0
     truncation: Truncation | None = None  # truncated sampling, which the log-probs of the loss replay
-    max_new_tokens: int | None = None
-    """Length limit of an answer, for the share of truncated answers and the overlong penalty."""
+    max_new_tokens: int | None = None  # length limit of an answer, for truncated answers and the overlong penalty
 
 
 class PolicyTrainer:
@@ -73,7 +67,7 @@ class PolicyTrainer:
         self._policy = self._load(model_path, sampling)
         self.model: Any = self._policy.model
         self._reference: TokenScorer | None = None
-        if config.kl is not None:
+        if config.kl is not None and config.kl.teacher is None:
             # Under adapters the reference is the model without them.
             self._reference = self._policy
             if not config.lora:
@@ -132,8 +126,7 @@ class PolicyTrainer:
     def begin(self, batch: Batch, *, version: int) -> Step:
         """Check the batch, lay out its tokens and choose the minibatches; see :meth:`train_step`."""
         step = Step.of(batch, version=version, device=self.device)
-        multi_modal = sum(bool(sequence.multi_modal_inputs) for sequence in step.sequences)
-        if multi_modal:
+        if multi_modal := sum(bool(sequence.multi_modal_inputs) for sequence in step.sequences):
             raise TrainingError(
                 f"step {self.steps_done}: {multi_modal} of {len(step.sequences)} sequences have multi_modal_inputs, "
                 "which are for own loops: this trainer reads images by their spans, TokenSequence.images"
@@ -150,8 +143,7 @@ class PolicyTrainer:
         return step
 
     def score_proximal(self, step: Step) -> None:
-        """Fill in the log-probs at the start of the step, if a stage before the update needs them; otherwise the first
-        update's own forward pass, on the same weights, gives them."""
+        """Fill in the log-probs at the start of the step, if needed before the update, whose first pass has them."""
         if self.config.proximal == "behaviour":
             if bool(step.tokens.behaviour.isnan().any()):
                 raise ConfigError(
@@ -164,7 +156,14 @@ class PolicyTrainer:
             self._policy_update.score_proximal(step, step.all_indices)
 
     def score_reference(self, step: Step) -> None:
+        """Fill in the log-probs of the frozen starting model; those of a teacher come with the batch."""
         if (reference := self._reference) is None:
+            missing = sum(sequence.reference_logprobs is None for sequence in step.sequences)
+            if self.config.kl is not None and missing:
+                raise TrainingError(
+                    f"step {self.steps_done}: {missing} of {len(step.sequences)} sequences have no reference_logprobs: "
+                    "with trainer.kl.teacher every sequence needs those of the teacher (Teacher.score)"
+                )
             return
         with adapters_off(self.model) if self.config.lora else nullcontext():
             self._policy_update.fill(
@@ -187,15 +186,13 @@ class PolicyTrainer:
     def correct(self, step: Step) -> None:
         """Fill in off-policy correction weights; the update does it if log-probs are known only then."""
         if self.algorithm.needs_proximal_early:
-            tokens = step.tokens
-            tokens.correction = self.algorithm.correction(
-                tokens.proximal, tokens.behaviour_or_proximal(), tokens.episodes
-            )
+            tokens, behaviour = step.tokens, step.tokens.behaviour_or_proximal()
+            tokens.correction = self.algorithm.correction(tokens.proximal, behaviour, tokens.episodes)
 
     def estimate_advantages(self, step: Step) -> None:
         """Compute each token's advantage from rewards and, with a critic, values."""
         with step.clock("advantages"):
-            step.check_finite("rewards", "values", "proximal", "sum_squared_probs", "correction")
+            step.check_finite("rewards", "values", "proximal", "reference", "sum_squared_probs", "correction")
             turns = step.turns() if "turns" in self.algorithm.needs else None
             self.algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
 
@@ -220,8 +217,7 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def logprobs_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Return the policy's log-probs ``[S]`` of the sequences' trained tokens, on every rank: of the whole
-        vocabulary at temperature 1."""
+        """Return the policy's log-probs ``[S]`` of trained tokens, on every rank: untruncated, at temperature 1."""
         cut = StepCut(sequences, self._policy, ranks=Ranks(), device=self.device)
         logprobs = torch.zeros(sum(sequence.num_trained_tokens for sequence in sequences), device=self.device)
         for microbatch in cut(range(len(sequences)), self.config.max_tokens_per_microbatch):

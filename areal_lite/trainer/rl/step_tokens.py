@@ -5,16 +5,12 @@ Advantages, losses and weights know episodes only, so it does not matter into ho
 was cut. A micro-batch indexes into ``[T]``, so every cut reads and writes the same tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields
-
+from dataclasses import KW_ONLY, dataclass, fields
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
 from areal_lite.errors import TrainingError
@@ -36,20 +32,17 @@ class StepTokens:
     policy: Tensor  # log-probs in the pass of the token's own update
     reference: Tensor
     sum_squared_probs: Tensor
-    log_kept: Tensor
-    """Log of the probability mass that truncated sampling kept, under the weights at the start of the step; 0 where the
-    engine's log-probs are renormalized or nothing is truncated."""
+    log_kept: Tensor  # log of the mass that truncation kept at the start of the step; 0 for renormalized log-probs
     values: Tensor
     correction: Tensor  # factor of the token's loss that corrects for off-policy sampling
-    rewards: Tensor
-    """The token's own reward, or the episode's at its last trained token and 0 elsewhere; minus any KL penalty."""
+    rewards: Tensor  # the token's own, or the episode's at its last trained token and 0 elsewhere; minus any KL penalty
     advantages: Tensor
     returns: Tensor
     known: Tensor  # ``[T]`` bool, True once the proximal log-prob is there
     computed: Tensor  # ``[T]`` bool, True once the policy's log-prob is there
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence], episodes: Sequence[int], *, device: torch.device) -> StepTokens:
+    def of(cls, sequences: Sequence[TokenSequence], episodes: Sequence[int], *, device: torch.device) -> "StepTokens":
         """Return the trained tokens of ``sequences``, which :func:`by_episode` has sorted and numbered."""
         counts = torch.tensor([sequence.num_trained_tokens for sequence in sequences])
         tokens = cls.zeros(
@@ -58,12 +51,14 @@ class StepTokens:
         )
         tokens.versions = _trained(sequences, "versions", -1, np.int64).to(device)
         tokens.behaviour = _trained(sequences, "logprobs", np.nan, np.float32).to(device)
+        if any(sequence.reference_logprobs is not None for sequence in sequences):
+            tokens.reference = _trained(sequences, "reference_logprobs", np.nan, np.float32).to(device)
         if any(sequence.token_rewards is not None for sequence in sequences):
             tokens.rewards = torch.from_numpy(np.concatenate([*map(_own_rewards, sequences)])).to(device)
         return tokens
 
     @classmethod
-    def zeros(cls, episodes: Tensor, sequences: Tensor | None = None) -> StepTokens:
+    def zeros(cls, episodes: Tensor, sequences: Tensor | None = None) -> "StepTokens":
         """Return tokens of ``episodes [T]`` with nothing filled in; ``sequences`` None: one per episode."""
         ends = torch.ones_like(episodes, dtype=torch.bool)
         ends[:-1] = episodes[1:] != episodes[:-1]
@@ -90,8 +85,7 @@ class StepTokens:
 
 
 def by_episode(sequences: Sequence[TokenSequence]) -> tuple[list[TokenSequence], list[int]]:
-    """Return the sequences sorted by episode, and the episode of each, numbered in order of first appearance. A
-    sequence without a member index is an episode of its own."""
+    """Return the sequences by episode, and the number of each one's; one without a member index is its own episode."""
     episodes: dict[Hashable, list[TokenSequence]] = {}
     for index, sequence in enumerate(sequences):
         key = index if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
@@ -129,12 +123,12 @@ class Microbatch:
 
 def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator) -> list[list[int]]:
     """Return ``count`` shares of whole groups in random order; shares without a trained token are dropped. Which groups
-    share an update depends on the order in which they were drawn (the order of their numbers), so a resumed run shares
-    them alike."""
+    share an update depends on their numbers, the order in which they were drawn, so a resumed run shares alike."""
     groups: dict[str, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(sequence.group_id, []).append(index)
-    members = [groups[name] for name in sorted(groups, key=_by_number)]
+    by_number = sorted(groups, key=lambda name: (len(name) if name.isdecimal() else 0, name))
+    members = [groups[name] for name in by_number]
     shares = (
         [index for group in sorted(share) for index in members[group]]
         for share in np.array_split(rng.permutation(len(members)), count)
@@ -142,85 +136,72 @@ def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.rand
     return [share for share in shares if any(sequences[index].num_trained_tokens for index in share)]
 
 
-def _by_number(name: str) -> tuple[int, str]:
-    return (len(name) if name.isdecimal() else 0, name)
-
-
+@dataclass(eq=False)
 class StepCut:
     """Cuts sequences of one step into this rank's micro-batches for one model. Units are divided among the ranks, with
     nearly equal numbers of tokens: whole episodes share prefixes. ``units`` has the unit of each sequence; None: each
     is one. ``whole`` also keeps a unit in one micro-batch, which losses over pairs or whole episodes need."""
 
-    def __init__(
-        self,
-        sequences: Sequence[TokenSequence],
-        model: PackedModel,
-        *,
-        ranks: Ranks,
-        device: torch.device,
-        units: Sequence[Hashable] | None = None,
-        whole: bool = False,
-    ) -> None:
-        _check_ids(sequences, model)
-        self._sequences = sequences
-        self._model = model
-        self._ranks = ranks
-        self._device = device
-        self._units: Sequence[Hashable] = range(len(sequences)) if units is None else units
-        self._whole = whole
-        self._offsets = np.cumsum([0, *(sequence.num_trained_tokens for sequence in sequences)])
+    sequences: Sequence[TokenSequence]
+    model: PackedModel
+    _: KW_ONLY
+    ranks: Ranks
+    device: torch.device
+    units: Sequence[Hashable] | None = None
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        _check_ids(self.sequences, self.model)
+        self._units: Sequence[Hashable] = range(len(self.sequences)) if self.units is None else self.units
+        self._offsets = np.cumsum([0, *(sequence.num_trained_tokens for sequence in self.sequences)])
 
     def __call__(self, chosen: Sequence[int], max_tokens: int) -> Iterator[Microbatch]:
-        """Yield micro-batches of this rank's share of the ``chosen`` sequences, as many as on every other rank;
-        ``max_tokens`` is for one rank."""
-        chosen = [index for index in chosen if self._sequences[index].num_trained_tokens]
-        max_tokens *= self._model.parts
+        """Yield micro-batches of this rank's share of ``chosen``, as many as on any; ``max_tokens`` is one rank's."""
+        chosen = [index for index in chosen if self.sequences[index].num_trained_tokens]
+        max_tokens *= self.model.parts
         bundles = plan_blocks(
-            self._sequences,
+            self.sequences,
             self._share(chosen),
             max_tokens=max_tokens,
-            balance_length=self._model.balance_length,
-            share=self._model.shares_prefixes,
-            units=self._units if self._whole else None,
+            balance_length=self.model.balance_length,
+            share=self.model.shares_prefixes,
+            units=self._units if self.whole else None,
         )
-        ragged = self._model.ragged  # side by side, a bundle is as wide as its tokens and needs no padding
+        ragged = self.model.ragged  # side by side, a bundle is as wide as its tokens and needs no padding
         sums, widths = ([f(block.length for block in bundle) for bundle in bundles] for f in (sum, max))
         plan = plan_microbatches(
             [1] * len(bundles) if ragged else widths,
             max_tokens=max_tokens,
             num_blocks=sums if ragged else [len(bundle) for bundle in bundles],
         )
-        num_fillers = self._ranks.most(len(plan), self._device) - len(plan)
+        num_fillers = self.ranks.most(len(plan), self.device) - len(plan)
         for numbers in plan:
             batch = [block for number in numbers for block in bundles[number]]
             positions = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
-            yield Microbatch(
-                packed=self._pack(batch),
-                tokens=torch.from_numpy(np.concatenate(positions)).to(self._device),
-            )
+            yield Microbatch(self._pack(batch), torch.from_numpy(np.concatenate(positions)).to(self.device))
         for _ in range(num_fillers):
             yield self._filler(chosen)
 
     def _share(self, chosen: list[int]) -> list[int]:
-        if self._ranks.dp == 1:
+        if self.ranks.dp == 1:
             return chosen
         units: dict[Hashable, list[int]] = {}
         for index in chosen:
             units.setdefault(self._units[index], []).append(index)
         members = list(units.values())
-        lengths = [tree_length(self._sequences, unit) for unit in members]
-        lengths += [0] * (self._ranks.dp - len(members))  # some ranks have nothing
-        parts = get_seqlen_balanced_partitions(lengths, self._ranks.dp)
-        return [i for index in parts[self._ranks.dp_rank] if index < len(members) for i in members[index]]
+        lengths = [tree_length(self.sequences, unit) for unit in members]
+        lengths += [0] * (self.ranks.dp - len(members))  # some ranks have nothing
+        parts = get_seqlen_balanced_partitions(lengths, self.ranks.dp)
+        return [i for index in parts[self.ranks.dp_rank] if index < len(members) for i in members[index]]
 
     def _filler(self, chosen: Sequence[int]) -> Microbatch:
-        shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
-        block = Block((shortest,), (0,), num_inputs(self._sequences[shortest]))
-        index = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
+        shortest = min(chosen, key=lambda index: num_inputs(self.sequences[index]))
+        block = Block((shortest,), (0,), num_inputs(self.sequences[shortest]))
+        index = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self.device)
         return Microbatch(self._pack([block]), index, counts=False)
 
     def _pack(self, blocks: Sequence[Block]) -> PackedSequences:
-        return pack(self._sequences, blocks, device=self._device, model=self._model, multiple=self._model.parts)
+        return pack(self.sequences, blocks, device=self.device, model=self.model, multiple=self.model.parts)
 
 
 def _check_ids(sequences: Sequence[TokenSequence], model: PackedModel) -> None:

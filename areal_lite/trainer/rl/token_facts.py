@@ -6,8 +6,6 @@ a resume replaces its file. A token has the values of its own update: with sever
 follows the updates of the minibatches before it, and every other column belongs to the start of the step.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections import Counter
@@ -17,12 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.files.whole_files import storing, write_whole
 from areal_lite.trainer.rl.algorithm import Algorithm
@@ -35,10 +31,8 @@ _ROW_GROUP = 64  # rows that are decoded to read one of them
 class TokenFacts:
     step: int
     sequences: Sequence[TokenSequence]
-    baselines: Sequence[float] | None
-    """Reward of a greedy episode on the row of each sequence, if the estimator needs it."""
-    columns: Mapping[str, NDArray[np.float32]]
-    """``[T]`` by name, in the order of the sequences; NaN where nothing was computed."""
+    baselines: Sequence[float] | None  # greedy reward on each sequence's row, if the estimator needs it
+    columns: Mapping[str, NDArray[np.float32]]  # ``[T]`` by name, in the order of the sequences; NaN if not computed
 
 
 def token_facts(step: Step, algorithm: Algorithm) -> TokenFacts:
@@ -142,6 +136,6 @@ def _sample_indices(sequences: Sequence[TokenSequence]) -> Iterator[int | None]:
         task, member = sequence.task_id, sequence.member_idx
         if member is None:
             yield None
-            continue
-        yield sum(max(1, counts[task, before]) for before in range(member)) + passed[task, member]
-        passed[task, member] += 1
+        else:
+            yield sum(max(1, counts[task, before]) for before in range(member)) + passed[task, member]
+            passed[task, member] += 1

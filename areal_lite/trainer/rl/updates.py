@@ -3,16 +3,12 @@
 Guarantees that results do not depend on how the step is cut into micro-batches and over ranks.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-
 import numpy as np
 import torch
 from torch import Tensor
-
 from areal_lite.config.trainer_config import AggregationMode, TrainerConfig
 from areal_lite.models.kernels.score_kernels import TokenScores
 from areal_lite.trainer.forward.packed_model import PackedSequences
@@ -49,8 +45,7 @@ class LearnerUpdate(ABC):
     def fill(
         self, step: Step, phase: str, chosen: Sequence[int], score: Callable[[Microbatch], dict[str, Tensor]]
     ) -> None:
-        """Write the values of ``score`` at the chosen sequences' tokens, on every rank, into the columns of the step
-        that they name."""
+        """Write the values of ``score`` at the chosen sequences' tokens into the columns they name, on every rank."""
 
         def run(max_tokens: int) -> dict[str, Tensor]:
             scored: dict[str, Tensor] = {}
@@ -151,9 +146,8 @@ class PolicyUpdate(LearnerUpdate):
                 updates.append(self.update_once(step, chosen, computing, self._algorithm.aggregation))
         self.finish(step, updates)
 
-    def outputs(self, packed: PackedSequences) -> TokenScores:
-        scores: TokenScores = self.scorer(packed, entropy_grad=self._config.entropy_coef != 0)
-        return scores
+    def outputs(self, packed: PackedSequences) -> Any:
+        return self.scorer(packed, entropy_grad=self._config.entropy_coef != 0)
 
     def losses(self, step: Step, at: Tensor, outputs: TokenScores) -> Tensor:
         step.tokens.computed[at] = True
@@ -222,20 +216,19 @@ class PolicyUpdate(LearnerUpdate):
             for name, values in self._at_start(scores).items():
                 getattr(tokens, name)[at] = values
         terms = self._algorithm.policy_loss(self._inputs(step, scores.logprobs, at))
+        behaviour = tokens.behaviour_or_proximal()[at]
         if not self._algorithm.needs_proximal_early:
-            tokens.correction[at] = self._algorithm.correction(
-                tokens.proximal[at], tokens.behaviour_or_proximal()[at], tokens.episodes[at]
-            )
+            tokens.correction[at] = self._algorithm.correction(tokens.proximal[at], behaviour, tokens.episodes[at])
         own = {"entropy": scores.entropy, "correction_weight": tokens.correction[at]}
         if self.scorer.truncation is not None:
             own["kept_mass"] = scores.log_kept.exp()
         step.record_statistics(at, terms.statistics | own)
         losses = tokens.correction[at] * terms.losses
         if config.kl is not None:
-            behaviour = tokens.behaviour_or_proximal()[at] if config.kl.unbiased else None
-            penalty = kl_penalty(scores.logprobs, tokens.reference[at], config.kl.estimator, behaviour=behaviour)
+            sampled = behaviour if config.kl.unbiased else None
+            penalty = kl_penalty(scores.logprobs, tokens.reference[at], config.kl.estimator, behaviour=sampled)
             step.record_statistics(at, {"kl": penalty})
-            if not self._algorithm.penalizes_reward:
+            if config.kl.place == "loss":
                 losses = losses + config.kl.coef * penalty
         if config.entropy_coef != 0:
             losses = losses - config.entropy_coef * scores.entropy

@@ -3,20 +3,17 @@
 Both answers of a pair are computed in one micro-batch, because the loss compares them.
 """
 
-from __future__ import annotations
-
 import copy
+from abc import abstractmethod
 from collections.abc import Sequence
-
+from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig
 from areal_lite.models.lora import adapters_off
-from areal_lite.models.parallel.shard_loading import is_empty
-from areal_lite.models.parallel.sharding import shard
+from areal_lite.models.parallel.sharding import is_empty, shard
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model
@@ -42,14 +39,21 @@ class PreferenceTrainer(SupervisedTrainer[C]):
         pairs = len(torch.unique(of_token)) // 2
         return of_token.new_full((pairs,), 1 / pairs, dtype=torch.float64)
 
+    @abstractmethod
+    def _pair_losses(self, chosen: Tensor, rejected: Tensor) -> LossTerms:
+        """Return the loss of each pair from the sums ``[P]`` of the scores of either answer."""
+
+    def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
+        sequences, index = torch.unique(step.of_token[microbatch.tokens], return_inverse=True)
+        sums = scores.new_zeros(len(sequences)).index_add(0, index, scores).view(-1, 2)
+        return self._pair_losses(sums[:, 0], sums[:, 1]), step.weights[: len(sums)]
+
 
 class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
-    """Direct preference optimisation (arXiv:2305.18290) against the frozen starting model: a copy, or under adapters
-    the model without them."""
+    """DPO (arXiv:2305.18290) against the frozen starting model: a copy, or the model without its adapters."""
 
     def _load(self, model_path: str) -> PackedModel:
-        scorer = super()._load(model_path)
-        self._reference: PackedModel | None = None
+        scorer = self._reference = super()._load(model_path)
         if self.config.lora is None:
             reference = super()._load(model_path) if is_empty(scorer.model) else copy.deepcopy(scorer)
             self._reference = shard(reference.requires_grad_(False))
@@ -57,28 +61,16 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
 
     def _scores(self, packed: PackedSequences) -> Tensor:
         # Every rank runs both models, also on micro-batches that do not count; the loss needs only the difference.
-        reference = self._reference_logprobs(packed)
-        logprobs: Tensor = self.scorer(packed).logprobs
-        return logprobs - reference
+        with torch.no_grad(), adapters_off(self.model) if self.config.lora else nullcontext():
+            reference: Tensor = self._reference(packed).logprobs
+        return super()._scores(packed) - reference
 
-    def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
-        pairs = _pair_sums(scores, step.of_token[microbatch.tokens])
-        terms = dpo_loss(*pairs, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
-        return terms, step.weights[: len(terms.losses)]
-
-    @torch.no_grad()
-    def _reference_logprobs(self, packed: PackedSequences) -> Tensor:
-        if self._reference is not None:
-            logprobs: Tensor = self._reference(packed).logprobs
-        else:
-            with adapters_off(self.model):
-                logprobs = self.scorer(packed).logprobs
-        return logprobs
+    def _pair_losses(self, chosen: Tensor, rejected: Tensor) -> LossTerms:
+        return dpo_loss(chosen, rejected, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
 
 
 class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
-    """Trains a reward model so that the chosen answer's reward is above the rejected one's (Bradley-Terry).
-    ``model_path`` is a causal LM, which gets a head with one output, or a reward model."""
+    """Trains a reward model, or a causal LM with a new head of one output, on pairs of answers (Bradley-Terry)."""
 
     def _load(self, model_path: str) -> PackedModel:
         model = load_reward_model(
@@ -96,16 +88,8 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
         rewards: Tensor = self.scorer(packed)
         return rewards
 
-    def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
-        terms = reward_model_loss(*_pair_sums(scores, step.of_token[microbatch.tokens]))
-        return terms, step.weights[: len(terms.losses)]
-
-
-def _pair_sums(values: Tensor, of_token: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``[P]`` the sum over chosen, and over rejected, sequences of the pairs in a micro-batch."""
-    sequences, index = torch.unique(of_token, return_inverse=True)
-    sums = values.new_zeros(len(sequences)).index_add(0, index, values).view(-1, 2)
-    return sums[:, 0], sums[:, 1]
+    def _pair_losses(self, chosen: Tensor, rejected: Tensor) -> LossTerms:
+        return reward_model_loss(chosen, rejected)
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> LossTerms:

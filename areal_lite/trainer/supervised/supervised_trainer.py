@@ -1,10 +1,7 @@
 """Supervised updates: items with a known loss in, one optimizer update and its metrics out.
 
-Guarantees that loss and gradients do not depend on how an update is cut into micro-batches and over ranks, and that
-evaluation does not change the model. A subclass defines the sequences of an item and their loss; packing is that of
-reinforcement learning (:class:`StepCut`)."""
-
-from __future__ import annotations
+Guarantees that loss and gradients do not depend on the cut into micro-batches and over ranks, and that evaluation does
+not change the model. A subclass defines the sequences of an item and their loss; :class:`StepCut` packs."""
 
 import dataclasses
 import itertools
@@ -13,11 +10,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
-
 import numpy as np
 import torch
 from torch import Tensor
-
+from areal_lite.api.image_span import Images
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
 from areal_lite.models.policy_model import load_policy, resolve_device
@@ -49,8 +45,7 @@ class SupervisedStep:
 
 
 class SupervisedTrainer(ABC, Generic[C]):
-    """Owns the model being trained. ``model_path`` is a folder of a Hugging Face causal LM, or a hub name; ``on_skip``
-    gets step, loss, gradient norm and rows of skipped updates."""
+    """Owns the model being trained. ``on_skip`` gets step, loss, gradient norm and rows of skipped updates."""
 
     statistics: ClassVar[tuple[str, ...]] = ()  # metrics beside the loss
     together: ClassVar[bool] = False  # True keeps the sequences of one group in one micro-batch
@@ -106,8 +101,7 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @torch.no_grad()
     def evaluate(self, items: Iterable[Item]) -> dict[str, float]:
-        """Return loss and statistics over all of ``items``, as if they were one update, without training;
-        :data:`EVALUATED_AT_ONCE` at a time, so memory does not grow with their number."""
+        """Return loss and statistics over all of ``items``, as if they were one update, without training."""
         sums: Counter[str] = Counter()
         whole = 0
         remaining = iter(items)
@@ -121,8 +115,7 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     def _total_loss(self, step: SupervisedStep) -> float:
         def on_this_rank(most: int) -> Tensor:
-            parts = [self._loss(step, microbatch) for microbatch in self._cut(step, most)]
-            return torch.stack(parts).sum()
+            return torch.stack([self._loss(step, microbatch) for microbatch in self._cut(step, most)]).sum()
 
         return self.learner.ranks.sum_(self.learner.within_memory(on_this_rank, inference=True)).item()
 
@@ -148,9 +141,10 @@ class SupervisedTrainer(ABC, Generic[C]):
     def _weights(self, of_token: Tensor) -> Tensor:
         """Return the weight of each token's or pair's loss, given each token's sequence ``[T]``."""
 
-    @abstractmethod
     def _scores(self, packed: PackedSequences) -> Tensor:
-        """Return a number ``[N]`` for each trained token, with gradient."""
+        """Return a number ``[N]`` for each trained token, with gradient: by default its log-prob."""
+        logprobs: Tensor = self.scorer(packed).logprobs
+        return logprobs
 
     @abstractmethod
     def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
@@ -198,10 +192,9 @@ def with_warmup(config: SupervisedTrainerConfig, total_steps: int) -> Supervised
     return dataclasses.replace(config, warmup_steps=int(config.warmup_ratio * total_steps), warmup_ratio=None)
 
 
-def masked_sequence(ids: Tensor, mask: Tensor, group: int) -> TokenSequence:
-    return TokenSequence(
-        input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
-    )
+def masked_sequence(ids: Tensor, mask: Tensor, group: int, images: Images = ()) -> TokenSequence:
+    loss_mask = mask.numpy().astype(np.bool_)
+    return TokenSequence(input_ids=ids.numpy(), loss_mask=loss_mask, reward=0.0, group_id=str(group), images=images)
 
 
 def shared_prefix(sequences: Sequence[TokenSequence]) -> int:
@@ -214,12 +207,7 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
     """Trains on items of an ``SFTDataset``; the loss is in nats, per token or per sequence."""
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
-        sequences = [
-            dataclasses.replace(
-                masked_sequence(item["input_ids"], item["loss_mask"], group=0), images=item.get("images", ())
-            )
-            for item in items
-        ]
+        sequences = [masked_sequence(item["input_ids"], item["loss_mask"], 0, item.get("images", ())) for item in items]
         mean_length = sum(map(num_inputs, sequences)) / len(sequences)
         if shared_prefix(sequences) >= WORTH_SHARING * mean_length:
             return sequences
@@ -230,10 +218,6 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
 
     def _num_averaged(self, step: SupervisedStep) -> int:
         return len(step.weights if self.config.averaging == "token" else step.sequences)
-
-    def _scores(self, packed: PackedSequences) -> Tensor:
-        logprobs: Tensor = self.scorer(packed).logprobs
-        return logprobs
 
     def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
         return LossTerms(-scores, {}), step.weights[microbatch.tokens]

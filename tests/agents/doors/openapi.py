@@ -5,11 +5,9 @@ not given here may have any.
 """
 
 from __future__ import annotations
-
 from typing import Any
-
 from areal_lite import __version__
-from areal_lite.agents.doors import messages, responses
+from areal_lite.agents.doors import generate_content, messages, responses
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES
 from areal_lite.agents.session import chat_request, request_options
 
@@ -87,7 +85,14 @@ _FIELDS: dict[str, Any] = {
     "min_tokens": {"type": "integer", "minimum": 0},
     "model": {"type": "string"},
     "n": {"type": "integer", "minimum": 1, "maximum": request_options.MAX_CHOICES},
-    "prompt": {"anyOf": [{"type": "string", "minLength": 1}, {**_IDS, "minItems": 1}]},
+    "prompt": {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {**_IDS, "minItems": 1},
+            {"type": "array", "minItems": 1, "maxItems": 2, "items": {"type": "string", "minLength": 1}},
+            {"type": "array", "minItems": 1, "maxItems": 2, "items": {**_IDS, "minItems": 1}},
+        ]
+    },
     "seed": {"type": "integer"},
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _STRINGS]},
     "stop_sequences": _STRINGS,
@@ -135,6 +140,22 @@ _MESSAGE_FIELDS = {
         },
     },
 }
+_GEMINI_FIELDS: dict[str, Any] = {
+    "contents": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": {"enum": ["user", "model"]},
+                "parts": {"type": "array", "items": {"type": "object", "properties": {"text": {"type": "string"}}}},
+            },
+            "required": ["parts"],
+        },
+    },
+    "generationConfig": {"type": "object", "properties": {"maxOutputTokens": {"type": "integer"}}},
+    "labels": _OBJECT,
+}
 _RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
@@ -143,9 +164,10 @@ def openapi() -> dict[str, Any]:
     chat = {
         *request_options.READ_ELSEWHERE, *request_options.IGNORED, *request_options.RequestOptions.model_fields,
     }  # fmt: skip
-    message_names = {*messages._READ, *messages._IGNORED}
-    response_names = {*responses._READ, *responses._IGNORED}
+    message_names = {*messages.Messages.as_chat, *messages.Messages.other_fields}
+    response_names = {*responses.Responses.as_chat, *responses.Responses.other_fields}
     completion_names = {*chat, "prompt"} - {"messages", "tools", "tool_choice", "functions", "function_call"}
+    gemini = {*generate_content.GenerateContent.as_chat, *generate_content.GenerateContent.other_fields}
     message = _operation("createMessage", message_names, ["messages"], _MESSAGE_FIELDS)
     count = _operation("countTokens", message_names, ["messages"], _MESSAGE_FIELDS)
     return {
@@ -164,6 +186,7 @@ def openapi() -> dict[str, Any]:
             "/v1/responses": _operation("createResponse", response_names, ["input"], _RESPONSE_FIELDS),
             "/v1/messages": message,
             "/v1/messages/count_tokens": count,
+            "/v1beta/models/m:generateContent": _operation("generateContent", gemini, ["contents"], _GEMINI_FIELDS),
             "/v1/responses/{id}": {
                 "parameters": [_RESPONSE_ID],
                 "get": {"operationId": "getResponse", "responses": _responses(has_stream=False)},

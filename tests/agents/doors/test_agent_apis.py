@@ -1,24 +1,23 @@
 """Every API of agents with its real SDK, through both doors, streamed and whole: equal texts, tokens recorded once."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
-
 import anthropic
 import httpx2
 import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.isolation.agent_access import AgentAccess
-from areal_lite.agents.session.chat_answer import TextStream
+from areal_lite.agents.parsers.answer_parser import TextRegions
+from areal_lite.agents.session.chat_answer import Piece, TextStream
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_request import parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
@@ -207,6 +206,29 @@ def test_a_streamed_function_call_of_responses_is_complete() -> None:
     play([f"Wait.\n{CALL}"], steps)
 
 
+def test_functions_of_a_namespace_are_called_and_answered_by_both_names() -> None:
+    """As Codex declares its tools for sub-agents; the model sees one name."""
+
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = openai_client(access, "transport")
+        inside = {"type": "function", "name": "add", "description": "adds", "parameters": PARAMETERS}
+        tools: Any = [{"type": "namespace", "name": "math", "tools": [inside]}]
+        asked: list[Any] = [{"role": "user", "content": "add"}]
+        first = await client.responses.create(model="m", input=asked, tools=tools)
+        (call,) = first.output
+        assert (call.type, call.name, call.model_dump()["namespace"]) == ("function_call", "add", "math")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        again = [*asked, call.model_dump(exclude_none=True), result]
+        await client.responses.create(model="m", input=again, tools=tools)
+        assert "math::add" in engine.tokenizer.decode(engine.requests[0].input_ids)
+        one_sequence(session, engine)
+        with pytest.raises(openai.BadRequestError, match="tools that OpenAI runs are not served"):
+            hosted: Any = [{"type": "namespace", "name": "math", "tools": [{"type": "web_search"}]}]
+            await client.responses.create(model="m", input=asked, tools=hosted)
+
+    play([CALL.replace('"add"', '"math::add"'), "It is 3."], steps)
+
+
 @DOORS
 def test_messages_with_tools_streamed_and_whole(door: str) -> None:
     async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
@@ -324,6 +346,38 @@ def test_completions_of_text_and_of_ids_continue_what_was_sampled() -> None:
 
     words = tokenizer().encode("all numbers are large", add_special_tokens=False)
     play([words, words, "the end"], steps)
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_choices_of_several_prompts_are_prompt_major_and_each_is_recorded_exactly(kind: str) -> None:
+    encode = partial(tokenizer().encode, add_special_tokens=False)
+    texts = ["once upon", "all numbers are large", "hello"]
+    prompts: Any = texts if kind == "text" else [encode(text) for text in texts]
+
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = openai_client(access, "transport")
+        completion = await client.completions.create(model="m", prompt=prompts, n=2, logprobs=1, seed=5)
+        asked = [encode(text) for text in texts for _ in range(2)]
+        assert [request.input_ids for request in engine.requests] == asked
+        assert [request.gconfig.seed for request in engine.requests] == [5, 6] * 3
+        names = list("abcdef")
+        assert [(choice.index, choice.text) for choice in completion.choices] == list(enumerate(names))
+        for choice, response in zip(completion.choices, engine.responses, strict=True):
+            assert choice.logprobs is not None and choice.logprobs.token_logprobs == response.output_logprobs
+        recorded = [answer.model_response for answer in session.interactions.values()]
+        assert [answer.input_tokens for answer in recorded] == asked
+        assert [answer.output_tokens for answer in recorded] == [answer.output_tokens for answer in engine.responses]
+        assert completion.usage is not None and completion.usage.prompt_tokens == sum(map(len, asked[::2]))
+        texts_of = ["", "", ""]
+        stream = await client.completions.create(model="m", prompt=prompts, stream=True)
+        async for chunk in stream:
+            texts_of[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts_of == ["g", "h", "i"]
+        for wrong in ([], ["a", [1]], [[1], []], ["a", ""], [[1, "a"]], ["a"] * 129):
+            with pytest.raises(openai.BadRequestError, match="prompt"):
+                await client.completions.create(model="m", prompt=wrong)  # type: ignore[call-overload]
+
+    play(list("abcdefghi"), steps)
 
 
 def test_choices_are_branches_of_the_conversation() -> None:
@@ -555,18 +609,20 @@ def test_calls_through_the_listener_belong_to_the_episode() -> None:
 def test_a_text_stream_gives_the_text_before_the_first_stop_and_never_takes_back(text: str, sizes: list[int]) -> None:
     vocabulary = tokenizer()
     ids = vocabulary.encode(text, add_special_tokens=False)
-    stream = TextStream(vocabulary.decode, stops=["stop", "\n "], openings=["<tool"])
+    pieces: list[Piece] = []
+    regions = TextRegions(openings=["<tool"])
+    stream = TextStream(vocabulary.decode, pieces.append, stops=["stop", "\n "], regions=regions)
     at = turn = 0
     while at < len(ids):
         size = sizes[turn % len(sizes)] or 1
         stream.feed(ids[at : at + size])
         at, turn = at + size, turn + 1
-    pieces = stream.sent
     content = vocabulary.decode(ids)
     for end in ("stop", "\n ", "<tool"):
         content = content.partition(end)[0]
-    assert content.startswith(pieces)
-    assert pieces + "".join(piece.text for piece in stream.finish(content)) == content
+    assert content.startswith("".join(piece.text for piece in pieces))
+    stream.finish(content)
+    assert "".join(piece.text for piece in pieces) == content
 
 
 THOUGHTS = "<think>\nFirst this,\nthen that.\n</think>\n\nThe answer is 3."
@@ -598,11 +654,22 @@ def test_reasoning_is_streamed_apart_from_the_text_in_every_api() -> None:
             model="m",
             input=[{"role": "user", "content": "hello"}, *final.output, {"role": "user", "content": "go on"}],  # type: ignore[list-item]
         )
-        assert (session.clean_turns, session.forks) == (4, 0)
+        url, headers = f"{access.anthropic_base_url}/v1beta/models/m", {"x-goog-api-key": access.api_key}
+        contents: list[Any] = [{"role": "user", "parts": [{"text": "hello"}]}]
+        for verb in ("generateContent", "generateContent", "streamGenerateContent?alt=sse"):
+            reply = await access.http_client.post(f"{url}:{verb}", json={"contents": contents}, headers=headers)
+            if "stream" not in verb:
+                (candidate,) = reply.json()["candidates"]
+                thought, said = candidate["content"]["parts"]
+                assert thought == {"text": "First this,\nthen that.", "thought": True}
+                assert said == {"text": "The answer is 3."}
+                contents += [candidate["content"], {"role": "user", "parts": [{"text": "go on"}]}]
+        assert reply.text.count('"thought":true') > 2
+        assert (session.clean_turns, session.forks) == (7, 0)
 
     async def run() -> None:
         doors = await Listener(AgentService()).open()
-        engine = ScriptedEngine([THOUGHTS] * 4, "qwen3")
+        engine = ScriptedEngine([THOUGHTS] * 7, "qwen3")
         session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
         await steps(doors.access(doors.service.open(session)), session, engine)
         await close(doors)

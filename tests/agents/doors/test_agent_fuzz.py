@@ -1,7 +1,6 @@
 """Any bytes and any JSON: no server error, no other session's answer, no growing memory. `make fuzz` runs it all."""
 
 from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -12,12 +11,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.errors import ServerError
@@ -37,6 +34,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "x"},
     "/v1/messages": HELLO,
     "/v1/messages/count_tokens": HELLO,
+    "/v1beta/models/m:generateContent": {"contents": [{"parts": [{"text": "x"}]}]},
 }
 
 

@@ -1,16 +1,13 @@
 """What a hostile agent, a browser and a broken client cannot do to the agents' service and the embedded server."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import logging
 from pathlib import Path
 from typing import Any
-
 import aiohttp
 import pytest
-
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.processes.browser_guard import loopback_names, refusal_of

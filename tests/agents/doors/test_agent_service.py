@@ -1,16 +1,13 @@
 """What an HTTP client can reach, with the real OpenAI SDK and with bodies of any shape."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
-
 import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService, Reply
 from areal_lite.agents.doors.http_transport import BASE_URL, SharedClient
 from areal_lite.agents.session.chat_renderer import ChatRenderer

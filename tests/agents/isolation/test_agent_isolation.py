@@ -1,9 +1,7 @@
 """Where an agent runs: inline, in a thread or in a process; and who notices that it blocks the event loop."""
 
 from __future__ import annotations
-
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -11,21 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
 import anthropic
 import pytest
-
-from areal_lite.agents.isolation.agent_access import AgentAccess, ProcessLimits
+from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.isolation.agent_processes import pickled_agent, run_in_process
-from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
 from areal_lite.processes.call_pool import CallPool
-from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.processes.sandbox import ProcessLimits
 from tests.agents.isolated_agents import (
     MESSAGES,
     AsyncAgent,
@@ -39,10 +33,8 @@ from tests.agents.isolated_agents import (
     RecordingAgent,
     Unloadable,
 )
-from tests.agents.scripted_engine import tokenizer
-from tests.stub_server import StubServer, StubThread
+from tests.agents.isolation.conftest import Start, gone, wait_until
 
-Start = Callable[..., RemoteInfEngine]
 ISOLATIONS = pytest.mark.parametrize("isolation", ["thread", "process"])
 
 
@@ -54,32 +46,6 @@ class BlockingAnthropicAgent:
         with anthropic.Anthropic() as client:
             client.messages.create(model="m", max_tokens=5, messages=MESSAGES)
         return 1.0
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer().save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture
-def start(tokenizer_path: str, tmp_path: Path) -> Iterator[Start]:
-    with contextlib.ExitStack() as stack:
-        stub = stack.enter_context(StubThread(StubServer()))
-
-        def make(isolation: str = "inline", processes: int | None = None, **kwargs: Any) -> RemoteInfEngine:
-            config = InferenceEngineConfig(
-                backend="sglang",
-                addresses=[stub.address],
-                tokenizer_path=tokenizer_path,
-                fileroot=str(tmp_path),
-                agents={"isolation": isolation, "processes": processes},  # type: ignore[arg-type]
-                **kwargs,
-            )
-            return stack.enter_context(RemoteInfEngine(config))
-
-        yield make
 
 
 def end_of(group: Group) -> str:
@@ -227,7 +193,7 @@ def test_a_call_of_another_episode_waits_for_a_blocked_loop_and_is_answered(star
 def test_an_agents_processes_die_with_the_run_even_while_they_compute(tmp_path: Path) -> None:
     code = f"""
 import asyncio
-from areal_lite.agents.isolation.agent_access import AgentAccess, ProcessLimits
+from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.isolation.agent_processes import pickled_agent, run_in_process
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.processes.call_pool import CallPool
@@ -280,7 +246,7 @@ def test_a_program_sees_few_variables_and_a_folder_of_its_own(start: Start, monk
     names = {line.partition("=")[0] for line in lines if "=" in line}
     assert names - {"PWD", "SHLVL", "_", "OLDPWD"} == {
         "PATH", "HOME", "LANG", "MY_FLAG", "A", "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY",
-        "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
+        "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY",
     }  # fmt: skip
     folder = lines[-1]
     assert f"HOME={folder}" in lines and folder != str(Path.cwd())
@@ -387,18 +353,3 @@ asyncio.run(access.run_process(["sh", "-c", {GRANDCHILD.format(pid=pid, then="sl
     runner.kill()
     runner.wait()
     wait_until(lambda: gone(int(pid.read_text())))
-
-
-def gone(pid: int) -> bool:
-    """Return whether a process has ended, reaped or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -1,7 +1,6 @@
 """A failure says which address a model call went to, whichever library made it, and where the run's model is."""
 
 from __future__ import annotations
-
 import asyncio
 import socket
 import threading
@@ -11,14 +10,12 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
-
 import aiohttp
 import anthropic
 import httpx2
 import openai
 import pytest
 import requests
-
 from areal_lite.agents.isolation.misrouted_call import explain_misrouted_call
 from areal_lite.api.failure import Failure
 from areal_lite.config.rollout_config import InferenceEngineConfig

@@ -1,15 +1,12 @@
 """Every tool format is parsed back from its own template, and no text makes a parser fail."""
 
 from __future__ import annotations
-
 import json
 import time
 from typing import Any, get_args, get_type_hints
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.agents.parsers.answer_parser import AnswerParser, ParsedAnswer, answer_parser
 from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS, tool_format_of_template
 from areal_lite.agents.session.chat_answer import TextStream
@@ -199,9 +196,17 @@ def test_no_text_fails_and_what_is_streamed_is_the_beginning_of_the_content(
         assert (stream.sent, stream.reasoning) == (parsed.content, parsed.reasoning)
 
 
+def test_a_stop_within_the_reasoning_is_not_streamed() -> None:
+    regions = parser_of("hermes", "think").regions(None, "")
+    stream = TextStream(lambda ids: "".join(map(chr, ids)), lambda piece: None, stops=["END"], regions=regions)
+    for character in "<think>so farEND</think>more":
+        stream.feed([ord(character)])
+    assert (stream.reasoning, stream.sent) == ("so far", "")
+
+
 def text_stream(parser: AnswerParser, *, tools: bool, thinking: bool = False) -> TextStream:
-    options = parser.stream_options([ADD] if tools else None, "<think>" if thinking else "")
-    return TextStream(lambda ids: "".join(map(chr, ids)), **options)
+    regions = parser.regions([ADD] if tools else None, "<think>" if thinking else "")
+    return TextStream(lambda ids: "".join(map(chr, ids)), lambda piece: None, regions=regions)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

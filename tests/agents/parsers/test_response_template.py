@@ -1,18 +1,15 @@
 """A tokenizer's response template reads its answers; our formats are for tokenizers without one."""
 
 from __future__ import annotations
-
 import asyncio
 import copy
 import json
 import time
 from typing import Any
-
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.parsers.answer_parser import AnswerParser
 from areal_lite.agents.parsers.response_template import ResponseTemplateParser
@@ -159,7 +156,7 @@ def test_no_text_fails_and_what_is_streamed_is_the_plain_answer(spec: Any, prefi
     for tools in ([ADD], None):
         parsed = parser.parse(plain, tools, prefill=prefill)
         regions = parser.regions(tools, prefill)
-        stream = TextStream(lambda ids: "".join(map(chr, ids)), stops=stops, regions=regions)
+        stream = TextStream(lambda ids: "".join(map(chr, ids)), lambda piece: None, stops=stops, regions=regions)
         at = 0
         while at < len(text):
             end = at + data.draw(st.integers(1, 9))

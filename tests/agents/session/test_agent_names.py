@@ -1,7 +1,6 @@
 """Each model call has the name of its agent: main, or a sub-agent with a system prompt of its own."""
 
 from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -9,14 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import anthropic
 import openai
 import pytest
 from rich.console import Console
-
-from areal_lite.agents.session.agent_names import AgentNames
 from areal_lite.agents.session.chat_request import parse_chat_request
+from areal_lite.agents.session.chat_session import AgentNames
 from areal_lite.api.trajectory import Trajectory, TurnRole
 from areal_lite.cli.commands import parse
 from areal_lite.config.generation import GenerationHyperparameters

@@ -1,17 +1,14 @@
 """Sampled spans are the one truth: over any conversation they are kept, extended, and trained once."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import json
 import random
 from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.agents.session.request_fields import RequestError
@@ -120,6 +117,62 @@ def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(fami
         assert trained(session) == sampled(engine)
 
     asyncio.run(play())
+
+
+CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def test_an_answer_goes_on_from_the_text_that_begins_it() -> None:
+    async def play() -> None:
+        session, engine = make_session(["is 42", "Yes.", "No."])
+        begun = [user("What?"), {"role": "assistant", "content": "The answer "}]
+        text = (await create(session, {"messages": begun, **CONTINUE}))["choices"][0]["message"]["content"]
+        whole = tokenizer().apply_chat_template(begun[:1], tokenize=False, add_generation_prompt=True) + "The answer "
+        assert engine.requests[0].input_ids == tokenizer().encode(whole, add_special_tokens=False)
+        assert text == "is 42"
+        joined = [*begun[:1], {"role": "assistant", "content": f"The answer {text}"}, user("Sure?")]
+        await create(session, {"messages": joined})
+        first = engine.responses[0].input_tokens + engine.responses[0].output_tokens
+        assert engine.requests[1].input_ids[: len(first)] == first
+        await create(session, {"messages": [*joined, {"role": "assistant", "content": "Hm"}], **CONTINUE})
+        second = engine.requests[1].input_ids
+        assert engine.requests[2].input_ids == second + tokenizer().encode("Hm", add_special_tokens=False)
+        assert (session.clean_turns, session.forks) == (3, 0)
+        assert trained(session) == sampled(engine)
+
+    asyncio.run(play())
+
+
+def test_an_answer_that_was_cut_goes_on_from_its_ids() -> None:
+    async def play() -> None:
+        ids = tokenizer().encode("The an", add_special_tokens=False)
+        session, engine = make_session([ids, "swer", "Yes."])
+        messages = [user("What?")]
+        cut = answer_of(await create(session, {"messages": messages}))
+        rest = answer_of(await create(session, {"messages": [*messages, cut], **CONTINUE}))
+        assert engine.requests[1].input_ids == engine.responses[0].input_tokens + ids
+        answer = {"role": "assistant", "content": cut["content"] + rest["content"]}
+        await create(session, {"messages": [*messages, answer, user("Sure?")]})
+        second = engine.responses[1].input_tokens + engine.responses[1].output_tokens
+        assert engine.requests[2].input_ids[: len(second)] == second
+        assert trained(session) == sampled(engine) and len(session.history.export("concat")) == 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "says"),
+    [
+        (user("x"), CONTINUE, "as the last message"),
+        ({"role": "assistant", "content": ""}, CONTINUE, "as the last message"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "y"}, CONTINUE, "as the last message"),
+        ({"role": "assistant", "content": "x"}, {"add_generation_prompt": False}, "or set continue_final_message"),
+    ],
+)
+def test_what_begins_no_answer_is_refused(last: Any, fields: Any, says: str) -> None:
+    session, _ = make_session([])
+    with pytest.raises(RequestError, match=says):
+        asyncio.run(create(session, {"messages": [user("What?"), last], **fields}))
 
 
 def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
@@ -296,6 +349,18 @@ def test_white_space_null_and_argument_order_do_not_fork() -> None:
         messages += [again, {"role": "tool", "content": "3", "tool_call_id": "other"}]
         await create(session, {"messages": messages, "tools": [TOOL]})
         assert (session.clean_turns, session.forks, len(session.history.export("concat"))) == (3, 0, 1)
+
+    asyncio.run(play())
+
+
+def test_only_the_latest_conversations_are_kept_as_they_were_parsed_and_all_are_continued() -> None:
+    async def play() -> None:
+        session, _ = make_session(lambda _: "ok")
+        first = [answer_of(await create(session, {"messages": [user(f"question {i}")]})) for i in range(9)][0]
+        kept = [session.history.find([user(f"question {i}")]) is not None for i in range(9)]
+        assert kept == [False] + [True] * 8
+        await create(session, {"messages": [user("question 0"), first, user("and then?")]})
+        assert (session.clean_turns, session.forks, len(session.history.export("concat"))) == (10, 0, 9)
 
     asyncio.run(play())
 

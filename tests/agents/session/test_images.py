@@ -1,7 +1,6 @@
 """Images in the requests of agents: three APIs, prompts as spans, branches, limits."""
 
 from __future__ import annotations
-
 import asyncio
 import base64
 import io
@@ -9,12 +8,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession

@@ -1,16 +1,13 @@
 """A body that begins like an earlier one gives what parsing all of it would give."""
 
 from __future__ import annotations
-
 import json
 from typing import Any
-
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from areal_lite.agents.session.request_body_cache import cache_request_body
+from areal_lite.agents.session.chat_request import cache_request_body
 
 TEXTS = st.text('ab"\\[]{},:\n\N{SNOWMAN}', max_size=8) | st.sampled_from(["messages", '"messages":[', "]}"])
 VALUES = st.recursive(

@@ -1,15 +1,12 @@
 """Sessions with the templates of real families: tools are rendered or refused, and answers are parsed."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
-
 import pytest
 from openai import AsyncOpenAI
-
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.agents.areal_openai import ArealOpenAI
 from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import BatchCache
 from areal_lite.errors import ConfigError

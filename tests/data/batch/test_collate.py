@@ -1,11 +1,8 @@
 from __future__ import annotations
-
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.data.batch.collate import collate_fn
 from areal_lite.data.batch.data_proto import object_array
 from areal_lite.errors import ConfigError

@@ -1,15 +1,12 @@
 from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.data.batch.collate import collate_fn
 from areal_lite.data.batch.data_proto import DataProto, object_array
 

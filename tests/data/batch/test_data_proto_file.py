@@ -1,10 +1,8 @@
 from __future__ import annotations
-
 import math
 import os
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-
 from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.data_proto_file import load_data_proto, save_data_proto
 from areal_lite.errors import ConfigError, StorageError

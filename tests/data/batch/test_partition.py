@@ -1,12 +1,10 @@
 """Every item in one part, no part empty, parts of similar weight."""
 
 import time
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.data.batch.partition import (
     get_seqlen_balanced_partitions,
     karmarkar_karp,

@@ -1,13 +1,10 @@
 """From rows to what workflows get, and from their trajectories to the batch that trains."""
 
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.dataset_config import DatasetConfig

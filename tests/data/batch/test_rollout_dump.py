@@ -1,13 +1,11 @@
 """V56, V-B10: one line per answer with its score, including numpy values; no file is ever replaced."""
 
 import json
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.errors import StorageError
 from tests.trainer.crash_states import files_end_at

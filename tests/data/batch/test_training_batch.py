@@ -1,15 +1,12 @@
 from __future__ import annotations
-
 import gc
 import math
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.training_batch import check_training_batch, collate_sequences, training_sequences

@@ -2,13 +2,11 @@
 
 import json
 import logging
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
 from areal_lite.data.chat.chat_tokens import Rendering, Shortfall, render_conversation, tokenize_messages
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import CHATML, FAMILIES, family_tokenizer, train_tokenizer
@@ -543,7 +541,7 @@ def test_without_the_template_contents_are_joined_unchanged():
         ([user("so"), assistant("", tool_calls=["add"])], r"cannot write messages\[:2\]"),
         (
             [user("so"), assistant("a"), assistant("b")],
-            r"messages\[:3\] \(an answer must follow a question\)",
+            r"messages\[:3\] \(TemplateError: an answer must follow a question\)",
         ),
     ],
 )

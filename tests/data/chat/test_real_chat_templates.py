@@ -5,14 +5,11 @@ python -m tests.data.chat.test_real_chat_templates  # writes the table
 """
 
 from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
-
 import pytest
-
 from areal_lite.data.chat.chat_tokens import Rendering, Shortfall, render_conversation, tokens_of
 from areal_lite.errors import ConfigError
 from tests.data.template_cases import CONVERSATIONS
@@ -220,7 +217,7 @@ def _thinking(found: Outcome) -> str:
 
 
 def _reason(error: str) -> str:
-    if (inner := re.search(r"cannot write messages\[:\d+\] \((.*)\): fix", error)) is not None:
+    if (inner := re.search(r"cannot write messages\[:\d+\] \(\w+: (.*)\): fix", error)) is not None:
         return f"the template raises {_code(inner[1])}"
     return why_refused(error)
 

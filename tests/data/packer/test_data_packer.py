@@ -1,14 +1,11 @@
 """The five hooks, and which packer a model gets."""
 
 from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
-
 import pytest
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer import data_packer
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, register_data_packer

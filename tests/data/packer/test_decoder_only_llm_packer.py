@@ -1,17 +1,14 @@
 """From rows and answers to a batch of exactly the tokens that were sampled."""
 
 from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import DataPacker

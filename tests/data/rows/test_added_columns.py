@@ -1,12 +1,9 @@
 """A workflow gets slime's metadata and verl's columns of ``extra_info`` beside those of its row."""
 
 from __future__ import annotations
-
 import logging
 from typing import Any
-
 import pytest
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer.data_packer import rollout_inputs
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker

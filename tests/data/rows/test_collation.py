@@ -1,13 +1,10 @@
 """A run takes the batches of a ``collate_fn`` apart again, or says what it needs."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.batch.collate import collate_fn
 from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs

@@ -1,10 +1,8 @@
 """A generator's rows are added at the start and after each step; a resumed run restores them."""
 
 import json
-
 import orjson
 import pytest
-
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
 from areal_lite.data.rows.prompt_rows import AbstractDataGenerator
 from areal_lite.data.rows.rl_dataset import DynamicGenDataset

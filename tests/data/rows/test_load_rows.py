@@ -1,9 +1,7 @@
 """Rows of tasks and functions, and the errors if they cannot be made."""
 
 import sys
-
 import pytest
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.errors import ConfigError

@@ -5,13 +5,11 @@ import itertools
 import json
 import multiprocessing
 import threading
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.data.rows.fingerprint import content_hash
 from areal_lite.data.rows.loader import EpochSampler, ResumableLoader
 from areal_lite.data.rows.samplers import AbstractSampler

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.data.rows.rl_dataset import (
     compute_position_id_with_mask,
     pad_sequence_to_length,

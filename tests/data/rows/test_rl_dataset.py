@@ -2,12 +2,10 @@
 
 import logging
 import pickle
-
 import orjson
 import pytest
 import torch
 from torch.utils.data import Dataset
-
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
 from areal_lite.data.rows.prompt_rows import AbstractDataGenerator
 from areal_lite.data.rows.rl_dataset import DynamicGenDataset, RLHFDataset, create_rl_dataset
@@ -196,7 +194,7 @@ def test_tools_may_be_json_text(write, config, tokenizer):
         config(**settings),
     )
     assert orjson.loads(dataset[0]["full_prompts"].split("|")[0]) == [{"name": "f"}]
-    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are not JSON"):
+    with pytest.raises(ConfigError, match="row 1: 'tools' is the text .*, which is not JSON"):
         dataset[1]
 
 

@@ -6,7 +6,6 @@ import logging
 import lzma
 import os
 import subprocess
-
 import datasets
 import orjson
 import pyarrow as pa
@@ -14,7 +13,6 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import load_dataset

@@ -1,13 +1,11 @@
 """An epoch's order depends only on (seed, epoch), or is a curriculum that the config names."""
 
 import textwrap
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.config.dataset_config import ClassConfig, DatasetConfig
 from areal_lite.data.rows.loader import EpochSampler, create_rl_sampler
 from areal_lite.data.rows.samplers import AbstractSampler

@@ -1,11 +1,9 @@
 """Returned groups come first, in the order a filter chooses; a bad filter loses nothing."""
 
 import math
-
 import numpy as np
 import orjson
 import pytest
-
 from areal_lite.data.source import buffered_data_source
 from areal_lite.data.source.buffered_data_source import (
     RolloutDataSourceWithBuffer,

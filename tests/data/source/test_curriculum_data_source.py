@@ -1,13 +1,10 @@
 """Rows come in the order of a curriculum, which learns from each trained batch."""
 
 from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
-
 import orjson
 import pytest
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer

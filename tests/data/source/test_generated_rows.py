@@ -1,9 +1,7 @@
 """Rows of a generator function: drawn in its order, skipped after a restart, refused where a dataset is needed."""
 
 import dataclasses
-
 import pytest
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer

@@ -5,18 +5,15 @@ import json
 import math
 import random
 import threading
-
 import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.source.data_source_state import group_to_json
-from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.rollout_data_source import RolloutDataSource, group_to_json
 from areal_lite.data.source.row_streams import IterableRows
 from areal_lite.data.source.sample import Sample, SampleStatus
 from areal_lite.data.source.source_settings import SourceSettings

@@ -2,12 +2,10 @@
 
 import json
 import math
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.data.source.sample import Sample, Span, with_own_containers
 
 IDS = st.lists(st.integers(0, 99), max_size=5)

@@ -2,9 +2,7 @@
 
 import json
 from argparse import Namespace
-
 import pytest
-
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.dynamic_filters import highest_reward_first
 from areal_lite.data.source.rollout_data_source import RolloutDataSource

@@ -1,15 +1,12 @@
 """Rows with images as items: spans in ids, whole images, and files in the run's store."""
 
 from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from PIL import Image
-
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.config.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer

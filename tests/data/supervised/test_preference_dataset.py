@@ -1,14 +1,11 @@
 """A row becomes two sequences that are equal up to the answer; other pairs are skipped and counted."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.config.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset

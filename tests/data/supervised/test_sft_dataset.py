@@ -2,12 +2,10 @@
 
 import json
 import multiprocessing
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer
-
 from areal_lite.config.supervised_config import PreferenceDatasetConfig, SFTDatasetConfig
 from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.data.supervised import sft_dataset, tokenized_dataset

@@ -1,19 +1,16 @@
 """The canonical form of an image, its limits, and where it is stored."""
 
 from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-
 from areal_lite.data.vision import canonical_image as subject
 from areal_lite.data.vision.canonical_image import ImageError, canonical_image
 from areal_lite.data.vision.image_processor import ImageProcessor, load_image_processor

@@ -1,10 +1,8 @@
 """Pixels of stored images: read once, and kept up to a limit."""
 
 from __future__ import annotations
-
 import pytest
 import torch
-
 from areal_lite.data.vision.image_store import ImagePixels
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_vlm import save_tiny_vlm

@@ -1,7 +1,6 @@
 """Placeholders, images and videos of a row."""
 
 from __future__ import annotations
-
 import base64
 import copy
 import io
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.vision.multimodal import (

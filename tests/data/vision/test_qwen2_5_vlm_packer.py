@@ -1,15 +1,12 @@
 """Conversations with images, from the row to a forward pass of the real model."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import check_training_batch

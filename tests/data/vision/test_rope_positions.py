@@ -1,18 +1,15 @@
 """Positions of text, images and videos, against the models' own."""
 
 from __future__ import annotations
-
 import math
 from types import MethodType, SimpleNamespace
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-
 from areal_lite.api.image_span import ImageSpan
 from areal_lite.data.vision.rope_positions import (
     IMAGE,

@@ -1,13 +1,10 @@
 """A lean pass gives the logits of the model's own forward, in bfloat16 bit for bit."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-
 from areal_lite.embedded.decoder import lean_decoder
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.models.decoder_family import FAMILIES

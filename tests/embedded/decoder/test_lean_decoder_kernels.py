@@ -1,19 +1,16 @@
 """Compiled operations give what torch's give, and their absence costs nothing but time."""
 
 from __future__ import annotations
-
 import logging
 import re
 import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
 from areal_lite.embedded.decoder.lean_decoder_kernels import (
     CompiledOperations,
     LayerOperations,

@@ -1,15 +1,12 @@
 """Trainer and embedded server compute a token with the same bits, alone or in its sequence."""
 
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import transformers
-
 from areal_lite.embedded.model_runner import ModelRunner, load_model
 from areal_lite.models.kernels.exact_attention import read_exactly
 from areal_lite.models.policy_model import load_policy

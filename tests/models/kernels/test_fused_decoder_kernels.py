@@ -1,12 +1,10 @@
 """Compiled operations give what torch's give in float32, up to one rounding to bfloat16."""
 
 from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
-
 from areal_lite.models.decoder_family import Heads
 from areal_lite.models.kernels import fused_decoder_kernels
 from areal_lite.models.kernels.fused_decoder_kernels import (

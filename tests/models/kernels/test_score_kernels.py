@@ -1,15 +1,12 @@
 """Compiled scores give what torch's give in float32, and their gradient one rounding to bfloat16."""
 
 from __future__ import annotations
-
 import logging
 import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from areal_lite.models.kernels import score_kernels
 from areal_lite.models.kernels.score_kernels import CompiledScores, ScoreOperations, score_operations
 from areal_lite.models.truncation import Truncation

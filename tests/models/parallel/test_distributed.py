@@ -1,7 +1,6 @@
 """Several ranks train like one process, share batches, and end together."""
 
 from __future__ import annotations
-
 import faulthandler
 import functools
 import json
@@ -12,14 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import load_data_proto
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json, gather_json, join_ranks

@@ -1,39 +1,37 @@
 """Ranks that read sequences together compute what one process computes."""
 
 from __future__ import annotations
-
 import functools
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.files.atomic_folder import check_folder
 from areal_lite.models.parallel.ranks import Ranks, join_ranks
-from areal_lite.models.policy_model import check_heads
+from areal_lite.models.policy_model import check_mesh
 from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter
 from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.forward.microbatches import plan_blocks
 from areal_lite.trainer.forward.packed_model import PackedModel, pack
 from tests.fixtures.tiny_model import build_tiny_model
-from tests.models.parallel.rank_programs.mesh_cases import FAMILIES, MESHES, RESUMED, build, results
+from tests.models.parallel.rank_programs.mesh_cases import FAMILIES, LLAMA, MESHES, ONE_KEY, RESUMED, build, results
 from tests.models.parallel.rank_programs.training_cases import make_trainer, run_case
 from tests.trainer.training_data import drawn_batch
 
 PROGRAM = Path(__file__).parent / "rank_programs" / "mesh_cases.py"
 CPU = torch.device("cpu")
-QUICK = ("sp2",)
-IN_BFLOAT16, IN_ADAPTERS, OF_ROUNDING = 0.2, 3e-5, 1e-5
+QUICK = ("sp2", "tp2")
+IN_BFLOAT16, IN_ADAPTERS, OF_ROUNDING = 0.2, 5e-5, 1e-5
 """Limits of the relative error; B of an adapter begins at 0, so two steps have the rounding of what it grew from."""
 
 
@@ -146,10 +144,10 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_is_named_on_all(
 
 
 def test_ranks_are_numbered_by_share_then_by_part() -> None:
-    places = [Ranks(rank, 6, sp=2) for rank in range(6)]
+    places = [Ranks(rank, 12, sp=2, tp=2) for rank in range(12)]
 
-    assert [(one.dp, one.dp_rank, one.sp_rank) for one in places] == [
-        (3, share, part) for share in range(3) for part in range(2)
+    assert [(one.dp, one.shards, one.dp_rank, one.sp_rank, one.tp_rank) for one in places] == [
+        (3, 6, share, part, layer) for share in range(3) for part in range(2) for layer in range(2)
     ]
 
 
@@ -168,12 +166,45 @@ def test_a_width_is_rounded_up_by_tokens_that_nobody_reads() -> None:
 
 @pytest.mark.parametrize("sp_size", [3, 8])
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(sp_size: int, models: Path) -> None:
-    check_heads(str(models / "qwen3"), 4)
-    with pytest.raises(ConfigError, match=rf"sp_size is {sp_size}, .* 4 attention heads.* use one of 1, 2, 4$"):
-        check_heads(str(models / "qwen3"), sp_size)
+    check_mesh(str(models / ONE_KEY), mesh_config(sp_size=4))
+    with pytest.raises(ConfigError, match=rf"sp_size is {sp_size}, .* 4 attention heads.* one of 1, 2, 4 as sp_size$"):
+        check_mesh(str(models / ONE_KEY), mesh_config(sp_size=sp_size))
+    with pytest.raises(ConfigError, match=r"sp_size is 4, tp_size 2, .* one of 1, 2 as sp_size$"):
+        check_mesh(str(models / LLAMA), mesh_config(sp_size=4, tp_size=2))
     model = PackedModel(transformers.AutoModelForCausalLM.from_pretrained(models / "llama"))
     with pytest.raises(ConfigError, match=f"sp_size is {sp_size}"):
         model.read_in_parts(Ranks(0, sp_size, sp=sp_size))
+
+
+def mesh_config(**sizes: int) -> TrainerConfig:
+    return TrainerConfig(total_steps=1, learning_rate=1e-3, **sizes)  # type: ignore[arg-type]
+
+
+def test_layers_that_ranks_cannot_divide_are_refused_by_the_config_alone(models: Path, tmp_path: Path) -> None:
+    check_mesh(str(models / LLAMA), mesh_config(tp_size=2))
+    with pytest.raises(ConfigError, match=r"tp_size is 2, .* num_key_value_heads 1, .*: use one of 1$"):
+        check_mesh(str(models / ONE_KEY), mesh_config(tp_size=2))
+    transformers.GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"tp_size is 2, .* a gpt2 model, without a plan to divide its layers"):
+        check_mesh(str(tmp_path), mesh_config(tp_size=2))
+    transformers.MixtralConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"a mixtral model, whose layers .* \(.*moe_tp_experts.*\)"):
+        check_mesh(str(tmp_path), mesh_config(tp_size=2))
+
+
+def test_a_model_that_reads_images_is_refused_by_the_config_alone(tmp_path: Path) -> None:
+    transformers.Qwen2VLConfig().save_pretrained(tmp_path)
+    check_mesh(str(tmp_path), mesh_config())
+    for sizes in ({"sp_size": 2}, {"tp_size": 2}):
+        with pytest.raises(ConfigError, match=r"reads images, whose tokens one rank computes"):
+            check_mesh(str(tmp_path), mesh_config(**sizes))
+
+
+def test_each_rank_keeps_its_part_of_each_layer(by_mesh: Callable[[str], Path]) -> None:
+    """Weights and optimizer, of which norms alone are whole on both."""
+    held = [json.loads((by_mesh("tp2") / f"held_{rank}.json").read_bytes()) for rank in range(2)]
+
+    assert all(kept <= 0.55 * whole for kept, whole in held)
 
 
 def test_a_model_that_does_not_read_sequences_side_by_side_is_refused() -> None:
@@ -186,7 +217,10 @@ def test_a_model_that_does_not_read_sequences_side_by_side_is_refused() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_ranks_that_cannot_be_divided_are_refused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(size))
-    with pytest.raises(ConfigError, match=f"sp_size is 2, and there are {size} ranks"), join_ranks(CPU, sp_size=2):
+    with (
+        pytest.raises(ConfigError, match=f"sp_size is 2, tp_size 1, and there are {size} ranks"),
+        join_ranks(CPU, sp_size=2),
+    ):
         pass
 
 

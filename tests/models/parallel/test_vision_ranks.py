@@ -1,16 +1,13 @@
 """Two ranks train a model that reads images like one process, also if a rank has no image."""
 
 from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 import torch
 from safetensors import safe_open
-
 from tests.fixtures.tiny_vlm import save_tiny_vlm
 from tests.models.parallel.rank_programs.vision_cases import CASES, compute
 

@@ -6,7 +6,6 @@ imports this file at startup in every process whose PYTHONPATH has this folder.
 """
 
 from __future__ import annotations
-
 import sys
 from typing import Any
 

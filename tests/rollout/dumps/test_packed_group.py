@@ -1,16 +1,13 @@
 """A packed group is dumped like the group itself, whichever way its turns come about."""
 
 from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import orjson
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.image_span import ImageSpan

@@ -1,11 +1,11 @@
 """The dump: one line per sample, right for several turns, for failures, and without a tokenizer."""
 
 from __future__ import annotations
-
 import json
 import logging
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +13,9 @@ from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.api import InferenceEngine, InferenceEngineConfig, RolloutWorkflow
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, TokenSequence, Trajectory, Turn, TurnRole
@@ -29,6 +27,7 @@ from areal_lite.rollout.dumps.dump_writer import Chain, write_file
 from areal_lite.rollout.dumps.packed_group import File, Report, pack_group
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from tests import fork_server
 from tests.agents.scripted_engine import tokenizer
 from tests.rollout.episodes.test_row_feed import Clock
 from tests.rollout.scripted import OneTurn, TwoTurns, until
@@ -773,7 +772,10 @@ def test_each_writer_notes_its_files_in_a_chain_of_its_own(tmp_path: Path) -> No
     assert sorted(noted) == files_in(tmp_path) == [f"{name}.jsonl" for name in ("0", "1", "2.1", "2.2", "2.3", "2")]
 
 
-def test_the_writer_makes_text_of_ids_without_torch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_writer_makes_text_of_ids_without_torch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", fork_server.RealPopen)
     texts = tokenizer()
     texts.save_pretrained(tmp_path)
     dumper = TrajectoryDumper(config_of(tmp_path, tokenizer_path=str(tmp_path)))

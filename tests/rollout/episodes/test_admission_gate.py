@@ -1,10 +1,8 @@
 """The gate: AReaL's capacity, over any sequence of events."""
 
 from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
 
 

@@ -1,14 +1,11 @@
 """Blocking and async methods of the engine are one operation: same parameters, result and documentation."""
 
 from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
-
 import pytest
-
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.scripted import OneTurn
 from tests.stub_server import StubThread

@@ -1,7 +1,6 @@
 """Failed episodes are counted once each, by kind and cause, with an example."""
 
 from __future__ import annotations
-
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.rollout.episodes import ended_groups

@@ -1,14 +1,11 @@
 """Finished groups keep the order in which groups finished, and wake each waiter once."""
 
 from __future__ import annotations
-
 import asyncio
 import weakref
 from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.rollout.episodes.finished_groups import FinishedGroups
 from tests.rollout.scripted import on_a_loop
 

@@ -1,16 +1,13 @@
 """The life of a group: an id of its own, one end, and nothing kept after it."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import time
 import weakref
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.api import InferenceEngine, RolloutWorkflow
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, TurnRewards
 from areal_lite.config.rollout_config import FaultsConfig

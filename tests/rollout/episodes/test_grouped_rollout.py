@@ -1,15 +1,12 @@
 """What the episodes of a group return is merged; rejected ones are left out."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from areal_lite.api import InteractionWithTokenLogpReward
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind

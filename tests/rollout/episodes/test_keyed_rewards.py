@@ -1,13 +1,10 @@
 """``rollout.rewards.key`` chooses the reward of a workflow, or the episode fails and says why."""
 
 from __future__ import annotations
-
 import asyncio
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.api import AsyncRewardWrapper, episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind

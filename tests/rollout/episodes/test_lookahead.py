@@ -1,11 +1,9 @@
 """The lookahead: within its limits, more only where it shortens steps, less where groups lie waiting."""
 
 from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.rollout.episodes.lookahead import IDLE, PATIENCE, WINDOW, Lookahead
 
 

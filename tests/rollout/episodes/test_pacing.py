@@ -1,7 +1,6 @@
 """No group is lost for being slow: cuts take the oldest first and wait for those that no later batch can train."""
 
 from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -9,12 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate

@@ -1,17 +1,14 @@
 """Stopped and surplus groups go back to their source with what they sampled, and go on from there."""
 
 from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
 import torch
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngine, ModelRequest, RolloutWorkflow
 from areal_lite.api.engine_api import FilterDecision
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer

@@ -4,13 +4,10 @@ A data source whose code fails ends its feed with its own error.
 """
 
 from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer

@@ -1,10 +1,8 @@
 """What a stopped or surplus group keeps, as samples: paths, status and reward."""
 
 from __future__ import annotations
-
 import pytest
 import torch
-
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory

@@ -1,14 +1,11 @@
 """A slow episode is trained like any other, and a failed one says whose fault it was."""
 
 from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
-
 import torch
-
 from areal_lite.api import FailureKind, InferenceEngine, RolloutWorkflow
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.scripted import OneTurn

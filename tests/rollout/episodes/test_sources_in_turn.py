@@ -1,16 +1,13 @@
 """One source at a time has the places, and no group is lost between sources, callers and hand-outs."""
 
 from __future__ import annotations
-
 import asyncio
 import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-
 import pytest
 from aiohttp import web
-
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.rollout.episodes.test_partial_rollout import hold, let_go, rows_of, source_of
 from tests.rollout.scripted import OneTurn, until

@@ -1,14 +1,11 @@
 """Packers and workflows are the user's: what they break or change in place harms their own episode alone."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.api import InferenceEngine, ModelRequest, RolloutWorkflow
 from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker

@@ -1,7 +1,6 @@
 """Every submitted episode ends exactly once; batches keep the staleness bound; nothing waits for ever."""
 
 from __future__ import annotations
-
 import asyncio
 import re
 import threading
@@ -9,10 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
 import pytest
 from areal_lite.utils import stats_tracker
-
 from areal_lite.api import EpisodeStatus, InferenceEngine, RolloutWorkflow
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, EpisodeError, ServerError, StarvationError, StorageError

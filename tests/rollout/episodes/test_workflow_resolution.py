@@ -1,15 +1,12 @@
 """What a user may name as a workflow, and what each wrong name is told."""
 
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
-
 from areal_lite.api import RolloutWorkflow
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.rollout_config import AgentsConfig, InferenceEngineConfig

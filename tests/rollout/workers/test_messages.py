@@ -1,17 +1,14 @@
 """An episode of a worker arrives in the run as it ended, without an object of its process."""
 
 from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.image_span import ImageSpan
@@ -19,7 +16,7 @@ from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.processes.channel import BrokenMessageError, decode_reply, encode_reply
-from areal_lite.rollout.workers.messages import Place, pack_call, pack_end, read_end, read_report
+from areal_lite.rollout.workers.messages import PromptPlace, pack_call, pack_end, read_end, read_report
 from tests.api.test_trajectory import check_paths
 from tests.api.test_turn_tree import as_interactions, as_rows, conversation_ids, conversations, sequences
 
@@ -105,7 +102,7 @@ def test_plain_values_beside_tokens_keep_their_types() -> None:
 
 
 @pytest.mark.parametrize("place", [None, (1, 3, 0)])
-def test_a_call_arrives_with_its_sampling_parameters(place: Place | None) -> None:
+def test_a_call_arrives_with_its_sampling_parameters(place: PromptPlace | None) -> None:
     gconfig = GenerationHyperparameters(logit_bias={3: 1.0}, stop=["\n"], top_k=5)
     call = ModelRequest(
         input_ids=[], gconfig=gconfig, rid="rid", metadata={"agent": "main"}, on_tokens=lambda *_: None, top_logprobs=2,

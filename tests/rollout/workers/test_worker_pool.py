@@ -1,7 +1,6 @@
 """Episodes in worker processes end as they do in one process, whatever happens to a worker."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -19,11 +18,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.api import EpisodeStatus, InferenceEngineConfig, ModelRequest
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind
@@ -40,8 +37,10 @@ from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from areal_lite.rollout.workers import worker as workers
+from areal_lite.rollout.workers import worker_pool
 from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, pack_end, read_end, read_report, request
 from areal_lite.rollout.workers.worker_process import WorkerProcess
+from tests import fork_server
 from tests.agents.isolated_agents import AsyncAgent, OneConversation, RecordingAgent
 from tests.agents.scripted_engine import tokenizer
 from tests.rollout.episodes.test_partial_rollout import hold, let_go
@@ -142,8 +141,9 @@ def dumps_in(folder: Path) -> dict[str, Any]:
 
 
 def test_groups_scalars_and_dumps_are_those_of_one_process(
-    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(subprocess, "Popen", fork_server.RealPopen)
     stub = start_stub()
     scripts = ("ok", "two turns", "tensors", "reject", "raise", "exit", "self-cancel", "bad", "odd")
     rows = [{"do": do, "ids": [1, n + 2], "reward": n} for n, do in enumerate(scripts)]
@@ -257,7 +257,7 @@ def test_workers_that_cannot_start_are_one_error(
     engine = start_engine(stub, workers=2)
     starts: list[str] = []
 
-    def broken(module: str, _: int) -> list[str]:
+    def broken(module: str, _: int, **__: Any) -> list[str]:
         starts.append(module)
         return [sys.executable, "-c", "raise SystemExit(3)"]
 
@@ -289,7 +289,7 @@ def test_a_worker_that_does_not_get_ready_has_ended(
 ) -> None:
     program, end = NOT_READY[how]
     monkeypatch.setattr(
-        child_process, "main_command", lambda _, fd: [sys.executable, "-S", "-c", program.format(fd=fd)]
+        child_process, "main_command", lambda _, fd, **__: [sys.executable, "-S", "-c", program.format(fd=fd)]
     )
     monkeypatch.setattr(workers, {"hangs": "START_S", "hangs up": "CLOSE_S"}.get(how, "UNREAD_S"), 0.1)
     with pytest.raises(EpisodeError, match=f"{end} before it was ready, 3 times"):
@@ -299,16 +299,21 @@ def test_a_worker_that_does_not_get_ready_has_ended(
 def test_a_worker_whose_program_is_missing_is_an_error(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_process, "main_command", lambda *_: ["/nowhere/python"])
+    monkeypatch.setattr(child_process, "main_command", lambda *_, **__: ["/nowhere/python"])
     with pytest.raises(EpisodeError, match=r"worker . could not be started \(.*No such file.* 3 times"):
         start_engine(start_stub(), workers=2)
+
+
+def time_to_close(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    for module in (workers, worker_pool):
+        monkeypatch.setattr(module, "CLOSE_S", seconds)
 
 
 def test_a_blocked_worker_is_killed_at_the_end(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(group_runner, "CANCEL_GRACE_S", 0.05)
-    monkeypatch.setattr(workers, "CLOSE_S", 0.05)
+    time_to_close(monkeypatch, 0.05)
     engine = start_engine(start_stub(), workers=2)
     begun = tmp_path / "begun"
     engine.submit({"do": "block", "begun": str(begun)}, Scripted)
@@ -332,7 +337,7 @@ def test_a_call_that_its_episode_gives_up_ends_on_the_server(start_stub: StartSt
 def test_stopped_episodes_clean_up_and_no_process_is_left(
     start_stub: StartStub, start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "CLOSE_S", 3600.0)  # none has to be killed
+    time_to_close(monkeypatch, 3600.0)  # none has to be killed
     engine = start_engine(start_stub(), workers=2, consumer_batch_size=2)
     for n in range(2):
         engine.submit({"do": "clean up", "begun": f"{tmp_path}/begun{n}", "mark": f"{tmp_path}/{n}"}, Scripted)
@@ -734,7 +739,7 @@ HOSTILE = {
 def test_a_hostile_message_is_an_error_of_its_worker_and_never_code(
     name: str, start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(workers, "CLOSE_S", 0.2)
+    time_to_close(monkeypatch, 0.2)
     engine = start_engine(start_stub(), workers=2, faults={"episode_timeout_s": 60.0})
     body = HOSTILE[name]
     body = pickle.dumps(RunsCode(tmp_path / "mark")) if body is None else body

@@ -1,7 +1,6 @@
 """The engine client against a real HTTP server: one retry loop, exact tokens, versions from the server."""
 
 from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -11,11 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.api import (
     GenerationHyperparameters,
     InferenceEngineConfig,

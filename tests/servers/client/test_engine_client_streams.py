@@ -1,7 +1,6 @@
 """Streamed answers: the receiver gets each token once, whatever happens to chunks, connections and requests."""
 
 from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -13,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
-
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.api import episode_context as context
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -432,9 +429,7 @@ def test_each_part_restarts_the_timeout() -> None:
     async def run() -> None:
         due: list[float] = []
         async with connected(ScriptedServer("sglang", sizes=[50])) as client:
-            await client.generate(
-                request(lambda *_: due.extend(t.when() for t in client.requests._silences._timers.values()))
-            )
+            await client.generate(request(lambda *_: due.extend(client.requests._silences._ends.values())))
             assert not client.requests._silences.pending()
         assert len(due) == LENGTH
         assert due == sorted(due) and due[0] < due[-1]
@@ -772,16 +767,17 @@ def test_as_many_requests_are_woken_as_the_server_has_places() -> None:
     asyncio.run(run())
 
 
-def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
+def test_requests_are_held_until_all_holders_release_and_nobody_waits_for_a_server_meanwhile() -> None:
     client = client_alone()
     assert (client.requests.version, client.counts()["retried_requests"], client.gate.is_waiting) == (0, 0, False)
     client.gate.running += 1
     assert client.gate.is_waiting and client.gate._released.is_set()
-    client.gate.hold()
-    client.gate.hold()
-    client.gate.release()
+    client.gate.hold("trainer")
+    for _ in range(2):  # each server that an update pauses
+        client.gate.hold("update")
+    client.gate.release("update")
     assert not client.gate._released.is_set() and not client.gate.is_waiting
-    client.gate.release()
+    client.gate.release("trainer")
     assert client.gate._released.is_set() and client.gate.is_waiting
     server = client.pool.servers[0]
     assert not client.gate.must_stay(server)
@@ -792,7 +788,7 @@ def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
 def test_no_request_is_sent_in_a_hold() -> None:
     async def run() -> None:
         client = client_alone()
-        client.gate.hold()
+        client.gate.hold("trainer")
         call = asyncio.create_task(client.generate(request()))
         for _ in range(20):
             await asyncio.sleep(0)

@@ -1,14 +1,11 @@
 """Whether a server serves the model of a run, by what it reports."""
 
 from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.errors import ConfigError
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.dialects.dialect import ServerInfo

@@ -1,13 +1,10 @@
 """What the embedded server samples depends on the run's seed, the row and the call, and on nothing timing decides."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.source_settings import SourceSettings

@@ -1,7 +1,6 @@
 """Requests to one server over HTTP: what is sent, which replies are believed and when a silent server is given up."""
 
 from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -11,11 +10,9 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import aiohttp
 import pytest
 from aiohttp import web
-
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.errors import ServerError
@@ -68,11 +65,10 @@ async def opened(dialect: Any = None, **config: Any) -> AsyncIterator[tuple[Site
     address = "{}:{}".format(*runner.addresses[0][:2])
     settings = InferenceEngineConfig(backend="sglang", addresses=[address], **config)
     requests = ServerRequests(settings, dialect or SGLang())
-    requests.open()
     try:
         yield site, requests, Server(f"http://{address}", 0)
     finally:
-        await requests.close()
+        await requests.aclose()
         await runner.cleanup()
 
 
@@ -291,15 +287,13 @@ async def test_a_router_gets_the_connections_of_all_its_servers(
         faults={"max_connections_per_server": 7, "request_timeout_s": 60},
     )
     requests = ServerRequests(settings, SGLang())
-    await requests.close()  # nothing is open yet
-    requests.open()
-    session = requests._session
-    assert session is not None and session.connector is not None and not session.trust_env
-    assert (session.connector.limit, session.connector.limit_per_host) == (0, connections)
+    await requests.aclose()  # nothing is open yet
+    connector = requests._connector
+    assert (connector.limit, connector.limit_per_host) == (0, connections)
     with pytest.raises(OSError):
         await generate(requests, Server("http://127.0.0.1:9", 0))
-    await requests.close()
-    assert session.closed and not requests._silences.pending()
+    await requests.aclose()
+    assert connector.closed and not requests._silences.pending()
 
 
 @on_a_loop
@@ -357,11 +351,10 @@ async def paced(server: Paced, **faults: float) -> AsyncIterator[tuple[ServerReq
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = "{}:{}".format(*runner.addresses[0][:2])
     requests = ServerRequests(InferenceEngineConfig(backend="sglang", addresses=[address], faults=faults), SGLang())
-    requests.open()
     try:
         yield requests, Server(f"http://{address}", 0)
     finally:
-        await requests.close()
+        await requests.aclose()
         await runner.cleanup()
 
 

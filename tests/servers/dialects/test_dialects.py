@@ -1,15 +1,12 @@
 """What is sent to SGLang, vLLM and the embedded server, and which of their replies are believed."""
 
 from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-
 import orjson
 import pytest
-
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.dialects import Dialect

@@ -1,15 +1,12 @@
 """How images go to SGLang, vLLM and the embedded server, and which replies to them are believed."""
 
 from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import Callable
 from typing import Any
-
 import orjson
 import pytest
-
 from areal_lite.api import ModelRequest
 from areal_lite.api.image_span import ImageSpan, images_of
 from areal_lite.data.vision.image_store import ImageStore

@@ -1,7 +1,6 @@
 """How servers are repaired, examined and waited for; their replies are scripted."""
 
 from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -10,9 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
-
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
@@ -21,7 +18,7 @@ from areal_lite.servers.dialects import Dialect, dialect_of
 from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, ServerInfo, ServerLimits
 from areal_lite.servers.pool import reconciler as module
 from areal_lite.servers.pool.reconciler import Reconciler
-from areal_lite.servers.pool.request_gate import RequestGate, Servers, failures_of
+from areal_lite.servers.pool.request_gate import Holder, RequestGate, Servers, failures_of
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.weights.published_weights import WeightFolder
 from tests.rollout.scripted import on_a_loop
@@ -78,7 +75,7 @@ class ScriptedGate(RequestGate):
         self.changed: list[Server] = []
         self.on_change: Callable[[Server], None] = self.changed.append
 
-    def hold_for_update(self) -> None:
+    def hold(self, holder: Holder) -> None:
         self.pauses += 1
 
     def server_changed(self, server: Server) -> None:
@@ -400,7 +397,6 @@ async def test_only_servers_that_fail_an_update_are_behind(error: Exception, rea
     setup = Setup(3)
     good, bad, away = setup.pool.servers
     await setup.it.update_weights(WeightFolder("old", 1))
-    setup.pool.set_state(good, "behind", "old")
     setup.pool.rest(away, "away")
     setup.requests.errors[bad.url + LOAD] = error
     await setup.it.update_weights(WeightFolder("new", 2))
@@ -421,6 +417,36 @@ async def test_an_update_leaves_a_server_behind_that_takes_far_longer(monkeypatc
     assert [setup.loader.has_newest(server) for server in setup.pool.servers] == [True, False]
     await setup.it.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@on_a_loop
+async def test_an_update_does_not_wait_for_a_server_that_is_behind_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STRAGGLER_S", 1000.0)
+    setup = Setup(2)
+    good, late = setup.pool.servers
+    setup.requests.hangs = late.url
+    setup.loader.want(WeightFolder("first", 1))
+    setup.it.behind(late, "old")
+    async with asyncio.timeout(10):
+        await setup.it.update_weights(WeightFolder("second", 2))
+    assert (good.state, late.state, late.reason) == ("up", "behind", "old")
+    await setup.it.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds", "given_up"), [(TimeoutError(), 100.0, 1), (TimeoutError(), 30.0, 0), (OSError(), 100.0, 0)]
+)
+@on_a_loop
+async def test_a_silent_server_that_leaves_a_repair_unanswered_loses_its_requests(
+    error: Exception, seconds: float, given_up: int
+) -> None:
+    """Nobody examines a server that is repaired."""
+    setup = Setup()
+    setup.requests.infos = [error]
+    silent(setup.server, seconds)
+    setup.it.failed(setup.server, "reset", at_once=True)
+    await setup.repaired()
+    assert setup.requests.given_up == ["http://s:0 the server hangs"] * given_up
 
 
 @on_a_loop

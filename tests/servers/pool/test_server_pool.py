@@ -1,13 +1,10 @@
 """Routing: the usable server with the fewest outstanding tokens, whatever happened before."""
 
 from __future__ import annotations
-
 import logging
 import random
 from collections import Counter
-
 import pytest
-
 from areal_lite.errors import ConfigError
 from areal_lite.servers.pool import server_pool
 from areal_lite.servers.pool.server_pool import Server, ServerPool
@@ -68,8 +65,7 @@ def test_equal_requests_are_spread_evenly(count: int) -> None:
     assert max(requests) - min(requests) <= 20 * 0.05 * 20
 
 
-def test_the_heap_does_not_grow_with_requests_and_every_server_stays_in_it() -> None:
-    """Each round leaves entries in it that newer ones of less load supersede."""
+def test_the_server_of_least_load_is_picked_after_every_change_of_loads() -> None:
     draw, pool = random.Random(2), ServerPool(["s:0", "s:1"])
     for _ in range(5000):
         loads = dict(zip(pool.servers, draw.sample(range(50, 150), 2), strict=True))
@@ -82,7 +78,6 @@ def test_the_heap_does_not_grow_with_requests_and_every_server_stays_in_it() -> 
         pool.end(second, loads[second])
         if draw.random() < 0.5:
             assert pool.pick(avoid=[first]) is second
-        assert len(pool._heap) < 100
 
 
 def test_the_only_server_is_picked_while_it_takes_requests() -> None:
@@ -160,7 +155,7 @@ def test_a_server_gets_one_request_on_trial_none_while_it_rests_and_is_healthy_a
                 assert server.heard == now
                 assert server.unhealthy == before
                 if not before:
-                    assert (server.state, server.failures, server.openings) == ("up", 0, 0)
+                    assert (server.state, server.failures, server.rest_s) == ("up", 0, 0)
                     failures = 0
             elif event == "wait":
                 pool.wait(server, 1)
@@ -244,15 +239,16 @@ def test_an_address_needs_a_host_and_a_port(address: str) -> None:
     assert urls == ["http://host:1", "https://host:2", "http://[::1]:3"]
 
 
-def test_each_rest_in_a_row_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rest_in_a_row_is_longer_and_at_most_a_quarter_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "FIRST_REST_S", 1.0)
     pool = ServerPool(["s:0"])
-    server, rests = pool.servers[0], []
-    for _ in range(9):
+    server, rests = pool.servers[0], [0.0]
+    for _ in range(20):
         pool.rest(server, "down")
+        assert rests[-1] < server.rest_s <= 1.0 + sum(rests) / 4 or server.rest_s == server_pool.MAX_REST_S
         rests.append(server.rest_s)
         pool.set_state(server, "trial")
-    assert rests == [1.0, 2.0, 4.0, 8.0, 16.0, *[server_pool.MAX_REST_S] * 4]
+    assert rests[-1] == server_pool.MAX_REST_S
     pool.recovered(server)
     pool.rest(server, "down")
     assert server.rest_s == 1.0

@@ -1,7 +1,6 @@
 """A router in front of the servers: it gets generations, and only servers with the newest weights are behind it."""
 
 from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -10,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
-
 import orjson
 import pytest
-
 from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine

@@ -1,7 +1,6 @@
 """The child process starts, reports its address, ends with its parent, and its failures become errors there."""
 
 from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,10 +11,8 @@ import sys
 import urllib.request
 from dataclasses import fields
 from pathlib import Path
-
 import psutil
 import pytest
-
 from areal_lite.config.keys import describe_fields
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.__main__ import _child_parser, main, split_arguments

@@ -4,7 +4,6 @@ Real processes; packages named sglang and vllm stand in for the real ones, in fr
 """
 
 from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -19,10 +18,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import psutil
 import pytest
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError, ServerError
@@ -55,8 +52,8 @@ class CountingGroup(ServerGroup):
         self.downs.release()
         return restarted
 
-    def _mark_up(self, server: ServerProcess) -> None:
-        super()._mark_up(server)
+    def _mark_up(self, server: ServerProcess, former: str) -> None:
+        super()._mark_up(server, former)
         self.ups.release()
 
     def until_up(self) -> None:

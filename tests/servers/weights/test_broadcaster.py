@@ -1,7 +1,6 @@
 """Weight updates over process groups, on real servers of the embedded kind: `rollout.weight_update: broadcast`."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -13,11 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.errors import ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine

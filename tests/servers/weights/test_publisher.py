@@ -1,10 +1,8 @@
 """How a run publishes its weights."""
 
 from pathlib import Path
-
 import pytest
 import torch
-
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.models.policy_model import load_policy

@@ -1,18 +1,15 @@
 """Weights published in shared memory."""
 
 from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.shared_memory import SharedWeights
 from areal_lite.servers.weights.weight_folder import publish_weights

@@ -1,16 +1,13 @@
 """What runs in vLLM's workers receives the weights that the trainer broadcasts, in their order."""
 
 from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-
 from areal_lite.servers.programs.vllm_extension import areal_lite_vllm
 from areal_lite.servers.weights import broadcaster
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster

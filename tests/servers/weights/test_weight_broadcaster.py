@@ -1,17 +1,14 @@
 """The trainer's end of weight broadcasts, without a server: buckets, backends, and groups that end."""
 
 from __future__ import annotations
-
 import gc
 import queue
 import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.servers.weights import broadcaster as weight_broadcast
 from areal_lite.servers.weights.broadcaster import BroadcastGroup, WeightBroadcaster
 from areal_lite.servers.weights.published_weights import WeightBucket

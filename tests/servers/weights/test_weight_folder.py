@@ -1,15 +1,12 @@
 from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from areal_lite.errors import StorageError
 from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.weight_folder import in_parts, publish_weights, save_model, write_model

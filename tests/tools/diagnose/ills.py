@@ -1,12 +1,9 @@
 """Agents and workflows with one ill each."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import torch
 from openai import AsyncOpenAI
-
 from areal_lite.api import GenerationHyperparameters, InferenceEngine, ModelRequest, RolloutWorkflow
 
 

@@ -1,17 +1,14 @@
 """A healthy run has no alarm, each ill has its own, and a finding names a key that exists."""
 
 from __future__ import annotations
-
 import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
 import yaml
-
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import RunConfig

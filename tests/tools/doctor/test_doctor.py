@@ -1,7 +1,6 @@
 """areal-lite doctor: what is broken gets a line with its fix, and nothing changes."""
 
 from __future__ import annotations
-
 import fcntl
 import importlib.metadata
 import json
@@ -10,17 +9,16 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError
+from areal_lite.processes.sandbox import ProcessLimits
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
-from areal_lite.tools.doctor import doctor_model, doctor_run
+from areal_lite.tools.doctor import doctor_model, doctor_run, doctor_sandbox
 from areal_lite.tools.doctor.doctor import doctor
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
@@ -174,6 +172,20 @@ def test_a_wrong_setting_is_explained(
     lines = [line for line in out.splitlines() if line.startswith("fix  ")]
     assert any(says in line and fix in line for line in lines), out
     assert "nothing to fix" not in out
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bubblewrap")
+def test_escapes_from_the_sandbox_of_a_run_are_tried(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = "take 512 MiB of memory"
+    monkeypatch.setattr(doctor_sandbox, "ATTEMPTS", {attempt: doctor_sandbox.ATTEMPTS[attempt]})
+    sandboxed = "rollout.agents.sandbox=bubblewrap", "model_path=/nowhere"
+    the_line(examine(config, *sandboxed)[1], "ok", f"sandbox bubblewrap: no program in it can {attempt}")
+    monkeypatch.setattr(doctor_sandbox, "LIMITS", ProcessLimits())
+    the_line(examine(config, *sandboxed)[1], "fix", f"sandbox is bubblewrap, and a program in it can {attempt}: use")
+    monkeypatch.setattr(doctor_sandbox, "ATTEMPTS", {"speak no Python": "("})
+    the_line(examine(config, *sandboxed)[1], "fix", "sandbox bubblewrap: cannot try to speak no Python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    the_line(examine(config, *sandboxed)[1], "fix", "rollout.agents.sandbox is 'bubblewrap', and no box starts: ")
 
 
 def test_nothing_is_started_while_something_is_to_fix(config: Path) -> None:
@@ -334,11 +346,11 @@ def test_memory_counts_optimizer_server_reference_and_critic(config: Path) -> No
 def test_what_each_rank_needs_and_how_many_read_a_sequence_together(config: Path) -> None:
     assert doctor_model._on_ranks(load_config(config, ["trainer.sp_size=2"]), 10**9).text == (
         "under torchrun each rank's weights and optimizer need 8.0 GB on 2, 4.0 GB on 4, 2.0 GB on 8 ranks; sp_size "
-        "can be 1, 2, 4"
+        "can be 1, 2, 4; tp_size can be 1, 2"
     )
     code, lines = examine(config, "trainer.sp_size=3")
     assert code == 64
-    the_line(lines, "fix", "has 4 attention heads, which the ranks divide equally: use one of 1, 2, 4")
+    the_line(lines, "fix", "has 4 attention heads, which the ranks divide equally: use one of 1, 2, 4 as sp_size")
 
 
 # -- servers, episode, step --------------------------------------------------------------------------

@@ -1,15 +1,12 @@
 """doctor --from: what a config of verl, slime or AReaL means here, for each of its keys and defaults."""
 
 from __future__ import annotations
-
 import inspect
 import json
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError
@@ -179,12 +176,12 @@ def test_every_key_of_ours_exists_and_has_its_default(tmp_path: Path) -> None:
     )
     optional = {"trainer.kl": {"coef": 1}, "trainer.critic": {"learning_rate": 1}, "trainer.lora": {}}
     sections = {"custom_cls", "sampler", "datagen"}
-    for rules in ORIGINS.values():
-        for rule in rules:
-            parts = rule.key.split(".")
-            if parts[0] == "eval_dataset" or parts[1:2] and parts[1] in sections or "kwargs" in rule.key:
+    for keys in ORIGINS.values():
+        for key, _ in keys:
+            parts = key.split(".")
+            if parts[0] == "eval_dataset" or parts[1:2] and parts[1] in sections or "kwargs" in key:
                 continue
-            given = [f"{name}={json.dumps(value)}" for name, value in optional.items() if rule.key.startswith(name)]
+            given = [f"{name}={json.dumps(value)}" for name, value in optional.items() if key.startswith(name)]
             value: Any = load_config(path, given)
             for part in parts:
                 value = getattr(value, part)  # an unknown key is an AttributeError

@@ -1,16 +1,13 @@
 """areal-lite init: each template makes a project whose test passes and which trains."""
 
 from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-
 import pytest
-
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
@@ -88,12 +85,13 @@ def test_a_project_is_short_and_its_readme_has_its_commands(template: str) -> No
         assert " ".join(line.split()[2:]) in " ".join(files["README.md"].split())
 
 
-def test_the_templates_are_in_the_wheel() -> None:
+def test_the_templates_and_tables_are_in_the_wheel() -> None:
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     package = REPOSITORY / "areal_lite"
     packed = {path for pattern in settings["areal_lite"] for path in package.glob(pattern)}
     templates = package / "tools/init/templates"
     assert {path for path in templates.rglob("*") if path.is_file() and path.suffix != ".pyc"} <= packed
+    assert {path for kind in ("bash", "toml", "yaml") for path in package.rglob(f"*.{kind}")} <= packed
 
 
 def test_a_model_is_taken_from_the_flag_or_from_runs_models_or_left_open(folder: Path) -> None:

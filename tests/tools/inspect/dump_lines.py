@@ -1,12 +1,10 @@
 """Dumped lines of made-up episodes, and a filter's meaning in plain Python."""
 
 from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 from typing import Any
-
 from areal_lite.tools.inspect.filters import Both, Expr, Kind, Not, Term
 
 Line = dict[str, Any]
@@ -118,6 +116,7 @@ def values_of(name: str, record: Line, place: dict[str, Any]) -> Any:
         "text": lambda: [each["text"] for each in turns if each["text"] is not None],
         "stop": lambda: [each["stop_reason"] for each in turns if each.get("stop_reason")],
         "agent": lambda: [each["agent"] for each in turns if each.get("agent")],
+        "source": lambda: (record.get("row") or {}).get("data_source"),
         "finished": lambda: record["timings"]["finished_at"],
         "run_s": lambda: record["timings"]["run_s"],
         "queued_s": lambda: record["timings"]["queued_s"],

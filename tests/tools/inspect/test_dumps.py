@@ -1,7 +1,6 @@
 """Dumps are read through an index that follows the files, whatever state the files are in."""
 
 from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,11 +11,9 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
 import pyarrow
 import pytest
 from pyarrow import parquet
-
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect import dump_index, index_update
 from areal_lite.tools.inspect.dumps import Dumps
@@ -79,6 +76,20 @@ def test_rows_come_by_version_task_and_sample_with_what_filters_use(dumps: Dumps
         **{"reward": None, "tokens": 4, "trained": 2, "turns": 2, "calls": 1, "stop": ["stop"], "agent": []},
     }
     assert expected.items() <= row.items()
+
+
+def test_every_line_of_a_group_has_the_data_source_of_its_row(tmp_path: Path) -> None:
+    groups = [
+        [line(n, 0, row=row), line(n, 1)] for n, row in enumerate([{"data_source": "a:b"}, {"data_source": 3}, None])
+    ]
+    write(tmp_path / "r/rollout/0/0.jsonl", *groups[0], *groups[1])
+    write(tmp_path / "r/rollout/0/2.jsonl", *groups[2], line(2, 2, row={"data_source": "c"}))
+    with Dumps.open(tmp_path / "r") as dumps:
+        assert ids(dumps, "source=a:b") == ["rollout/0/0.jsonl:1", "rollout/0/0.jsonl:2"]
+        assert ids(dumps, "data_source=none") == [f"rollout/0/{place}" for place in ("0.jsonl:3", "0.jsonl:4")] + [
+            f"rollout/0/2.jsonl:{number}" for number in (1, 2)
+        ]
+        assert ids(dumps, "source~^c") == ["rollout/0/2.jsonl:3"]
 
 
 def test_pages_are_parts_of_all_rows_with_their_total(dumps: Dumps) -> None:

@@ -2,12 +2,10 @@
 
 import io
 import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-
 from areal_lite.cli.commands import parse
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.episode_text import printable

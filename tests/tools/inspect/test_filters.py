@@ -1,16 +1,13 @@
 """A filter finds exactly the lines for which it holds, whatever they contain."""
 
 from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.inspect.filters import KEYS, Kind, parse

@@ -1,7 +1,6 @@
 """A run's folder is data: no command that reads one imports, follows, writes, or waits for what somebody put there."""
 
 from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,10 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
 import yaml
-
 import areal_lite
 from areal_lite.cli.main import main
 from areal_lite.tools.inspect import dump_index

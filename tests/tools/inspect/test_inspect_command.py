@@ -1,7 +1,6 @@
 """``areal-lite inspect`` answers in the terminal and as JSON lines, and its errors say the fix."""
 
 from __future__ import annotations
-
 import json
 import os
 import pty
@@ -11,9 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.cli.main import main
 from areal_lite.tools.inspect.filters import KEYS
 from tests.tools.inspect.dump_lines import failed, line, schema_1, turn, write
@@ -120,7 +117,8 @@ def test_tokens_are_listed_with_what_training_uses(run: Path, capsys: pytest.Cap
     assert "the run's tokenizer is not on this machine" in note
     found = objects(capsys, run, "--tokens", "rollout/3/7.jsonl:1")
     assert found[0] == {
-        **{"index": 0, "turn": 0, "role": "prompt", "id": 0, "text": None, "mask": 0, "logprob": None, "version": None}
+        **{"index": 0, "turn": 0, "role": "prompt", "id": 0, "text": None, "mask": 0, "logprob": None, "version": None},
+        "image": None,
     }
 
 
@@ -172,7 +170,7 @@ def test_no_control_character_reaches_the_terminal(run: Path, capsys: pytest.Cap
 def test_problems_are_listed_and_counted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run / "rollout/3/66.jsonl", line(66), {"turns": 3}, tail='{"torn')
     shown, note = answer(capsys, run, "--by", "problems")
-    assert re.search(r"rollout/3/66.jsonl +2 +\d+ +wrong shape +turns is the number 3, not a list", shown)
+    assert re.search(r"rollout/3/66.jsonl +2 +\d+ +wrong shape +turns: 3: it must be a valid list", shown)
     assert "exp/t: 2 lines or files could not be read (1 unfinished line, 1 wrong shape)" in note
     assert len(objects(capsys, run, "--by", "problems")) == 2
 

@@ -4,9 +4,7 @@ import json
 import struct
 import subprocess
 import sys
-
 import pytest
-
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.plot import metrics_figure, plot_metrics
 from areal_lite.trainer.metrics import MetricsWriter

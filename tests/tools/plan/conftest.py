@@ -2,9 +2,7 @@
 
 import json
 from pathlib import Path
-
 import pytest
-
 from tests.e2e.conftest import run_yaml as run_yaml
 
 

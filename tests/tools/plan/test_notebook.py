@@ -1,15 +1,12 @@
 """``await areal_lite.train(...)`` works inside a running loop, shows progress, and stops when cancelled."""
 
 from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-
 import pytest
-
 import areal_lite
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig

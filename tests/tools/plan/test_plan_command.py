@@ -1,12 +1,9 @@
 """areal-lite plan probes the real run, and leaves nothing behind."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
-
 import pytest
-
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.tools.plan import plan as planning

@@ -1,13 +1,10 @@
 """The arithmetic of a prediction: what the probe took, plus what it left out at its steady cost."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
-
 from areal_lite.config.run_config import RunConfig
 from areal_lite.tools.plan.plan import plan_table, predict
 from areal_lite.tools.plan.probe import Measurements

@@ -1,12 +1,9 @@
 """A run that skipped most of its updates says so at its end."""
 
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.config.loader import load_config
 from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.runs.supervised_run import run_supervised

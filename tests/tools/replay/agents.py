@@ -1,9 +1,7 @@
 """Agents of the tests: two calls, in a conversation or in two."""
 
 from __future__ import annotations
-
 from typing import Any, ClassVar
-
 from openai import AsyncOpenAI
 
 

@@ -1,16 +1,13 @@
 """A run of the tiny model that was trained once; tests only read it."""
 
 from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
-
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 

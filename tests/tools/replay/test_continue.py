@@ -1,16 +1,13 @@
 """A dumped episode run again from a turn."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
-
 import pytest
 from rich.console import Console
-
 from areal_lite.api import InferenceEngine, RolloutWorkflow, episode_context
 from areal_lite.api.episode_context import Episode
 from areal_lite.errors import ConfigError

@@ -1,7 +1,6 @@
 """The command that each command says to go on with ends with 0 in the folder of a real run."""
 
 from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -9,10 +8,8 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 import yaml
-
 from areal_lite.cli.main import main
 from areal_lite.tools.doctor import doctor
 from areal_lite.tools.plan import plan

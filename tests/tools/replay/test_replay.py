@@ -1,17 +1,14 @@
 """Training again from the dumps of a run: equal weights, or one sentence that says what is missing."""
 
 from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.cli import main as cli
@@ -21,9 +18,8 @@ from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
 from areal_lite.rollout.dumps.packed_group import row_json
 from areal_lite.runs.entry_points import run_training
 from areal_lite.runs.folder.run_directory import BATCHES, append_batch
-from areal_lite.tools.replay.dump_reader import read_group
+from areal_lite.tools.replay.dump_reader import TrainedBatches, read_group
 from areal_lite.tools.replay.replay import plan_replay, same_weights
-from areal_lite.tools.replay.trained_batches import TrainedBatches
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -97,11 +93,13 @@ def edit(path: Path, then: str, now: str) -> None:
         (lambda run: shutil.rmtree(run / "rollout"), "has no dumps to train from: train the run again with"),
         (lambda run: (run / BATCHES).unlink(), "batches.jsonl is missing, so the groups of each step are unknown"),
         (lambda run: (run / BATCHES).write_text('{"step":1,"ta'), "batches.jsonl has no step"),
-        (lambda run: edit(run / BATCHES, "{", "{{"), "batches.jsonl, line 1 is not the record of a step"),
+        (lambda run: edit(run / BATCHES, "{", "{{"), "batches.jsonl, line 1: not JSON"),
         (lambda run: edit(run / BATCHES, '"step":2', '"step":3'), "line 2 is not the record of a step"),
         (lambda run: first_dump(run).unlink(), "step 1 trained task 0, which has no dump"),
         (lambda run: shutil.copy(first_dump(run), run / "rollout" / "2"), "task 0, which has 2 dumps"),
-        (lambda run: edit(first_dump(run), '"timings"', '"'), "0.jsonl, line 1 is not a whole line of a dump"),
+        (lambda run: edit(first_dump(run), '"timings"', '"'), "0.jsonl, line 1: not JSON: .* Restore it"),
+        (lambda run: first_dump(run).write_bytes(first_dump(run).read_bytes()[:-9]), "0.jsonl, line .: not JSON"),
+        (lambda run: edit(first_dump(run), '"status"', '"state"'), "line 1 has schema None, which lacks"),
         (lambda run: edit(first_dump(run), '"schema":2', '"schema":1'), "line 1 has schema 1, which lacks"),
         (lambda run: edit(first_dump(run), "accepted", "rejected"), "has no accepted episode"),
         (lambda run: edit(first_dump(run), '"loss_mask":[0,', '"loss_mask":['), "0.jsonl is damaged"),

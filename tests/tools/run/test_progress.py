@@ -1,13 +1,10 @@
 """Console output of a training run: printed once for any number of ranks; a resumed run has no "before"."""
 
 from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
-
 import pytest
 from rich.console import Console
-
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.training_run import StepMetrics, Summary
 from areal_lite.servers.pool.server_pool import Server

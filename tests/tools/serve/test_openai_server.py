@@ -1,25 +1,25 @@
 """The embedded server behind ``areal-lite serve`` answers OpenAI's two APIs with its own model."""
 
 from __future__ import annotations
-
 import asyncio
 import functools
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import aiohttp
 import openai
 import pytest
 from transformers import AutoTokenizer
-
+from areal_lite.cli.commands import parse
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.startup import build, listening
 from areal_lite.servers.programs.server_program import ServedModel
+from areal_lite.tools.serve import serve
 from areal_lite.tools.serve.openai_server import add_routes
 from tests.embedded.serving import Client, load, logprobs_of, worst
 from tests.fixtures.tiny_model import build_tiny_model
@@ -52,6 +52,20 @@ async def served(model: Path) -> AsyncIterator[tuple[openai.AsyncOpenAI, Client]
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0) as client,
     ):
         yield client, Client(session, server.model.scheduler, f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(("options", "spins"), [([], "10000"), (["--replicas=2"], None)])
+def test_only_a_server_alone_on_its_cores_spins_for_a_moment(
+    tiny_model: Path, options: list[str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any, **__: Any) -> Any:
+        raise InterruptedError(os.environ.get("GOMP_SPINCOUNT"))
+
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setattr(serve, "make_servers", started)
+    with pytest.raises(InterruptedError, match=f"^{spins}$"):
+        serve.run(parse(["serve", str(tiny_model), "--device=cpu", *options]))
+    os.environ.pop("GOMP_SPINCOUNT", None)
 
 
 @in_loop

@@ -1,11 +1,8 @@
 """Intervals and verdicts against values of tables and values worked by hand."""
 
 from __future__ import annotations
-
 import math
-
 import pytest
-
 from areal_lite.tools.sweep.seed_statistics import Interval, Verdict, compare_pairs, mean_interval, t_quantile
 
 

@@ -1,14 +1,11 @@
 """A sweep makes each run once, compares variants by seed, and continues after a stop."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
-
 import pytest
 import yaml
-
 from areal_lite.cli.main import main
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.tools.inspect.plot import means_figure
@@ -170,3 +167,23 @@ def test_wrong_options_end_with_64(wrong: list[str]) -> None:
 def test_a_sweep_without_a_config_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "trainer.total_steps=2", "--seeds", "2"]) == 64
     assert "error: a sweep needs a config" in capsys.readouterr().err
+
+
+def test_on_nodes_the_unfinished_runs_are_made_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def side_by_side(configs: Any, commands: Any, on_done: Any) -> None:
+        asked.extend(commands)
+        for config in configs:
+            config.run_dir.mkdir(parents=True)
+            on_done(config)
+
+    monkeypatch.setattr("areal_lite.tools.run.on_nodes.run_side_by_side", side_by_side)
+    variants = variants_of(["a.yaml"], ["launch=ray", "rollout.group_size=2,4"], seeds=1)
+    for _ in range(2):  # the second time, all are finished
+        run_sweep(variants, lambda *_: 1 / 0)
+    names = [f"trial_name=trial-group_size_{size}-seed5" for size in (2, 4)]
+    options = [f"rollout.group_size={size}" for size in (2, 4)]
+    assert asked == [
+        ["train", "a.yaml", "launch=ray", option, "seed=5", name] for option, name in zip(options, names, strict=True)
+    ]

@@ -1,15 +1,12 @@
 """One sound run of the tiny model, trained once; tests copy it."""
 
 from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import yaml
-
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 

@@ -1,18 +1,15 @@
 """``areal-lite export``: its files train with the commands they are for, and hold nothing that was not said."""
 
 from __future__ import annotations
-
 import json
 import sys
 from math import isnan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 import yaml
 from pyarrow import parquet
-
 import areal_lite
 from areal_lite.cli.main import main
 from areal_lite.config.loader import class_of, load_config

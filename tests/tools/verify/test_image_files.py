@@ -1,17 +1,14 @@
 """``verify`` checks images against their files."""
 
 from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 from PIL import Image
-
 from areal_lite.tools.verify.verify_episodes import images_are_their_files
 
 

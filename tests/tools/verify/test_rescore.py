@@ -1,14 +1,11 @@
 """``areal-lite rescore``: another reward function over dumped episodes, with their dumped rows."""
 
 from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.cli.main import main
 from tests.e2e.agents import rows
 from tests.tools.inspect.dump_lines import line, turn, write

@@ -1,19 +1,16 @@
 """Training facts of every kind of step: rows that join to dumped lines, and numbers that ``verify`` computes again."""
 
 from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pyarrow
 import pytest
 import yaml
 from pyarrow import parquet
-
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
@@ -128,7 +125,7 @@ def test_a_logprob_that_was_not_recorded_is_null_and_no_problem(tmp_path: Path, 
     path = root / "rollout/1/51.jsonl"
     path.write_text(path.read_text().replace('"versions":[', '"versions":[null,'))
     with Dumps.open(root) as dumps:
-        assert dumps.problems()[0]["message"].endswith("versions has an entry that is not a number")
+        assert dumps.problems()[0]["message"].endswith(".versions.0: None: it must be a valid integer")
 
 
 def test_view_and_inspect_show_the_facts_of_trained_tokens(

@@ -1,13 +1,11 @@
 """Made-up runs for the page: agents with tools, branches, failures and metrics, and texts that try to be markup."""
 
 from __future__ import annotations
-
 import json
 import math
 import random
 from pathlib import Path
 from typing import Any
-
 from tests.tools.inspect.dump_lines import write
 
 EPOCH = 1_800_000_000.0

@@ -1,7 +1,6 @@
 """The page's API: what it answers, whom it refuses, and what its answers forbid a browser."""
 
 from __future__ import annotations
-
 import asyncio
 import base64
 import fcntl
@@ -14,14 +13,13 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.view import page_server as server
 from areal_lite.tools.view.page_data import Answers
-from areal_lite.tools.view.page_server import CSP, REQUESTS, page_app, static_files
+from areal_lite.tools.view.page_server import CSP, REQUESTS, page_app
+from areal_lite.tools.view.single_file import static_files
 from tests.tools.inspect.dump_lines import failed, line, turn, write
 from tests.tools.view.page_runs import EVIL, write_evil_run, write_run
 
@@ -416,16 +414,16 @@ def test_evil_texts_come_out_as_they_went_in(tmp_path: Path) -> None:
 
 @pytest.fixture
 def busy() -> Iterator[int]:
-    with server._bind(0) as listener:
+    with server._listen(0) as listener:
         listener.listen()
         yield listener.getsockname()[1]
 
 
 def test_a_port_in_use_is_an_error_and_the_usual_one_falls_back(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(server.ConfigError, match=f"port {busy} of 127.0.0.1: .* use another --port"):
-        server._bind(busy)
+        server._listen(busy)
     monkeypatch.setattr(server, "PORT", busy)
-    with server._bind(None) as listener:
+    with server._listen(None) as listener:
         assert listener.getsockname()[1] != busy
 
 

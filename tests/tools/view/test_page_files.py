@@ -1,7 +1,6 @@
 """The page's own files: text cannot become markup, modules fit together, and an exported page is one safe file."""
 
 from __future__ import annotations
-
 import base64
 import hashlib
 import html.parser
@@ -11,14 +10,11 @@ import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
-
 import pytest
-
 from areal_lite.cli.main import main
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.filters import parse
-from areal_lite.tools.view.page_server import static_files
-from areal_lite.tools.view.single_file import bundle, export_page, page_with, script_json
+from areal_lite.tools.view.single_file import bundle, export_page, page_with, script_json, static_files
 from tests.tools.view.page_runs import EVIL, write_evil_run, write_run
 
 FILES = {name: content.decode() for name, content in static_files().items()}

@@ -4,7 +4,6 @@
 """
 
 from __future__ import annotations
-
 import asyncio
 import fcntl
 import os
@@ -16,12 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
 import pyarrow
 import pytest
 from aiohttp import web
 from pyarrow import parquet
-
 from areal_lite.tools.inspect.dumps import Dumps
 from areal_lite.tools.view import page_server as server
 from areal_lite.tools.view.page_data import Answers

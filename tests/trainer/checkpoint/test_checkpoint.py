@@ -1,19 +1,16 @@
 """Checkpoints: they load bit for bit as saved, and a run never resumes from the wrong one."""
 
 from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.models.lora import has_adapters
 from areal_lite.servers.weights.weight_folder import publish_weights

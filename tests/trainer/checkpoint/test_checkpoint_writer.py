@@ -1,7 +1,6 @@
 """The writer beside training: one write at a time, errors are raised, older checkpoints stay, memory is freed."""
 
 from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -11,9 +10,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.errors import CheckpointError, StorageError, TrainingError
 from areal_lite.trainer.checkpoint import checkpoint
 from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter, find_checkpoint

@@ -1,18 +1,16 @@
 """F48, T5, T6: torn or damaged JSONL files keep their whole lines."""
 
 from __future__ import annotations
-
 import errno
 import io
 import itertools
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
-
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.errors import ConfigError, StorageError
@@ -20,6 +18,7 @@ from areal_lite.rollout.dumps.dump_writer import write_file
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper
 from areal_lite.tools.foreign_files import read_records
 from areal_lite.trainer.metrics import MetricsWriter
+from tests import fork_server
 from tests.trainer.crash_states import files_end_at
 
 STEPS = 12
@@ -132,7 +131,8 @@ def test_t6_metrics_that_cannot_be_opened_are_a_storage_error(
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_t6_a_full_disk_leaves_no_part_of_a_dump(tmp_path: Path) -> None:
+def test_t6_a_full_disk_leaves_no_part_of_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", fork_server.RealPopen)  # the writer has the limits of this process
     config = InferenceEngineConfig(fileroot=str(tmp_path), experiment_name="e", trial_name="t", consumer_batch_size=1)
     result = Group(
         task_id=0,

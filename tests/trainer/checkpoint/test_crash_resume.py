@@ -1,7 +1,6 @@
 """T3, T14: a run killed at any points ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
-
 import json
 import os
 import random
@@ -13,9 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 import areal_lite
 from areal_lite.files.crash_points import VARIABLE
 from tests.fixtures.tiny_model import build_tiny_model

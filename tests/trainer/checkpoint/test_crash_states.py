@@ -1,7 +1,6 @@
 """T4, T6: a crash or a failing disk at any operation leaves the previous checkpoint or the new one."""
 
 from __future__ import annotations
-
 import builtins
 import errno
 import io
@@ -11,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from areal_lite.errors import StorageError
 from areal_lite.files import crash_points
 from areal_lite.files.crash_points import crash_point

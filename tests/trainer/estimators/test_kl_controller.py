@@ -1,8 +1,6 @@
 from __future__ import annotations
-
 import pytest
 import torch
-
 from areal_lite.config.trainer_config import KLConfig, TrainerConfig
 from areal_lite.trainer.objectives.kl import adapted_coef, mean_kl
 from areal_lite.trainer.rl.algorithm import Algorithm

@@ -1,12 +1,10 @@
 from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-from areal_lite.trainer.estimators.grouping import Level, normalize_advantages, whiten
+from areal_lite.trainer.estimators.inputs import Level, normalize_advantages, whiten
 
 LEVELS: list[Level] = ["none", "group", "batch"]
 steps = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), min_size=1, max_size=8)

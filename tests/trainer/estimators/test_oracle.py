@@ -1,15 +1,12 @@
 """Estimators against verl's outputs; where verl is wrong (spec 3.6), the right value."""
 
 from __future__ import annotations
-
 from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
-
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
-from areal_lite.trainer.estimators.grouping import whiten
+from areal_lite.trainer.estimators.inputs import whiten
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs, keys
 from tests.trainer.turn_data import with_whole_turns
 

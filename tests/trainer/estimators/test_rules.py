@@ -1,20 +1,17 @@
 """Properties of estimators, by hand or for random steps."""
 
 from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.chosen_function import chosen_function
 from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs
 from areal_lite.trainer.estimators.advantage_estimators import discounted_sums
+from areal_lite.trainer.rl.algorithm import chosen_function
 from tests.trainer.turn_data import with_whole_turns
 
 GROUP_NAMES = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]

@@ -1,15 +1,12 @@
 """Rewards of turns against the true policy gradient of ten small MDPs; every possible group of episodes counts."""
 
 from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from tests.trainer.small_mdps import MDP, MDPS, STOP_OR_GO, expected_update
 from tests.trainer.turn_data import line, make_turn_step

@@ -1,18 +1,15 @@
 """Estimators that compare turns: by hand and by property."""
 
 from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators import COMPARES_GROUP, ESTIMATORS, EstimatorInputs
 from areal_lite.trainer.estimators.advantage_estimators import STD_FLOOR

@@ -1,16 +1,13 @@
 from __future__ import annotations
-
 import itertools
 import os
 from types import SimpleNamespace
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.forward.microbatches import plan_blocks, plan_microbatches, read_ids
 from areal_lite.trainer.rl.step_tokens import StepCut

@@ -1,16 +1,13 @@
 """Images in packed sequences: the log-probs and gradients of transformers' own forward pass, in any layout."""
 
 from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import TrainingError
 from areal_lite.models.fused_decoder import FusedDecoder

@@ -1,17 +1,14 @@
 from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import transformers
 from torch import Tensor
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.errors import ConfigError

@@ -1,12 +1,9 @@
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 import transformers
-
 from areal_lite.errors import ConfigError
 from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.weight_folder import write_model

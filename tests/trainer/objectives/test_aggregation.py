@@ -1,16 +1,13 @@
 """L10: one weight per token; the loss of an update does not depend on how it is cut."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, get_args
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-
 from areal_lite.config.trainer_config import AggregationMode
 from areal_lite.trainer.objectives.aggregation import (
     aggregate,

@@ -1,13 +1,10 @@
 """L13, L14: weights and rejections between behaviour and proximal policy, against verl, and the bounds' right side."""
 
 from __future__ import annotations
-
 import math
-
 import pytest
 import torch
 from torch import Tensor
-
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.corrections import (
     drifted_episodes,

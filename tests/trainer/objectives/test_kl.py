@@ -1,10 +1,8 @@
 """L12: KL estimates against verl and slime, values and gradients, and the straight-through forms."""
 
 from __future__ import annotations
-
 import pytest
 import torch
-
 from areal_lite.trainer.objectives.kl import KL_ESTIMATORS, kl_penalty
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 

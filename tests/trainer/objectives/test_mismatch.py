@@ -1,10 +1,8 @@
 """V47: differences between engine and trainer, apart from staleness."""
 
 from __future__ import annotations
-
 import pytest
 import torch
-
 from areal_lite.trainer.rl.data_metrics import mismatch_statistics
 from tests.trainer.oracle_cases import case, inputs
 

@@ -1,10 +1,8 @@
 """DAPO's penalty on answers near the length limit."""
 
 from __future__ import annotations
-
 import pytest
 import torch
-
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.rl.algorithm import overlong_penalty
 

@@ -1,18 +1,15 @@
 """Policy losses against verl, slime and RL2, values and gradients, and rules of our own."""
 
 from __future__ import annotations
-
 import inspect
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate, episode_mean, token_weights
 from areal_lite.trainer.objectives.corrections import (

@@ -1,10 +1,8 @@
 """L11: the critic's loss against verl and RL2."""
 
 from __future__ import annotations
-
 import pytest
 import torch
-
 from areal_lite.trainer.objectives.aggregation import aggregate, token_weights
 from areal_lite.trainer.objectives.policy_loss import value_loss
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs

@@ -1,14 +1,11 @@
 """Settings that cannot work are refused before a model is loaded, with their key."""
 
 from __future__ import annotations
-
 import math
 from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-
 from areal_lite.config.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs

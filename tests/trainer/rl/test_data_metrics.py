@@ -1,13 +1,10 @@
 """V60: the figures of a batch and of a step's time, against numbers worked by hand."""
 
 from __future__ import annotations
-
 from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.trainer.rl import data_metrics
 from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics
 from tests.trainer.training_data import sequence

@@ -1,18 +1,15 @@
 """Credit belongs to episodes: how an episode is cut into sequences changes no advantage and no gradient."""
 
 from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
 from areal_lite.api.trajectory import Group
 from areal_lite.config.trainer_config import AggregationMode, CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.data.batch.data_proto_file import load_data_proto, save_data_proto

@@ -1,14 +1,11 @@
 """Steps of reinforcement learning on sequences with images."""
 
 from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load, save
-
 from areal_lite.config.trainer_config import KLConfig, TrainerConfig
 from areal_lite.data.batch.data_proto_file import from_tensors, to_tensors
 from areal_lite.data.batch.training_batch import training_sequences

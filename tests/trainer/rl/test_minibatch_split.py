@@ -1,9 +1,7 @@
 """Which groups share an update: decided by the order in which they were drawn, which a resume keeps."""
 
 from __future__ import annotations
-
 import numpy as np
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.rl.step_tokens import split_groups
 

@@ -4,13 +4,11 @@ Configs are drawn over the product of :data:`AXES`; ``make test-slow`` covers ev
 """
 
 from __future__ import annotations
-
 import itertools
 import random
 from functools import cache
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,6 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.trainer_config import CorrectionConfig, CriticConfig, KLConfig, LoRAConfig, TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto

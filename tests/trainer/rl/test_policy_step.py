@@ -1,14 +1,11 @@
 """A step's rewards, the turns of its episodes, and its metrics."""
 
 from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence
 from areal_lite.config.trainer_config import CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import TrainingError

@@ -1,17 +1,16 @@
 from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
-
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.trainer_config import (
     AggregationMode,
     CorrectionConfig,
@@ -202,6 +201,35 @@ def test_an_unbiased_kl_penalty_weighs_each_token_by_policy_over_behaviour(tiny:
         found[unbiased] = gradients(trainer)
     torch.testing.assert_close(found[True], {name: 2 * value for name, value in found[False].items()})
     assert any(bool(value.any()) for value in found[True].values())
+
+
+def with_teacher(batch: list[TokenSequence], trained: np.ndarray) -> DataProto:
+    """Return the batch with the reward 0 and a teacher's log-probs of its ``trained`` tokens."""
+    first = 0
+    for one in batch:
+        one.reward, scores = 0.0, np.zeros(len(one), np.float32)
+        scores[one.loss_mask] = trained[first : first + one.num_trained_tokens]
+        one.reference_logprobs, first = scores, first + one.num_trained_tokens
+    return training_batch(batch)
+
+
+def test_a_teachers_penalty_in_the_advantage_is_the_reverse_kl_of_each_token(tiny: Path) -> None:
+    """With a reward of 0 it is the whole advantage, so nothing pulls at a policy that equals its teacher."""
+    batch, teacher = drawn_batch(4), {"addresses": ["127.0.0.1:1"]}
+    trainer = make_trainer(tiny, kl=KLConfig(coef=2.0, estimator="k1", place="advantage", teacher=teacher))
+    assert trainer._reference is None
+    with pytest.raises(TrainingError, match=f"{len(batch)} of {len(batch)} sequences have no reference_logprobs"):
+        trainer.train_step(training_batch(batch), version=0)
+    own = trainer.logprobs_of(batch).numpy()
+    other = own + np.random.default_rng(0).normal(size=len(own)).astype(np.float32)
+    for scores in (other, own):
+        step = trainer.begin(with_teacher(batch, scores), version=0)
+        for stage in (trainer.score_proximal, trainer.score_reference, trainer.penalize_kl, trainer.correct):
+            stage(step)
+        trainer.estimate_advantages(step)
+        np.testing.assert_allclose(step.tokens.advantages.numpy(), -2.0 * (own - scores), atol=1e-4)
+    metrics = trainer.train_step(with_teacher(batch, other), version=0)
+    assert metrics["kl"] == pytest.approx(float((own - other).mean()), abs=1e-4)
 
 
 def first_gradients(model_path: Path, kl_coef: float) -> dict[str, torch.Tensor]:

@@ -1,15 +1,12 @@
 """The trained tokens of a step, and how ranks share its forward passes."""
 
 from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.rl.step_tokens import Microbatch, StepCut, StepTokens
 from tests.trainer.training_data import VOCABULARY, drawn_batch, sequence

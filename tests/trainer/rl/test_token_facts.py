@@ -1,7 +1,6 @@
 """The columns of a step's facts: who computed a value, and what is null; tests/verify proves whole files."""
 
 from __future__ import annotations
-
 import math
 import re
 import threading
@@ -9,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from pyarrow import parquet
-
 from areal_lite.config.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import StorageError
 from areal_lite.trainer.rl.algorithm import Algorithm

@@ -1,14 +1,11 @@
 """Rewards of single tokens reach the trainer as they are; nothing of them is lost."""
 
 from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
-
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.trainer_config import TrainerConfig

@@ -1,15 +1,12 @@
 """Episodes whose turns are rewarded one by one, through a whole training step."""
 
 from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 import torch
-
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.trajectory import EpisodeStatus, Group, TurnRewards

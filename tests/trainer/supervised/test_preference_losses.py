@@ -1,12 +1,9 @@
 """Losses of pairs, against RL2 and by hand."""
 
 from __future__ import annotations
-
 import math
-
 import pytest
 import torch
-
 from areal_lite.trainer.supervised.preference_trainer import dpo_loss, reward_model_loss
 from tests.trainer.oracle_cases import assert_matches, case, inputs
 

@@ -1,9 +1,7 @@
 """Losses of pairs: the two of a pair meet in one micro-batch, and every pair counts the same."""
 
 from __future__ import annotations
-
 from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
-
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.rl.step_tokens import StepCut
 from tests.fixtures.tiny_model import build_tiny_model

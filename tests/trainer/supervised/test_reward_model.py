@@ -1,13 +1,10 @@
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.servers.weights.weight_folder import write_model

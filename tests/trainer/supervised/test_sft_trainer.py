@@ -1,20 +1,17 @@
 """The loss of an update is that of its tokens, however it is cut; evaluation changes nothing."""
 
 from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
-
 from areal_lite.config.supervised_config import SFTTrainerConfig
 from areal_lite.errors import TrainingError
 from areal_lite.trainer.forward.microbatches import plan_microbatches

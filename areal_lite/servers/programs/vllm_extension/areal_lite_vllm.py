@@ -1,14 +1,11 @@
 """Runs inside vLLM's workers (``--worker-extension-cls areal_lite_vllm.WorkerExtension``)."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
 import torch
 import torch.distributed
 

@@ -1,9 +1,7 @@
 """Episodes of the agent with a scripted model in place of a server."""
 
 from unittest import mock
-
 from openai.types.chat import ChatCompletion
-
 from my_agent.agent import Agent
 
 

@@ -1,15 +1,12 @@
 """Two ranks: one fails or hangs while the other waits for it; started by torchrun."""
 
 from __future__ import annotations
-
 import os
 import signal
 import sys
 import threading
 from datetime import timedelta
-
 import torch
-
 from areal_lite.cli import stop_signals
 from areal_lite.models.parallel import ranks
 from areal_lite.models.parallel.ranks import broadcast_json

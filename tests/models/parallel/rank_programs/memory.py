@@ -1,13 +1,10 @@
 """Several ranks load, train and save a model; each writes how much memory that took."""
 
 from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-
 import torch
-
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.parallel.sharding import shard

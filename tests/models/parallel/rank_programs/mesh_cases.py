@@ -1,16 +1,15 @@
 """What every mesh of ranks must compute like one process; run as a program, it writes what came out."""
 
 from __future__ import annotations
-
+import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
-
 import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-
+from torch.distributed.tensor import DTensor
 from areal_lite.config.trainer_config import KLConfig, TrainerConfig
 from areal_lite.errors import StorageError
 from areal_lite.models.parallel.ranks import gather_json, join_ranks
@@ -24,22 +23,29 @@ from tests.trainer.training_data import VOCABULARY, drawn_batch, training_batch
 class Mesh(NamedTuple):
     size: int
     sp: int
+    tp: int
     cases: tuple[str, ...]
 
 
-LLAMA, QWEN3, GEMMA3 = "llama", "qwen3", "gemma3_text"
+LLAMA, QWEN2, QWEN3, ONE_KEY, GEMMA3 = "llama", "qwen2", "qwen3", "qwen3 with one head of keys", "gemma3_text"
 FAMILIES: dict[str, dict[str, Any]] = {
     LLAMA: {"num_key_value_heads": 2},
-    QWEN3: {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 8},  # fewer heads of keys than ranks
+    QWEN2: {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    QWEN3: {"num_key_value_heads": 2, "head_dim": 8},
+    ONE_KEY: {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 8},  # fewer than sp ranks
     GEMMA3: {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True},
 }
 STEPS = 20
 RESUMED = "critic"
 
 MESHES = {
-    "sp2": Mesh(2, 2, (LLAMA, QWEN3, "one_sample", "critic", "adapters", "forked", "sft", "dpo")),
-    "dp2 sp2": Mesh(4, 2, (LLAMA, QWEN3, GEMMA3, "many_microbatches", "forked_critic", "dpo", "reward_model")),
-    "sp4": Mesh(4, 4, (LLAMA, QWEN3, GEMMA3, "one_sample", "one_microbatch", "bfloat16")),
+    "sp2": Mesh(2, 2, 1, (LLAMA, ONE_KEY, "one_sample", "critic", "adapters", "forked", "sft", "dpo")),
+    "tp2": Mesh(2, 1, 2, (QWEN3, "adapters", "forked")),
+    "tp2, others": Mesh(2, 1, 2, (LLAMA, QWEN2, GEMMA3, "one_sample", "critic", "sft", "dpo")),
+    "dp2 sp2": Mesh(4, 2, 1, (LLAMA, ONE_KEY, GEMMA3, "many_microbatches", "forked_critic", "dpo", "reward_model")),
+    "dp2 tp2": Mesh(4, 1, 2, (LLAMA, QWEN2, QWEN3, "many_microbatches", "critic", "adapters", "sft", "reward_model")),
+    "sp2 tp2": Mesh(4, 2, 2, (LLAMA, QWEN3, GEMMA3, "one_sample", "forked_critic", "bfloat16")),
+    "sp4": Mesh(4, 4, 1, (LLAMA, ONE_KEY, GEMMA3, "one_sample", "one_microbatch", "bfloat16")),
 }
 """Meshes, and the cases that they run: a family of models, or one of ``training_cases``."""
 
@@ -49,7 +55,7 @@ def build(family: str, folder: Path) -> Path:
     torch.manual_seed(0)
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     options = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "tie_word_embeddings": False}
-    config = transformers.AutoConfig.for_model(family, **small | options | FAMILIES[family])
+    config = transformers.AutoConfig.for_model(family.split()[0], **small | options | FAMILIES[family])
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -93,13 +99,25 @@ def resume_and_save(rank: int, models: Path, out: Path) -> None:
         (out / f"failed_{rank}.txt").write_text(str(error))
 
 
+def held(model_path: Path) -> tuple[int, int]:
+    """Return how many numbers of weights and optimizer a rank keeps, and how many there are."""
+    config = TrainerConfig(total_steps=1, learning_rate=1e-2, dtype="float32", device="cpu")
+    trainer = PolicyTrainer(config, model_path=str(model_path), seed=1)
+    trainer.train_step(training_batch(drawn_batch(0)), version=3)
+    states = [value for state in trainer.learner.optimizer.state.values() for value in state.values() if value.ndim]
+    tensors = [*trainer.model.parameters(), *states]
+    local = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in tensors)
+    return local, sum(one.numel() for one in tensors)
+
+
 def run_rank(mesh: Mesh, out: Path, models: Path) -> None:
     """Run the cases of a mesh as one rank; the first writes what came out."""
-    with join_ranks(torch.device("cpu"), sp_size=mesh.sp) as ranks:
+    with join_ranks(torch.device("cpu"), sp_size=mesh.sp, tp_size=mesh.tp) as ranks:
         for case in mesh.cases:
             found = results(case, models)
             if ranks.rank == 0:
                 save_file(found, out / f"{case}.safetensors")
+        (out / f"held_{ranks.rank}.json").write_text(json.dumps(held(models / LLAMA)))
         resume_and_save(ranks.rank, models, out)
 
 

@@ -1,7 +1,6 @@
 """What every number of ranks must compute alike; run as a program, it writes what came out."""
 
 from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -11,13 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-
 from areal_lite.api.trajectory import Group
 from areal_lite.config.trainer_config import CriticConfig, KLConfig, LoRAConfig, TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto

@@ -1,16 +1,13 @@
 """One update on sequences with images, of which a rank may have none; run as a program, it writes what came out."""
 
 from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
-
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
 from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.models.parallel.ranks import gather_json, join_ranks
 from areal_lite.models.policy_model import load_policy

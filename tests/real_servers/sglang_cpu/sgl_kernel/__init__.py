@@ -1,7 +1,6 @@
 """Stands in for SGLang's kernels on a CPU: every name imports, and raises when called."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 

@@ -2,7 +2,6 @@
 
 import random
 import re
-
 from areal_lite.environments import Step, WrongAction
 
 

@@ -1,7 +1,6 @@
 """Tests of the environment; no model is needed."""
 
 from unittest import IsolatedAsyncioTestCase
-
 from areal_lite.environments import WrongAction
 from my_agent.task import GuessNumber
 

@@ -1,7 +1,6 @@
 """Tests of the conversations."""
 
 from unittest import TestCase
-
 from my_agent.task import rows
 
 

@@ -1,7 +1,6 @@
 """An agent that answers one question."""
 
 from openai import AsyncOpenAI
-
 from my_agent.task import reward
 
 

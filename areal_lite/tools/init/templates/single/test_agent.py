@@ -1,7 +1,6 @@
 """Tests of the agent, with a scripted model in place of a server."""
 
 from unittest import IsolatedAsyncioTestCase
-
 from my_agent.scripted_model import play
 from my_agent.task import rows
 

@@ -1,7 +1,6 @@
 """An agent that may call a tool before it answers."""
 
 from openai import AsyncOpenAI
-
 from my_agent.task import TOOLS, call_tool, reward
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[5]))
 
 from aiohttp import web
-
 from tests.stub_server import StubServer
 
 parser = argparse.ArgumentParser()

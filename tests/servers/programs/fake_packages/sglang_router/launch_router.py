@@ -8,7 +8,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[5]))
 
 from aiohttp import web
-
 from tests.rollout.router_stand_in import RouterStandIn
 
 parser = argparse.ArgumentParser()

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import sys
-
 import areal_lite_vllm
 from aiohttp import web
 

@@ -1,0 +1,178 @@
+"""A run on Ray's own cluster of three nodes, all of them processes of this machine: `make test-ray`."""
+
+from __future__ import annotations
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+import psutil
+import pytest
+from safetensors.numpy import load_file
+from areal_lite.tools.verify.verify import check_run
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+REPOSITORY = Path(__file__).parents[2]
+TIMED = re.compile("seconds|timing/|perf/|per_second|ms_per|mfu|latency|/started|memory|rollout/lead|wait")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Return a cluster of three nodes with two CPUs each."""
+    from ray.cluster_utils import Cluster
+
+    quick = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "health_check_timeout_ms": 1000}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": quick})
+    for _ in range(2):
+        cluster.add_node(num_cpus=2)
+    yield cluster
+    cluster.shutdown()
+
+
+def command(run_yaml: Path, *changes: str) -> list[str]:
+    return [sys.executable, "-m", "areal_lite", "train", str(run_yaml), "trainer.deterministic=true", *changes]
+
+
+def variables(**changed: str) -> dict[str, str]:
+    return {**{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}, "PYTHONPATH": str(REPOSITORY), **changed}
+
+
+def train(run_yaml: Path, trial: str, *changes: str) -> tuple[Path, str]:
+    """Return the run's folder, and what it said."""
+    words = command(run_yaml, f"trial_name={trial}", "rollout.workers=2", *changes)
+    done = subprocess.run(words, env=variables(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return run_yaml.parent / "runs/e2e" / trial, done.stderr
+
+
+def record_of(run: Path) -> tuple[Any, ...]:
+    """Return all of a run that does not depend on time or place."""
+    dumps = {}
+    for file in sorted(run.glob("*rollout/*/*.jsonl")):
+        lines = [json.loads(line) for line in file.read_bytes().splitlines()]
+        for line in lines:
+            del line["timings"]
+            for turn in line["turns"]:
+                for name in ("latency_s", "started", "server"):
+                    turn.pop(name, None)
+        dumps[file.relative_to(run)] = lines
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    numbers = [{k: v for k, v in r.items() if k.startswith("train/") and not TIMED.search(k)} for r in metrics]
+    (weights,) = (run / "model").glob("*.safetensors")
+    return dumps, numbers, {name: array.tobytes() for name, array in load_file(weights).items()}
+
+
+def test_a_run_on_nodes_has_the_bits_of_a_local_one(run_yaml: Path, cluster: Any) -> None:
+    local, _ = train(run_yaml, "local")
+    remote, said = train(run_yaml, "ray", "launch=ray", "cluster.n_nodes=3", f"ray.address={cluster.address}")
+    assert f"joining the Ray cluster at {cluster.address}, which ray.address names" in said
+    for one, two in zip(record_of(local), record_of(remote), strict=True):
+        assert one == two
+    assert "embedded server ready" in (remote / "logs/embedded-0.log").read_text()
+    assert {path.name for path in (remote / "logs").iterdir()} >= {"worker-0.log", "worker-1.log"}
+
+
+def test_a_cluster_that_nobody_named_is_not_joined(run_yaml: Path, cluster: Any) -> None:
+    _, said = train(run_yaml, "own", "launch=ray", "trainer.total_steps=1")
+    assert "starting a Ray of this run alone: neither ray.address nor RAY_ADDRESS names a cluster" in said
+
+
+def test_resources_that_do_not_exist_are_one_sentence_at_once(run_yaml: Path, cluster: Any) -> None:
+    words = command(run_yaml, "launch=ray", f"ray.address={cluster.address}", "server.num_threads=5")
+    done = subprocess.run(words, env=variables(), capture_output=True, text=True)
+    assert done.returncode == 64
+    (line,) = [line for line in done.stderr.splitlines() if "the run wants" in line]
+    assert "the run wants 5 CPUs and 0 GPUs for server-0; the cluster has 3 nodes with 2 CPUs and 0 GPUs, 2" in line
+
+
+def until_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"step {step:>4}  reward"):
+            return
+    raise AssertionError(process.stderr and process.stderr.read())
+
+
+def test_nothing_is_left_when_the_run_is_killed(run_yaml: Path) -> None:
+    words = command(run_yaml, "launch=ray", "rollout.workers=2", "trainer.total_steps=100000")
+    with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, text=True) as process:
+        until_step(process, 1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert {"raylet", "gcs_server"} <= {each.name() for each in family}
+        assert len(family) > 6
+        process.kill()
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def nodes_with(pattern: str) -> set[int]:
+    """Return the process of each node that runs a program whose command line has this part."""
+    programs = [each for each in psutil.process_iter(["cmdline"]) if pattern in " ".join(each.info["cmdline"] or ())]
+    return {parent.pid for each in programs for parent in each.parents() if parent.name() == "raylet"}
+
+
+def test_a_worker_on_a_node_that_is_lost_is_started_elsewhere(run_yaml: Path, cluster: Any) -> None:
+    words = command(run_yaml, "launch=ray", "rollout.workers=2", "trainer.total_steps=8", "trial_name=lost")
+    words += [f"ray.address={cluster.address}", "cluster.n_nodes=3"]
+    with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until_step(process, 3)
+        nodes = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
+        lost = nodes_with("rollout.workers.worker_process") - nodes_with("areal_lite.embedded")
+        cluster.remove_node(nodes[(lost & nodes.keys()).pop()], allow_graceful=False)
+        _, said = process.communicate(timeout=300)
+    cluster.add_node(num_cpus=2)
+    assert process.returncode == 0, said
+    assert re.search(r"worker-\d on node \S+ \(log \S+/logs/worker-\d.log\) is lost: ", said)
+    assert "starting it again" in said
+    run = run_yaml.parent / "runs/e2e/lost"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    assert [r["step"] for r in steps if "train/loss" in r] == list(range(1, 9))
+    assert check_run(run).findings == []
+
+
+def test_a_killed_rank_has_all_start_again_from_the_newest_checkpoint(run_yaml: Path, cluster: Any) -> None:
+    ranks = ["launch=ray", "cluster.n_ranks=2", f"ray.address={cluster.address}", "checkpoint.every_steps=2"]
+    ranks += ["trainer.total_steps=6"]
+    whole, _ = train(run_yaml, "whole", *ranks)
+    words = command(run_yaml, "rollout.workers=2", "trial_name=killed", *ranks)
+    with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until_step(process, 3)
+        of_run = [each for each in psutil.process_iter() if "trial_name=killed" in each.cmdline()]
+        (victim,) = [each for each in of_run if each.environ().get("RANK") == "1"]
+        victim.kill()
+        _, said = process.communicate(timeout=500)
+    assert process.returncode == 0, said
+    assert re.search(r"rank-1 on node \S+, log \S+/logs/rank-1.log was ended by SIGKILL: all ranks start again", said)
+    run = run_yaml.parent / "runs/e2e/killed"
+    assert (run / "incarnation").read_text() == "2"
+    assert record_of(run)[2] == record_of(whole)[2]
+    assert check_run(run).findings == []
+
+
+def test_servers_on_nodes_are_served_until_a_signal(tiny_model: Path, cluster: Any) -> None:
+    words = [sys.executable, "-m", "areal_lite", "serve", str(tiny_model), "--launch=ray", "--replicas=2"]
+    words += [f"--ray-address={cluster.address}"]
+    with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ready = next(line for line in process.stdout if line.startswith("ready:"))
+        addresses = re.findall(r"[\d.]+:\d+", ready)
+        assert len(addresses) == 2
+        for address in addresses:
+            with urllib.request.urlopen(f"http://{address}/model_info", timeout=30) as answer:
+                assert answer.status == 200
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_sweep_makes_its_runs_on_several_nodes(run_yaml: Path, cluster: Any) -> None:
+    words = [sys.executable, "-m", "areal_lite", "sweep", str(run_yaml), "--seeds=3", "launch=ray", "cluster.n_nodes=2"]
+    words += [f"ray.address={cluster.address}", "trainer.total_steps=1"]
+    done = subprocess.run(words, env=variables(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    runs = sorted(run_yaml.parent.glob("runs/e2e/*-seed*"))
+    assert len(runs) == 3
+    assert all((run / "finished.yaml").exists() and (run / "logs/run.log").exists() for run in runs)
