@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.structure import check, main
 
+pytestmark = pytest.mark.usefixtures("no_collection")
 ROOT = Path(__file__).parents[1]
 ROOM = '"""Rooms for made-up things, and nothing else."""\n'
 

@@ -5,7 +5,9 @@ import ast
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
+import pytest
 
+pytestmark = pytest.mark.usefixtures("no_collection")
 ROOT = Path(__file__).parents[2]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
