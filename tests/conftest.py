@@ -82,8 +82,8 @@ def tiny_server(tiny_model: Path) -> Iterator[str]:
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: a task of another test that is collected may log a traceback, which Python 3.11 does
-    with ``ast.parse``, and that fails inside another ``ast.parse``.
+    """Collect no garbage meanwhile: a task of another test that is collected may log a traceback, for which Python 3.11
+    calls ``ast.parse``, and that fails inside another ``ast.parse``.
     """
     gc.disable()
     yield

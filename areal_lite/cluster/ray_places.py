@@ -153,6 +153,11 @@ class RayPlaces(dict[str, RayPlace]):
             return "auto"
         return "broadcast" if self.blind(run_dir, "server") else "disk"
 
+    def metrics(self) -> dict[str, float]:
+        import ray
+
+        return {"cluster/nodes": float(sum(node["Alive"] for node in ray.nodes()))}
+
     def blind(self, folder: Path, role: str = "") -> list[str]:
         """Return the nodes that do not see ``folder``, of the places whose role begins with ``role``."""
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as probe:

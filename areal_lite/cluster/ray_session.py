@@ -9,14 +9,17 @@ import os
 import re
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from areal_lite.cluster.remote_program import kill_all
 from areal_lite.config.run_config import RayConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes import process_tree
@@ -31,6 +34,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):\d{1,5}")
 _NOT_COPIED = ("/.git", "/.venv", "/runs")
 MAX_COPIED = 100 * 2**20
 _OBJECT_STORE_BYTES = 2**27  # nothing of a run is in it
+_HEAD_S = 3.0  # seconds without a connection after which the head is lost; Ray itself waits a minute
 
 
 def choose_address(configured: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -109,7 +113,24 @@ def ray_session(config: RayConfig, *, num_cpus: float) -> Iterator[None]:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)  # Ray's own would end the run between two lines
         stack.callback(ray.shutdown)
+        over = threading.Event()
+        stack.callback(over.set)
+        threading.Thread(target=_watch_head, args=(address, over), name="Ray head watch", daemon=True).start()
         yield
+
+
+def _watch_head(address: str, over: threading.Event) -> None:
+    """End this process and its programs on all nodes once nothing accepts connections at ``address``."""
+    host, _, port = address.rpartition(":")
+    seen = time.monotonic()
+    while not over.wait(_HEAD_S / 6):
+        with suppress(OSError):
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_HEAD_S / 2).close()
+            seen = time.monotonic()
+        if time.monotonic() > seen + _HEAD_S and not over.is_set():
+            logger.error("the head of the Ray cluster at %s is lost: ending here; the same command resumes", address)
+            kill_all()
+            os._exit(ServerError.exit_code)
 
 
 @contextmanager

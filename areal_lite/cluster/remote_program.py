@@ -18,6 +18,17 @@ from areal_lite.processes.token_socket import TokenListener
 
 logger = logging.getLogger(__name__)
 
+_KILL_S = 1.0
+_running: set["RemoteProgram"] = set()
+
+
+def kill_all() -> None:
+    """Kill the programs of this process on their nodes, which needs no head of a cluster."""
+    for program in [*_running]:
+        program.kill()
+    for program in [*_running]:
+        program.wait(_KILL_S)
+
 
 class RemoteProgram:
     """A program that a new ``actor`` starts, and that ends it; ``name`` says which and where, for people."""
@@ -40,6 +51,7 @@ class RemoteProgram:
         if kind == "failed":
             raise OSError(value)
         self.pid = int(value)
+        _running.add(self)
         threading.Thread(target=self._follow, args=(os.dup(output), on_end), name=name, daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -81,6 +93,7 @@ class RemoteProgram:
             with suppress(ray.exceptions.RayError):  # no longer connected
                 ray.kill(self._actor)  # the bundle is for the actor of the next program
             self._ended.set()
+            _running.discard(self)
             on_end()
 
 

@@ -76,6 +76,7 @@ class RemoteInfEngine(EngineLifecycle):
     ``aupdate_weights``, ``aupdate_weights_from_disk``, ``aprobe``. Both run on the engine's loop."""
 
     turn_discount = 1.0  # of ``rollout.turn_rewards: sum``
+    place_metrics: Callable[[], dict[str, float]] = dict  # of the nodes of servers and workers
 
     def _recipe(
         self,

@@ -40,7 +40,7 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
 def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
     """Yield an engine with running servers; both stop when the context ends. Failed episodes are logged by cause when
     it ends, also after an error."""
-    rollout, group = config.rollout, None
+    rollout, group, nodes = config.rollout, None, None
     with ExitStack() as stack:
         places: Places = here
         if config.launch == "ray":
@@ -61,6 +61,8 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
                 faults=replace(rollout.faults, outage_patience_s=patience),
             )
         engine = stack.enter_context(RemoteInfEngine(rollout, model_path=config.model_path, places=places))
+        if nodes is not None:
+            engine.place_metrics = nodes.metrics
         if config.trainer.advantage == "turn_returns":  # the one estimator with a discount per turn
             engine.turn_discount = config.trainer.advantage_kwargs.get("gamma", 1.0)
         if group is not None:
@@ -79,6 +81,7 @@ def engine_metrics(engine: RemoteInfEngine) -> dict[str, float]:
         **{f"episodes/{status}": float(count) for status, count in engine.export_stats().items()},
         **{f"rollout/{name}": value for name, value in engine.rollout_metrics().items()},
         **{f"servers/{name}": value for name, value in engine.server_metrics().items()},
+        **engine.place_metrics(),
     }
 
 

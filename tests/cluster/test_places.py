@@ -3,6 +3,8 @@
 from __future__ import annotations
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ from areal_lite.cluster.ray_places import bundles_of, can_fit, check_facts
 from areal_lite.cluster.ray_session import check_ray, choose_address, runtime_env
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import RayConfig
-from areal_lite.errors import ConfigError, EpisodeError
+from areal_lite.errors import ConfigError, EpisodeError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.cluster.tcp_place import TcpPlace
 from tests.rollout.scripted import until
@@ -154,6 +156,36 @@ def test_a_worker_that_does_not_connect_is_an_error(
         match=rf"could not be started \(process \d+ {how}\) .* 3 times in a row: its output on node n, log l",
     ):
         engine_on(place, start_stub(), stack)
+
+
+WATCHED = """
+import threading, time
+from areal_lite.cluster import remote_program
+from areal_lite.cluster.ray_session import _watch_head
+from areal_lite.processes.child_process import ChildProcess
+
+program = ChildProcess(["sleep", "1000"], environment=dict(), output=None)
+remote_program._running.add(program)
+print(program.pid, flush=True)
+_watch_head({address!r}, threading.Event())
+"""
+
+
+def test_a_lost_head_ends_the_process_and_its_programs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head, ExitStack() as stack:
+        command = [sys.executable, "-c", WATCHED.format(address=f"127.0.0.1:{head.getsockname()[1]}")]
+        pipe = subprocess.PIPE
+        watched = stack.enter_context(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
+        assert watched.stdout is not None
+        pid = int(watched.stdout.readline())
+        for _ in range(8):  # for longer than the head may be away
+            head.accept()[0].close()
+        assert watched.poll() is None
+        head.close()
+        said = watched.communicate()[1]
+    assert watched.returncode == ServerError.exit_code
+    assert "is lost: ending here; the same command resumes" in said
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_copied_folder_is_without_what_no_node_needs_and_not_large(

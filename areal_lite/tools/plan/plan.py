@@ -51,6 +51,8 @@ class Plan(NamedTuple):
     """Peaks: ``trainer`` is this process, ``servers`` are its child processes together, ``gpus`` are all GPUs."""
     disk_bytes: dict[str, float]
     """Bytes in the run's folder at its end, in all and by kind."""
+    nodes: dict[str, float]
+    """With ``launch: ray``: ``programs`` of the run, their ``CPUs`` and ``GPUs``, and the fewest ``nodes`` for them."""
     staleness: dict[str, float]
     """Mean in policy versions; shares of the sampled tokens that grew too old, and of the groups drawn again."""
     unknown: list[str]
@@ -137,6 +139,7 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
         },
         memory_bytes=measured.memory,
         disk_bytes=_disk(config, measured, growth, evaluations * held_out_scale / max(1, done), checkpoints),
+        nodes=_nodes(config) if config.launch == "ray" else {},
         staleness=staleness if is_async else {},
         unknown=[
             *UNKNOWN,
@@ -174,6 +177,16 @@ def _disk(
     return {"total": sum(disk.values()), **disk}
 
 
+def _nodes(config: Trainable) -> dict[str, float]:
+    from areal_lite.cluster.ray_places import bundles_of, rank_bundles
+
+    bundles, cluster = [*rank_bundles(config), *bundles_of(config)], config.cluster
+    gpus = sum(bundle.gpus for bundle in bundles)
+    nodes = max(cluster.n_nodes, -(-gpus // max(1, cluster.n_gpus_per_node)))
+    cpus = sum(bundle.cpus for bundle in bundles)
+    return {"programs": len(bundles), "CPUs": cpus, "GPUs": gpus, "nodes": nodes}
+
+
 def plan_table(plan: Plan) -> Table:
     seconds, probed = plan.seconds, plan.probed_steps
     table = Table("", "predicted", title=f"{plan.steps} steps, from {probed} steps in {plan.probe_s:.0f} s")
@@ -186,6 +199,8 @@ def plan_table(plan: Plan) -> Table:
         for name, size in sizes.items():
             if size:
                 table.add_row(f"{title}: {name}", decimal(round(size)))
+    for name, count in plan.nodes.items():
+        table.add_row(f"cluster: {name}", f"{count:g}")
     for name, value in plan.staleness.items():
         table.add_row(f"staleness: {name}", f"{value:.2f} versions" if name == "mean" else f"{value:.1%}")
     return table

@@ -60,13 +60,16 @@ class TrainingProgress:
         self._bar.update(self._task, total=total, completed=step, visible=True, rewards=rewards)
 
 
-def _failures(metrics: Mapping[str, float]) -> str:
-    """Return failed episodes with the top cause, and retried requests, so far; empty without any."""
+def _trouble(metrics: Mapping[str, float]) -> str:
+    """Return failed episodes with the top cause, and retried requests, so far, and the nodes of a cluster that live;
+    empty without any."""
     text, cause = "", getattr(metrics, "top_cause", "")
     if failed := metrics.get("rollout/failed_episodes"):
         text += f"  failed {failed:.0f}{f' (most: {cause})' if cause else ''}"
     if retried := metrics.get("rollout/retried_requests"):
         text += f"  retried {retried:.0f}"
+    if nodes := metrics.get("cluster/nodes"):
+        text += f"  nodes {nodes:.0f}"
     return text
 
 
@@ -110,7 +113,7 @@ def progress_line(step: int, metrics: Mapping[str, float]) -> str:
         return (
             f"step {step:>4}  reward {metrics['train/reward_mean']:.3f}  loss {metrics['train/loss']:+.4f}  "
             f"{metrics['timing/step_s']:.1f} s (rollout {metrics['timing/rollout_wait_s']:.1f}, "
-            f"weights {metrics['timing/weight_update_s']:.1f}){_failures(metrics)}"
+            f"weights {metrics['timing/weight_update_s']:.1f}){_trouble(metrics)}"
         )
     scope = "eval" if "eval/loss" in metrics else "train"
     formats = {"loss": ".4f", "accuracy": ".3f", "margin": "+.3f", "learning_rate": ".2e", "grad_norm": ".2f"}

@@ -130,6 +130,13 @@ def test_staleness_is_that_of_the_steps_after_the_pipeline_has_filled() -> None:
     assert any("lead" in text for text in plan.unknown)
 
 
+def test_programs_on_nodes_are_counted() -> None:
+    on_nodes = {"launch": "ray", "cluster": {"n_ranks": 2, "n_gpus_per_node": 4, "n_nodes": 1}}
+    on_nodes |= {"server": {"backend": "sglang", "replicas": 2, "args": {"tp": 4}}, "rollout": {"workers": 3}}
+    assert predict(config(**on_nodes), probe()).nodes == {"programs": 7, "CPUs": 7, "GPUs": 10, "nodes": 3}
+    assert predict(config(), probe()).nodes == {}
+
+
 def test_the_probe_ends_with_enough_steady_steps_and_seconds() -> None:
     measured = Measurements(warm_up_steps=1, min_steady_s=5.0, max_steps=8)
     ends = []
