@@ -34,4 +34,10 @@ class Incarnation:
             )
 
     def _read(self) -> int:
-        return int(self._file.read_bytes()) if self._file.is_file() else 0
+        text = self._file.read_text(errors="replace") if self._file.is_file() else "0"
+        if not (text.isascii() and text.isdecimal()):
+            raise StorageError(
+                f"{self._file} has {text[:40]!r}, and must have the number of the run's newest start: write one there "
+                "that is higher than any earlier start's, such as 1000"
+            )
+        return int(text)

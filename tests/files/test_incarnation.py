@@ -31,6 +31,13 @@ def test_each_start_has_a_number_and_ends_the_earlier_ones(first: Incarnation, t
         first.check()
 
 
+@pytest.mark.parametrize("text", ["", "two", "-1", "1.5", "\u0661"])
+def test_a_file_without_a_number_says_what_to_write(text: str, tmp_path: Path) -> None:
+    (tmp_path / "incarnation").write_text(text)
+    with pytest.raises(StorageError, match="write one there that is higher than any earlier start's"):
+        Incarnation.begin(tmp_path)
+
+
 def test_an_older_start_writes_no_checkpoint(first: Incarnation, tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "checkpoints", keep=1)
     Incarnation.begin(tmp_path)

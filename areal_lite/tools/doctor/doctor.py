@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="origin", choices=("verl", "slime", "areal"), help="CONFIG is of that system: what to write here"
     )
+    parser.add_argument(
+        "--template", action="store_true", help="CONFIG is a model: does its chat template keep history byte for byte"
+    )
     parser.add_argument("--json", action="store_true", help="with --from: print one JSON object")
     parser.set_defaults(root=RunConfig)
 
@@ -32,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.origin is not None or options.json:
         return _ported(options)
+    if options.template:
+        return _template(options)
     code = doctor(options.config, options.overrides, show=lambda finding: print(finding, flush=True))
     if code:
         print("fix the lines that begin with fix, and run doctor again")
@@ -54,6 +59,16 @@ def _ported(options: argparse.Namespace) -> int:
         print(json.dumps({**result._asdict(), "keys": [each._asdict() for each in result.keys]}, default=str))
     else:
         print("\n".join(map(printable, result.lines())))
+    return 0
+
+
+def _template(options: argparse.Namespace) -> int:
+    if options.config is None or options.overrides:
+        raise ConfigError("--template looks at one model: give its folder or hub name, and no key=value")
+    from areal_lite.tools.doctor.doctor_template import template_findings
+
+    for finding in template_findings(options.config):
+        print(printable(str(finding)))
     return 0
 
 

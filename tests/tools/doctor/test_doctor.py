@@ -264,6 +264,46 @@ def tokenizer_findings(config: Path, *overrides: str) -> list[str]:
     return [str(finding) for finding in doctor_model.tokenizer(load_config(config, overrides))]
 
 
+REWRITES = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content.split('</think>')[-1] if message.role == 'assistant' and not loop.last else message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""  # the thoughts of earlier answers go
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (CHAT_TEMPLATE, []),
+        (REWRITES, ["answers with thoughts as text: message 3, of the user, changes message 2: '<think>"]),
+        (
+            REWRITES.replace("{% endif %}", "<think>{% endif %}"),
+            ["answers: message 2, of the assistant, changes the prompt of answer 2: '<think>"],
+        ),
+        ("{% for each in messages %}{{ each.role }}{% endfor %}", ["answers: the template leaves them out"]),
+        ("{{ raise_exception('no') }}", ["answers: the chat template cannot write messages[:6] (TemplateError: no)"]),
+    ],
+)
+def test_a_template_that_writes_another_history_is_told_with_its_turn(
+    model: Path, text: str, found: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    template(model, text)
+    assert main(["doctor", str(model), "--template"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    for start in found:
+        the_line(lines, "warning", start)
+    if not found:
+        the_line(lines, "ok", "answers: 6 messages are written alike")
+        the_line(lines, "ok", "answers with thoughts as text: 6 messages")
+
+
+def test_a_template_is_of_one_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], [str(model), "seed=1"]):
+        assert main(["doctor", *words, "--template"]) == 64
+        assert "--template looks at one model" in capsys.readouterr().err
+
+
 def test_a_tokenizer_without_a_chat_template_is_to_fix(config: Path, model: Path) -> None:
     template(model, None)
     code, lines = examine(config)
