@@ -18,6 +18,8 @@ ShouldAcceptFn = Callable[[dict[str, Any]], bool | FilterDecision]
 """A filter gets a group's tensor dict with ``member_idx`` and ``episode_rewards``, the episode of each sequence and its
 reward, and returns whether to keep the group, or a decision with its reason."""
 Row = Mapping[str, Any]
+OLDER_POLICY = "older-policy"
+"""Name of the agent whose calls an older version of the policy answers (``older_policy``); its answers never train."""
 
 
 class InferenceEngine(ABC):

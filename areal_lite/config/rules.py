@@ -44,6 +44,9 @@ def check_rollouts(config: RunConfig) -> None:
                 rollout.agents.sandbox.startswith("docker")
                 and (str(given.get("env")).startswith("mcp:") or given.get("isolation", "inline") != "inline")
             ),
+            "workflow_kwargs.opponent is older, and older_policy is null: set older_policy.every_steps": (
+                config.older_policy is None and "older" in given.get("opponent", ())
+            ),
             f"rollout.rewards.key is {rewards.key!r} and rollout.rewards.weights {rewards.weights}: the reward is one "
             "part or a sum of parts; remove one of the two": rewards.key is not None and bool(rewards.weights),
         }

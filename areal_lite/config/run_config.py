@@ -77,6 +77,16 @@ class RayConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class OlderPolicyConfig:
+    """An older version of the policy on a server of its own, as an opponent: it answers the agent older-policy."""
+
+    every_steps: Positive = 50
+    """Steps after which it gets the newest weights."""
+    addresses: list[str] = field(default_factory=list)
+    """HOST:PORT of its running servers, of rollout.backend. Empty: the run starts one, as server says."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ExperimentConfig(RunIdentity):
     """Settings of every kind of run."""
 
@@ -131,6 +141,8 @@ class RunConfig(ExperimentConfig):
     """Inference servers and episode scheduling."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """The servers that the run starts."""
+    older_policy: OlderPolicyConfig | None = None
+    """An older version of the policy, for self-play. Null: none."""
     trainer: TrainerConfig
     """Optimizer, algorithm and losses."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -8,27 +8,32 @@ import asyncio
 import hashlib
 import json
 import math
+import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 from openai import AsyncOpenAI
+from areal_lite.api.engine_api import OLDER_POLICY
 from areal_lite.api.episode_context import record_counts
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.environments.catalog import environment_maker
 from areal_lite.environments.environment import Environment, Messages, Observation, Step, ToolCall, WrongAction
 from areal_lite.environments.environment_process import ProcessEnvironment, interpreter_of, pickled_host
+from areal_lite.environments.random_player import random_action
 from areal_lite.environments.random_state import OwnRandom
 from areal_lite.errors import ConfigError
 
 T = TypeVar("T")
+OPPONENTS = ("self", "older", "random")
 
 
 @dataclass(eq=False)
 class EnvironmentAgent:
     """Plays the environment of a row until it is done; the rewards are those of the answers, one by one.
 
-    In a game of several players the model plays every seat, each with its own conversation. One seat trains, the same
-    for all members of a group, as it follows from the row.
+    In a game of several players each seat has its own conversation. One seat trains, the same for all members of a
+    group, as it follows from the row; ``opponent`` plays the others.
     """
 
     env: str | Sequence[str]
@@ -36,6 +41,9 @@ class EnvironmentAgent:
     _: KW_ONLY
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment; with a list, those of each by its name."""
+    opponent: str | Sequence[str] = "self"
+    """Who plays the other seats of a game: self, the policy; older, its older version (``older_policy``); random, words
+    and brackets of what it reads; or a server with OpenAI's API, http://HOST:PORT/v1. Of a list, the row chooses."""
     max_turns: int = 30
     """Answers per episode, of all players; then it is truncated."""
     system_prompt: str | None = None
@@ -56,6 +64,12 @@ class EnvironmentAgent:
     """Episodes after which a process is replaced, with what its libraries keep; None keeps it."""
 
     def __post_init__(self) -> None:
+        self.opponents = [self.opponent] if isinstance(self.opponent, str) else list(self.opponent)
+        for each in self.opponents:
+            if each not in OPPONENTS and not each.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"workflow_kwargs.opponent is {each!r}: write {', '.join(OPPONENTS)} or http://HOST:PORT/v1"
+                )
         self._python = interpreter_of(self.isolation)
         self._make: dict[str, Any] = {
             name: environment_maker(name, own) if self._python is None else pickled_host(name, own, self._python)
@@ -102,12 +116,13 @@ class EnvironmentAgent:
 
 
 class _Game:
-    """One episode: a conversation for each seat, and the rewards of the trained one by answer."""
+    """One episode: a conversation for each seat, and the rewards of the trained one by recorded answer."""
 
     def __init__(self, agent: EnvironmentAgent, environment: Environment, seen: Observation, seed: int) -> None:
         seats = getattr(environment, "players", 1)
         self.agent, self.environment = agent, environment
         self.trained, self.seat = seed % seats, seen.player
+        self.opponent, self.draw = agent.opponents[seed // seats % len(agent.opponents)], random.Random(seed)
         offered: Callable[[], list[dict[str, Any]]] = getattr(environment, "tools", list)
         self.tools = offered()
         first = [] if agent.system_prompt is None else [{"role": "system", "content": agent.system_prompt}]
@@ -116,27 +131,46 @@ class _Game:
         self.rewards: list[float | None] = []
 
     async def play(self, client: AsyncOpenAI, own: OwnRandom) -> list[float | None]:
-        tools: dict[str, Any] = {"tools": self.tools} if self.tools else {}
-        step = Step(player=self.seat)
-        while not (step.done or step.truncated):
-            talk = self.talks[self.seat]
-            completion = await client.chat.completions.create(model="default", messages=talk, **tools)
-            talk.append(completion.choices[0].message)
-            self.rewards.append(0.0 if self.seat == self.trained else None)
-            step = await self.act(completion.choices[0].message, own)
-            self.keep(step)
-            if len(self.rewards) >= self.agent.max_turns:
-                step = replace(step, truncated=True)
+        step, answers = Step(player=self.seat), 0
+        async with AsyncExitStack() as stack:
+            opponent = client
+            if self.opponent.startswith("http"):
+                opponent = await stack.enter_async_context(AsyncOpenAI(base_url=self.opponent, api_key="none"))
+            while not (step.done or step.truncated):
+                step = await self.act(own, await self.answer(client if self.seat == self.trained else opponent))
+                self.keep(step)
+                if (answers := answers + 1) >= self.agent.max_turns:
+                    step = replace(step, truncated=True)
         facts = {name: float(value) for name, value in step.info.items() if isinstance(value, int | float)}
-        facts |= {"turns": len(self.rewards), "truncated": float(not step.done)}
+        facts |= {"turns": answers, "truncated": float(not step.done)}
         record_counts({f"environment/{name}": value for name, value in facts.items() if math.isfinite(value)})
         return self.rewards
 
-    async def act(self, message: Any, own: OwnRandom) -> Step:
-        """Take the model's action; one that means nothing is answered."""
-        action, problems = read_action(message, self.tools)
-        self.talks[self.seat] += problems
-        if problems and not action:
+    async def answer(self, client: AsyncOpenAI) -> str | list[ToolCall]:
+        """Return the action of whoever plays the seat; what the model does not understand is answered."""
+        talk, is_trained = self.talks[self.seat], self.seat == self.trained
+        tools: dict[str, Any] = {"tools": self.tools} if self.tools else {}
+        if is_trained or self.opponent in ("self", "older"):
+            name = OLDER_POLICY if self.opponent == "older" and not is_trained else f"seat-{self.seat}"
+            if len(self.talks) > 1:
+                tools["metadata"] = {"agent": name}
+            completion = await client.chat.completions.create(model="default", messages=talk, **tools)
+            self.rewards.append(0.0 if is_trained else None)
+        elif self.opponent == "random":
+            read = [text_of([each]) for each in talk]
+            return random_action(self.tools, read[0] if read else "", read[-1] if read else "", self.draw)
+        else:
+            with attributed_to(FailureKind.ENVIRONMENT):
+                models = await client.models.list()
+                completion = await client.chat.completions.create(model=models.data[0].id, messages=talk, **tools)
+        talk.append(completion.choices[0].message)
+        action, problems = read_action(completion.choices[0].message, self.tools)
+        talk += problems
+        return action
+
+    async def act(self, own: OwnRandom, action: str | list[ToolCall]) -> Step:
+        """Take an action; one that means nothing is answered."""
+        if action == []:
             return Step([], player=self.seat)
         try:
             step = await self.agent.call("step", own, self.environment.step(action))
@@ -177,6 +211,10 @@ def episode_seed(run_seed: int, row: Mapping[str, Any]) -> int:
 
 def as_messages(messages: Messages) -> list[dict[str, Any]]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+def text_of(messages: Messages) -> str:
+    return "\n".join(str(message.get("content")) for message in as_messages(messages))
 
 
 def read_action(message: Any, tools: list[dict[str, Any]]) -> tuple[str | list[ToolCall], list[dict[str, Any]]]:

@@ -2,9 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin
-from areal_lite.api.engine_api import Row, ShouldAcceptFn
+from areal_lite.api import episode_context
+from areal_lite.api.engine_api import OLDER_POLICY, Row, ShouldAcceptFn
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.image_span import Images
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
@@ -76,6 +78,8 @@ class RemoteInfEngine(EngineLifecycle):
     ``aupdate_weights``, ``aupdate_weights_from_disk``, ``aprobe``. Both run on the engine's loop."""
 
     turn_discount = 1.0  # of ``rollout.turn_rewards: sum``
+    older: "RemoteInfEngine | None" = None
+    """Where an older version of the policy answers the calls of the agent ``OLDER_POLICY``."""
     place_metrics: Callable[[], dict[str, float]] = dict  # of the nodes of servers and workers
 
     def _recipe(
@@ -105,10 +109,25 @@ class RemoteInfEngine(EngineLifecycle):
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer to ``req``; see ``InferenceEngine.agenerate``."""
+        if req.metadata.get("agent") == OLDER_POLICY:
+            return await self._ask_older(req)
         if req.image_data:
             req = await with_spans(req, self.config)
         loop, call = self.running_loop, self._client.generate(req)
         return await (call if loop.is_current() else loop.acall(call))
+
+    async def _ask_older(self, req: ModelRequest) -> ModelResponse:
+        if self.older is None:
+            raise ConfigError(f"agent {OLDER_POLICY} calls an older policy, and older_policy is null: set it")
+        context = episode_context.current()
+        # the same records, but neither the episode's server nor its oldest version, which are of the policy
+        outside = episode_context.enter(context._replace(episode=copy(context.episode)))
+        if (episode := episode_context.current().episode) is not None:
+            episode.server = None
+        try:
+            return await self.older.running_loop.acall(self.older._client.generate(req))
+        finally:
+            episode_context.leave(outside)
 
     async def cut_short(self, rid: str) -> bool:
         """End a running call early; see ``InferenceEngine.cut_short``."""

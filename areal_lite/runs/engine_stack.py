@@ -14,6 +14,8 @@ from areal_lite.servers.programs.server_group import ServerGroup, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
 
 logger = logging.getLogger(__name__)
+OLDER = "older"
+"""Folder of a run for the older version of its policy."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
     it ends, also after an error."""
     rollout, group, nodes = config.rollout, None, None
     with ExitStack() as stack:
+        older = None
+        if config.older_policy is not None:
+            own = replace(rollout, addresses=config.older_policy.addresses, workers=1, dump_to_file=False)
+            own = replace(own, weight_update="disk")
+            alone = replace(config, rollout=own, server=replace(config.server, replicas=1), older_policy=None)
+            older = stack.enter_context(generating_engine(alone, run_dir / OLDER))
         places: Places = here
         if config.launch == "ray":
             on_ray = importlib.import_module("areal_lite.cluster.ray_places")
@@ -61,6 +69,7 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
                 faults=replace(rollout.faults, outage_patience_s=patience),
             )
         engine = stack.enter_context(RemoteInfEngine(rollout, model_path=config.model_path, places=places))
+        engine.older = older
         if nodes is not None:
             engine.place_metrics = nodes.metrics
         if config.trainer.advantage == "turn_returns":  # the one estimator with a discount per turn

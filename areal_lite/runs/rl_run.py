@@ -23,6 +23,7 @@ from areal_lite.models.truncation import Truncation
 from areal_lite.runs.engine_stack import generating_engine, thread_budget, with_scalars
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
+from areal_lite.runs.older_policy import OlderPolicy, older_policy
 from areal_lite.runs.profiling import MemorySnapshots, StepProfiler
 from areal_lite.runs.rollout_driver import RolloutDriver
 from areal_lite.runs.run_data import WorkflowChoice, tokenizer_path, training_data, with_steps
@@ -60,13 +61,14 @@ class RLRun(TrainingRun[Evaluation]):
     profiler: StepProfiler
     snapshots: MemorySnapshots
     publish_version: Publish
+    older: OlderPolicy | None
     _last_record: tuple[float, float] = field(init=False, default=(0.0, 0.0))
     """Moment of the last record, on the monotonic clock, and the tokens generated until then."""
 
     def run(self) -> Summary[Evaluation]:
         """Train up to ``total_steps`` and save the model; servers that were running before get the weights first."""
         if self.start.checkpoint is None:
-            if self.config.rollout.addresses:
+            if self.config.rollout.addresses or (self.config.older_policy and self.config.older_policy.addresses):
                 self.publish()  # they may still serve the weights of an earlier run
             self.compare_with_servers()
         return super().run()
@@ -98,6 +100,8 @@ class RLRun(TrainingRun[Evaluation]):
         """Publish the weights as policy version ``step`` and have the servers load them. A run that is asked to stop
         does not wait for the servers."""
         self.files.check_start()
+        if self.older is not None:
+            self.older.follow(self.step)  # before episodes of this version start
         weights = self.publish_version(self.step)
         if self.driver is not None:
             with suppress(Stopped), interruptible():
@@ -161,6 +165,8 @@ class RLRun(TrainingRun[Evaluation]):
     def resume_from(self, checkpoint: Path) -> None:
         super().resume_from(checkpoint)
         self.publish()
+        if self.older is not None:
+            self.older.resume(self.step)
         self.compare_with_servers()
 
     def save(self) -> None:
@@ -212,6 +218,9 @@ def run_rl(
             driver=driver,
             publish_version=stack.enter_context(
                 weight_publisher(rollout, trainer.model, files.run_dir / "weights", dtype)
+            ),
+            older=stack.enter_context(
+                older_policy(config, driver.engine if driver is not None else None, trainer.model, files.run_dir, dtype)
             ),
             profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
             snapshots=MemorySnapshots(config.memory_snapshot_steps, files.run_dir / "memory"),

@@ -5,6 +5,7 @@ import asyncio
 import os
 import random
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -121,3 +122,44 @@ def shout(seen: Any) -> str:
 
 def always_down(text: str) -> int:
     return 1
+
+
+class Kuhn:
+    """Kuhn poker: a card of three each, an ante of 1, one bet of 1; a text bets, or calls, as :func:`bets` says.
+
+    The value of the first seat between perfect players is -1/18.
+    """
+
+    players = 2
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Observation:
+        self.cards = random.Random(seed).sample(range(3), 2)
+        self.history = ""
+        return Observation(kuhn_view(self.cards[0], ""))
+
+    async def step(self, action: Any) -> Step:
+        self.history += "b" if bets(action) else "p"
+        if (won := kuhn_reward(self.cards, self.history)) is not None:
+            return Step(reward={0: won, 1: -won}, done=True)
+        seat = len(self.history) % 2
+        return Step(kuhn_view(self.cards[seat], self.history), player=seat)
+
+    async def close(self) -> None:
+        pass
+
+
+def bets(text: str) -> bool:
+    return sum(text.encode()) % 2 == 1
+
+
+def kuhn_view(card: int, history: str) -> str:
+    return f"{'JQK'[card]} {history}"
+
+
+def kuhn_reward(cards: Sequence[int], history: str) -> float | None:
+    """Return what the first seat wins; None before the end."""
+    if history in ("bp", "pbp"):
+        return 1.0 if history == "bp" else -1.0
+    if history in ("pp", "bb", "pbb"):
+        return (1.0 if history == "pp" else 2.0) * (1 if cards[0] > cards[1] else -1)
+    return None

@@ -4,11 +4,15 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 import pytest
+from openai import BadRequestError
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import episode_context
+from areal_lite.api.engine_api import OLDER_POLICY
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.turn_tree import trajectory_of
@@ -29,8 +33,64 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> InferenceEngineConfig:
     return InferenceEngineConfig(tokenizer_path=str(path))
 
 
+class ChatServer(ThreadingHTTPServer):
+    """Another system's server with OpenAI's API."""
+
+    daemon_threads = True
+    status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), ChatHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.models: list[str] = []
+
+
+class ChatHandler(BaseHTTPRequestHandler):
+    server: ChatServer
+
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self._send({"object": "list", "data": [{"id": "opponent", "object": "model", "created": 0, "owned_by": ""}]})
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/chat/completions"
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.models.append(asked["model"])
+        message = {"role": "assistant", "content": f"theirs {len(self.server.models)}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "opponent", "choices": [choice]}
+        self._send(answer, self.server.status)
+
+    def _send(self, body: Any, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
 @pytest.fixture
-def play(config: InferenceEngineConfig) -> Callable[..., Any]:
+def chat_server() -> Iterator[ChatServer]:
+    with ChatServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def names() -> list[str]:
+    """Return the agents' names in the calls of the episode that :func:`play` played last."""
+    return []
+
+
+@pytest.fixture
+def play(config: InferenceEngineConfig, names: list[str]) -> Callable[..., Any]:
     def play(answers: list[str], game: Scripted, **options: Any) -> Any:
         """Return the trajectory, the model's prompts and the counts of one episode."""
         agent = EnvironmentAgent("tests.environments.games.Scripted", kwargs={"steps": []}, **options)
@@ -42,6 +102,7 @@ def play(config: InferenceEngineConfig) -> Callable[..., Any]:
             return await AgentWorkflow(agent, config).arun_episode(engine, dict(ROW))  # type: ignore[arg-type]
 
         made = asyncio.run(run())
+        names[:] = [str(request.metadata["agent"]) for request in engine.requests]
         prompts = [tokenizer().decode(list(request.input_ids)) for request in engine.requests]
         return (None if made is None else trajectory_of(made, [])), prompts, episode.counts
 
@@ -145,6 +206,72 @@ def test_each_seat_reads_its_own_conversation_and_one_trains(play: Any) -> None:
     assert "first" in prompts[2] and "to 0" in prompts[2] and "second" not in prompts[2]
     expected = [[0.0, -1.0], [1.0]][trained]
     assert [sequence.reward for sequence in trajectory.sequences] == expected
+
+
+def turns_of_two(count: int = 4) -> list[Any]:
+    """Return the steps of a game of two in which the seats take turns, and the trained one wins."""
+    trained = episode_seed(1, ROW) % 2
+    steps = [Step(f"to {turn % 2}", player=turn % 2) for turn in range(1, count)]
+    return [*steps, Step(reward={trained: 1.0, 1 - trained: -1.0}, done=True)]
+
+
+def test_calls_have_the_names_of_their_seats(play: Any, names: list[str]) -> None:
+    play(["a", "b", "c", "d"], Scripted(turns_of_two(), players=2))
+    assert names == ["seat-0", "seat-1", "seat-0", "seat-1"]
+    play(["a"], Scripted([Step(done=True)]))
+    assert names == ["main"]
+
+
+def test_an_older_policy_answers_the_other_seat_by_its_own_name(play: Any, names: list[str]) -> None:
+    game = Scripted(turns_of_two(), players=2)
+    trajectory, _, _ = play(["a", "b", "c", "d"], game, opponent="older")
+    trained = episode_seed(1, ROW) % 2
+    assert names[1 - trained :: 2] == [OLDER_POLICY] * 2 and names[trained::2] == [f"seat-{trained}"] * 2
+    assert [sequence.reward for sequence in trajectory.sequences] == [0.0, 1.0]
+
+
+def test_a_random_opponent_takes_its_words_from_what_it_reads(play: Any) -> None:
+    played = []
+    for _ in range(2):
+        game = Scripted(turns_of_two(), players=2)
+        trajectory, prompts, counts = play(["mine"] * 2, game, opponent="random")
+        played.append([action for action in game.calls[1:-1] if action != "mine"])
+        assert len(prompts) == 2
+        assert [sequence.reward for sequence in trajectory.sequences] == [0.0, 1.0]
+        assert counts["environment/turns"] == 4
+    assert played[0] == played[1]  # the seed decides
+    assert len(played[0]) == 2
+    assert {*played[0]} <= {"begin", "to", "0", "1"}
+
+
+def test_another_server_plays_by_its_address_and_is_not_recorded(play: Any, chat_server: Any) -> None:
+    game = Scripted(turns_of_two(), players=2)
+    trajectory, prompts, _ = play(["mine"] * 2, game, opponent=chat_server.url)
+    assert [action for action in game.calls[1:-1] if action != "mine"] == ["theirs 1", "theirs 2"]
+    assert len(prompts) == 2
+    assert [sequence.reward for sequence in trajectory.sequences] == [0.0, 1.0]
+    assert chat_server.models == ["opponent"] * 2
+
+
+def test_an_opponent_that_fails_is_the_environments_failure(play: Any, chat_server: Any) -> None:
+    chat_server.status = 400
+    with pytest.raises(BadRequestError) as caught:
+        play(["mine"] * 2, Scripted(turns_of_two(), players=2), opponent=chat_server.url)
+    assert Failure.of(caught.value).kind is FailureKind.ENVIRONMENT
+
+
+def test_the_row_chooses_among_opponents(play: Any) -> None:
+    seen = set()
+    for seed in range(20):
+        game = Scripted(turns_of_two(), players=2)
+        play(["mine"] * 4, game, opponent=["self", "random"], seed=seed)
+        seen.add(game.calls[1:-1].count("mine"))
+    assert seen == {2, 4}
+
+
+def test_an_opponent_that_is_none_is_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError, match="opponent is 'elder': write self, older, random or http://HOST:PORT/v1"):
+        EnvironmentAgent("tests.environments.games.Dice", opponent=["self", "elder"])
 
 
 def test_an_episode_whose_trained_seat_never_acts_is_rejected(play: Any) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any, Literal
 from areal_lite.agents.session.chat_request import ChatRequest, Conversation, parse_message
+from areal_lite.api.engine_api import OLDER_POLICY
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 
 Style = Literal["individual", "concat"]
@@ -122,7 +123,8 @@ class ChatHistory:
         """
 
         def trains(answer: InteractionWithTokenLogpReward) -> bool:
-            return agents is None or answer.model_response.metadata.get("agent") in agents
+            name = answer.model_response.metadata.get("agent")
+            return name != OLDER_POLICY if agents is None else name in agents
 
         if style == "individual":
             return {key: replace(answer, concat=False) for key, answer in self.interactions.items() if trains(answer)}

@@ -41,7 +41,7 @@ def publish_weights(
     :mod:`areal_lite.files.atomic_folder`. With ``adapters_only`` it holds the adapters in float32 instead, in peft's
     format. Every rank must call this; the folder exists when rank 0 returns."""
     root = Path(directory_root)
-    folder = root / f"v{version:08d}"
+    folder = root / version_name(version)
     write = partial(write_adapters, model) if adapters_only else partial(write_model, model, dtype=dtype)
     if Ranks.current().rank:
         write(folder)
@@ -50,6 +50,10 @@ def publish_weights(
     keep_newest(root, 2, last=version)
     crash_point("weights:after_delete")
     return folder
+
+
+def version_name(version: int) -> str:
+    return f"v{version:08d}"
 
 
 def keep_newest(root: Path, count: int, *, last: int) -> None:

@@ -23,7 +23,7 @@ def _talk(**answer: Any) -> list[dict[str, Any]]:
     """Return three questions and their answers, each with what ``answer`` has; a tool's result asks, too."""
     messages: list[dict[str, Any]] = []
     for number in "123":
-        asks = {"role": "user", "content": f"Question {number}?"}
+        asks: dict[str, Any] = {"role": "user", "content": f"Question {number}?"}
         if "tool_calls" in answer and messages:
             asks = {"role": "tool", "tool_call_id": _CALL["id"], "name": "add", "content": number}
         messages += [asks, {"role": "assistant", "content": f"Answer {number}.", **answer}]
@@ -47,8 +47,10 @@ def template_findings(path: str) -> Iterator[Finding]:
         tools = [{"type": "function", "function": _TOOL}] if messages[1].get("tool_calls") else None
         template = ChatTemplate(tokenizer, tools, {})
         try:
-            is_written = text in template.write(messages).removeprefix(template.write(messages[:-1], prompt=True))
-            yield _compared(name, template, messages) if is_written else warning(f"{name}: the template leaves them out")
+            if text in template.write(messages).removeprefix(template.write(messages[:-1], prompt=True)):
+                yield _compared(name, template, messages)
+            else:
+                yield warning(f"{name}: the template leaves them out")
         except TemplateError as error:
             yield warning(f"{name}: {error}")
 
@@ -64,7 +66,7 @@ def _compared(name: str, template: ChatTemplate, messages: Sequence[Message]) ->
         what = f"the prompt of answer {count + 1}" if prompts and changed == count else f"message {changed}"
         return warning(
             f"{name}: message {count + 1}, of the {messages[count]['role']}, changes {what}: {before[at : at + 60]!r} "
-            f"becomes {after[at : at + 60]!r}. SFT makes a sequence of each answer; agents go on from recorded tokens. A "
-            "copy of the template that keeps its text makes one sequence of all"
+            f"becomes {after[at : at + 60]!r}. SFT makes a sequence of each answer; agents go on from recorded tokens. "
+            "A copy of the template that keeps its text makes one sequence of all"
         )
     return ok(f"{name}: {len(messages)} messages are written alike, whatever follows them")

@@ -12,8 +12,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from areal_lite.environments.environment import ToolCall
+from areal_lite.environments.random_player import tool_call
 from areal_lite.environments.random_state import OwnRandom
-from areal_lite.tools.env_check.play import Defect, Skipped, Subject, shown, tool_call
+from areal_lite.tools.env_check.play import Defect, Skipped, Subject, shown
 
 _MAX_STEPS = 1000
 _LIMIT, _CUT = re.compile(r"_*(max_\w+|\w+_limit|horizon)", re.I), re.compile(r"truncated|time_?limit", re.I)

@@ -12,7 +12,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from areal_lite.tools.env_check.play import POLICIES, Defect, Play, Skipped, Subject, shown, tool_call
+from areal_lite.environments.random_player import tool_call
+from areal_lite.tools.env_check.play import POLICIES, Defect, Play, Skipped, Subject, shown
 
 _LABELLED = r"(?i)\b(?:answer|solution|target|expected|truth|label|secret)\b\W{0,12}(?:is\W{1,4})?"
 _CANARY = Path("areal-lite-env-check")

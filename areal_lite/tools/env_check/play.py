@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from numbers import Real
@@ -10,7 +9,8 @@ from typing import Any
 from areal_lite.config.run_config import RunConfig
 from areal_lite.environments.catalog import environment_maker
 from areal_lite.environments.environment import Observation, Step, ToolCall, WrongAction
-from areal_lite.environments.environment_agent import EnvironmentAgent, as_messages, episode_seed
+from areal_lite.environments.environment_agent import EnvironmentAgent, episode_seed, text_of
+from areal_lite.environments.random_player import random_action
 from areal_lite.environments.random_state import OwnRandom
 from areal_lite.errors import ConfigError
 
@@ -78,7 +78,7 @@ class Play:
     async def reset(self) -> None:
         seen = await self._call("reset", self.own, self.environment.reset(self.row, self.seed))
         self.tools = getattr(self.environment, "tools", list)()
-        self.start = self.text = _text(seen.messages if isinstance(seen, Observation) else seen)
+        self.start = self.text = text_of(seen.messages if isinstance(seen, Observation) else seen)
 
     async def act(self, action: Action) -> Step:
         """Take an action; an exception ends the episode, and is kept."""
@@ -91,7 +91,7 @@ class Play:
         except Exception as error:
             self.raised = error
         self.steps.append(step)
-        self.text = _text(step.messages)
+        self.text = text_of(step.messages)
         return step
 
     async def go_on(self, policy: str, max_steps: int) -> None:
@@ -119,47 +119,14 @@ class Play:
         return [self.start, self.tools, *steps]
 
 
-def _text(messages: Any) -> str:
-    return "\n".join(str(message.get("content")) for message in as_messages(messages))
-
-
 def shown(value: Any) -> str:
     """Return a short quotation."""
     return text if len(text := repr(value)) <= 60 else text[:57] + "..."
 
 
-def _chance(play: Play) -> Action:
-    """Call any tool, or reply with a bracket or word of what was read last, or of the last line that was read first.
-
-    That line often says how to act.
-    """
-    if play.tools and play.draw.random() < 0.8:
-        return [tool_call(play.draw.choice(play.tools), play.draw)]
-    brackets = re.findall(r"\[[^\[\]]*\]", play.start + play.text)
-    pools = [brackets, re.findall(r"\w+", play.start.rpartition("\n")[2]), play.text.split()]
-    return str(play.draw.choice(play.draw.choice([pool for pool in pools if pool] or [["0"]])))
-
-
 POLICIES: dict[str, Callable[[Play], Action]] = {
     "oracle": lambda play: str(play.environment.solution(play.row)),
     "empty": lambda play: "",
-    "random": _chance,
+    "random": lambda play: random_action(play.tools, play.start, play.text, play.draw),
     "copy": lambda play: play.text,
 }
-
-
-def tool_call(tool: dict[str, Any], draw: random.Random) -> ToolCall:
-    """Return a call that fits the schema of a tool."""
-    function = tool["function"]
-    return ToolCall("call_0", function["name"], _drawn({"type": "object"} | function.get("parameters", {}), draw))
-
-
-def _drawn(schema: Mapping[str, Any], draw: random.Random) -> Any:
-    kind, low = schema.get("type"), int(schema.get("minimum", 0))
-    if kind == "object":
-        return {name: _drawn(each, draw) for name, each in schema.get("properties", {}).items()}
-    if kind == "array":
-        return [_drawn(schema.get("items", {}), draw) for _ in range(schema.get("minItems", 1))]
-    numbers = range(low, int(schema.get("maximum", low + 9)) + 1)
-    usual = {"integer": [*numbers], "number": [*numbers], "boolean": [False, True], "null": [None]}
-    return draw.choice(schema.get("enum") or usual.get(str(kind), ["a", "b", "1"]))

@@ -266,7 +266,8 @@ def tokenizer_findings(config: Path, *overrides: str) -> list[str]:
 
 REWRITES = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content.split('</think>')[-1] if message.role == 'assistant' and not loop.last else message.content }}<|im_end|>
+{{ message.content.split('</think>')[-1] if message.role == 'assistant' and not loop.last else message.content -}}
+<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""  # the thoughts of earlier answers go
 

@@ -12,9 +12,10 @@ from areal_lite.cli.commands import command_parser
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import RunConfig
+from areal_lite.environments.random_player import tool_call
 from areal_lite.errors import ConfigError
 from areal_lite.tools.env_check import command, conduct, credit
-from areal_lite.tools.env_check.play import Subject, tool_call
+from areal_lite.tools.env_check.play import Subject
 from tests.tools.env_check import planted
 
 PLANTED = {
