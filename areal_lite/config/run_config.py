@@ -142,7 +142,7 @@ class RunConfig(ExperimentConfig):
     server: ServerConfig = field(default_factory=ServerConfig)
     """The servers that the run starts."""
     older_policy: OlderPolicyConfig | None = None
-    """An older version of the policy, for self-play. Null: none."""
+    """An older version of the policy to play against. Null: none."""
     trainer: TrainerConfig
     """Optimizer, algorithm and losses."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

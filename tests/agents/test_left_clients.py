@@ -60,14 +60,16 @@ def test_a_closed_stream_leaves_its_tokens_in_the_record(workers: int, tmp_path:
     (group,) = asyncio.run(play())
     assert group.rewards == [1.0], group.error
     (trajectory,) = group.trajectories
-    cut, whole = (turn for turn in trajectory.turns if turn.role == "assistant")
+    answers = [turn for turn in trajectory.turns if turn.role == "assistant"]
+    cut, whole = sorted(answers, key=lambda turn: turn.stop_reason == "length")  # the second may end first
     model = AutoModelForCausalLM.from_pretrained(path)
 
     assert (cut.stop_reason, whole.stop_reason) == ("abort", "length")
     assert 0 < len(cut.ids) < MOST
     assert cut.loss_mask.all() and whole.loss_mask.all()
     assert set(np.asarray(cut.versions).tolist()) == {0}
-    before = trajectory.turns[0].ids
+    assert cut.parent is not None
+    before = np.concatenate([trajectory.turns[place].ids for place in trajectory.path_to(cut.parent)])
     logits = model(input_ids=_row(np.concatenate([before, cut.ids]))).logits[0, len(before) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, _row(cut.ids)[0][:, None])[:, 0]
     assert cut.logprobs is not None

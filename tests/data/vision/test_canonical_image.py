@@ -1,6 +1,7 @@
 """The canonical form of an image, its limits, and where it is stored."""
 
 from __future__ import annotations
+import base64
 import io
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from areal_lite.data.vision import canonical_image as subject
+from areal_lite.data.vision import image_source
 from areal_lite.data.vision.canonical_image import ImageError, canonical_image
 from areal_lite.data.vision.image_processor import ImageProcessor, load_image_processor
 from areal_lite.data.vision.image_store import ImageStore
@@ -152,3 +154,10 @@ def test_the_store_keeps_an_image_once_and_reads_only_what_its_name_says(tmp_pat
         store.read("0" * 64)
     with pytest.raises(ValueError, match="not a sha256"):
         store.path("../" + "0" * 61)
+
+
+def test_base64_text_is_refused_by_its_length_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_source, "MAX_ENCODED_BYTES", 30)
+    assert image_source.base64_bytes(base64.b64encode(b"x" * 30).decode()) == b"x" * 30
+    with pytest.raises(ImageError, match="the image has over 30 bytes"):
+        image_source.base64_bytes("?" * 45)

@@ -101,6 +101,13 @@ def test_side_by_side_a_bfloat16_token_on_a_cpu_attends_only_to_its_own_sequence
         torch.testing.assert_close(model.states(packed), expected, atol=0.05, rtol=0.05)
 
 
+def test_states_alone_are_no_score() -> None:
+    model = PackedModel(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL)).eval())
+    packed, _ = packed_together(drawn_batch(3))
+    with pytest.raises(NotImplementedError, match="PackedModel gives states alone: use a scorer"):
+        model(packed)
+
+
 TREE = [  # forks inside trained tokens, a chain, nested forks, equal inputs, and a stranger without a common prefix
     sequence([5, 6, 7, 8, 9], [2, 3]),
     sequence([5, 6, 7, 8, 9, 10, 11], [4, 6]),
