@@ -9,6 +9,7 @@ with a tool between them; a seed decides their lengths and every fault:
 - of servers: killed and started again with the first weights, stopped and continued, 503, 429 with Retry-After, updates
   that are acknowledged and not loaded, connections refused by half of them at once
 - of the trainer: killed and resumed from its checkpoint, a slow disk under the dumps
+- of nodes, with ``--launch ray``: a node with a rollout worker is killed, and another one joins
 - of episodes: raise, SystemExit, cancel themselves, hang, swallow their cancellation, leak a task, block the event loop
 
 Before and after the faults the same run goes undisturbed, which measures its speed without them. From that comes the
@@ -16,7 +17,10 @@ effective training time: the seconds in which an undisturbed run would have trai
 share of all seconds (RobustRL, arXiv:2512.22492), and of the seconds that the faults left. The log must name each fault
 that a request or an episode met (``NAMED_BY``).
 
-    python benchmarks/chaos.py [--smoke | --episodes 100000] [--seed 1]
+    python benchmarks/chaos.py [--smoke | --episodes 100000] [--seed 1] [--launch ray]
+
+With ``--launch ray``, episodes run in two workers on Ray's own cluster of three nodes, all on this machine. What is left
+in the trainer's process is then not counted, as Ray is in it.
 
 Prints one JSON object; the exit code is 1 if a check failed. docs/benchmarks.md has figures.
 """
@@ -93,12 +97,14 @@ NAMED_BY = {
     "cancel itself": "CancelledError",
     "hang": "episode_timeout_s",
     "swallow": "episode_timeout_s",
+    "kill node": r"worker-\d on node \S+ \(log \S+\) is lost",
 }
 """What the log says of a server or, of an episode, its record in the dump, by the fault that it names.
 
 What fails nothing is not named: a reply that drips within its time, a disk that the queue of the dumps makes up for, a
 rejection, a task that is left behind and ends by itself. Nor is the trainer's own death, which its parent sees.
 """
+WORKER = "rollout.workers.worker_process"
 OUT = r" is (down|behind|slow): "
 """What the log says of a server that was killed, stopped or cut off."""
 
@@ -195,7 +201,6 @@ class TrainerProcess:
         self.stacks: str | None = None
         self._down_since: float | None = None
         self._folder = folder
-        self._chaos = False
         self._stderr = (folder / "stderr.txt").open("ab")
 
     def start(self) -> None:
@@ -204,7 +209,6 @@ class TrainerProcess:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True)
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
-        self.order(chaos=self._chaos)
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -215,7 +219,9 @@ class TrainerProcess:
 
     def order(self, **order: Any) -> None:
         """Send an order."""
-        self._chaos = order.get("chaos", self._chaos)
+        if "chaos" in order:
+            flag = self._folder / "chaos"
+            flag.touch() if order["chaos"] else flag.unlink(missing_ok=True)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -256,6 +262,33 @@ class TrainerProcess:
         self.up = news.get("up", self.up)
 
 
+class Nodes:
+    """Ray's own cluster of three nodes."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        quick = {"health_check_period_ms": 500, "health_check_failure_threshold": 6, "health_check_timeout_ms": 2000}
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": quick})
+        for _ in range(2):
+            self._cluster.add_node(num_cpus=1)
+        self.address = self._cluster.address
+
+    def kill_one(self) -> None:
+        """Kill a node that runs a rollout worker, and have another one join."""
+        import psutil
+
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in self._cluster.worker_nodes}
+        programs = [each for each in psutil.process_iter(["cmdline"]) if WORKER in " ".join(each.info["cmdline"] or ())]
+        used = [parent.pid for each in programs for parent in each.parents() if parent.pid in raylets]
+        self._cluster.remove_node(raylets[next(iter(used or raylets))], allow_graceful=False)
+        self._cluster.add_node(num_cpus=1)
+
+    def stop(self) -> None:
+        """End all nodes."""
+        self._cluster.shutdown()
+
+
 class Chaos:
     """Runs the servers, the trainer and the faults."""
 
@@ -268,6 +301,7 @@ class Chaos:
             for i, port in enumerate(self.ports)
         ]
         self.trainer = TrainerProcess(folder)
+        self.nodes = Nodes() if args.launch == "ray" else None
         self.faults: Counter[str] = Counter()
         self.windows: dict[str, tuple[float, float]] = {}
         """Beginning and end of each phase."""
@@ -290,11 +324,12 @@ class Chaos:
         self._until(2 * self.args.batch)  # the start is not measured
         self._phase("before", 2 * self.args.batch + quiet)
         self._set_chaos(True)
+        lasting = (*LASTING, "kill node") if self.nodes else LASTING
         began, rounds = self.trainer.ended_before + self.trainer.ended, self.args.rounds
         kinds = [
             kind
             for i in range(rounds)
-            for kind in self.draw.sample(LASTING, len(LASTING))
+            for kind in self.draw.sample(lasting, len(lasting))
             if kind != "kill trainer" or i < (rounds + 2) // 3  # then one lives long, so that its memory can be watched
         ]
         step = (groups - quiet - began) / (len(kinds) + 1)
@@ -362,8 +397,13 @@ class Chaos:
             self.trainer.kill()
         elif kind == "slow disk":
             self.trainer.order(slow_s=seconds)
+        elif kind == "kill node":
+            assert self.nodes is not None
+            self.causes.append(Cause(kind))
+            self._waiting.append(threading.Thread(target=self.nodes.kill_one))
+            self._waiting[-1].start()
         sound = [server for server in self.servers if not self._is_down(server)]
-        if kind in ("kill trainer", "slow disk") or not sound:
+        if kind in ("kill trainer", "slow disk", "kill node") or not sound:
             return
         if kind == "stop":
             seconds = self.args.stop_s
@@ -414,6 +454,8 @@ class Chaos:
             if process is not None:
                 process.kill()
                 process.wait()
+        if self.nodes is not None:
+            self.nodes.stop()
 
 
 def _free_ports(count: int) -> list[int]:
@@ -452,7 +494,7 @@ def read_dumps(folder: Path, misdeeds: dict[Any, tuple[int, str]]) -> dict[str, 
     lost: Counter[str] = Counter()
     named: Counter[str] = Counter()
     unnamed: Counter[str] = Counter()
-    episodes = twins = torn = wasted = 0
+    episodes = twins = torn = wasted = with_worker = 0
     ids: set[int] = set()
     for path in folder.rglob("rollout/*/*.jsonl"):
         if path.parts[-3] != "rollout":
@@ -467,7 +509,9 @@ def read_dumps(folder: Path, misdeeds: dict[Any, tuple[int, str]]) -> dict[str, 
             episodes += 1
             ends[line["status"]] += 1
             member, do = misdeeds.get(line["task_id"], (-1, None))
-            if line["status"] == "failed" and (line["error_kind"] == "engine" or do is None):
+            if line["error_kind"] == "worker":
+                with_worker += 1
+            elif line["status"] == "failed" and (line["error_kind"] == "engine" or do is None):
                 lost[f"{line['error_kind']}: {line['error'].strip().splitlines()[-1][:160]}"] += 1
             elif member == line["member_idx"] and line["status"] != "accepted":
                 wasted += sum(len(turn["ids"]) for turn in line["turns"] if turn["role"] == "assistant")
@@ -475,7 +519,7 @@ def read_dumps(folder: Path, misdeeds: dict[Any, tuple[int, str]]) -> dict[str, 
                     (named if re.search(NAMED_BY[do], line["error"]) else unnamed)[do] += 1
     return {
         **{"groups": ids, "episodes": episodes, "ends": dict(ends), "twins": twins, "torn": torn, "lost": lost},
-        **{"wasted": wasted, "named": named, "unnamed": unnamed},
+        **{"wasted": wasted, "named": named, "unnamed": unnamed, "with_worker": with_worker},
     }
 
 
@@ -616,6 +660,7 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
         "trained groups": len(trained),
         "dropped groups": summary["dropped"],
         "lost to the infrastructure": dict(dump["lost"]),
+        "lost with their worker, and drawn again": dump["with_worker"],
         "lost %": round(100 * lost_share, 4),
         "largest staleness": max(step["staleness"] for step in both),
         "tokens/s without faults, before and after": [round(value) for value in quiet],
@@ -645,6 +690,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--servers", type=int, default=8)
     parser.add_argument("--tokens-per-s", type=float, default=1200.0, help="of each server")
+    parser.add_argument("--launch", choices=("local", "ray"), default="local")
     parser.add_argument("--keep", type=Path, help="folder for the dumps, the journal and the log")
     args = parser.parse_args()
     args.group_size, args.staleness = 4, 4
@@ -676,6 +722,8 @@ def main() -> None:
     }
     settings = {"rows": max(1000, args.episodes // 3), "seed": args.seed, "grace_s": args.grace_s, "more": args.more}
     settings["rollout"] = rollout
+    if chaos.nodes is not None:
+        settings["ray"], rollout["workers"] = chaos.nodes.address, 2
     (folder / "settings.json").write_text(json.dumps(settings))
     began = time.monotonic()
     try:

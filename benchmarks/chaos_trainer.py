@@ -14,6 +14,8 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -31,8 +33,10 @@ from areal_lite.api import (
 )
 from areal_lite.api.trajectory import Group
 from areal_lite.cli.stop_signals import task_stacks
+from areal_lite.config.loader import load_config
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.source_settings import SourceSettings
+from areal_lite.processes.place import Places, here
 from areal_lite.rollout import workflow_context
 from areal_lite.rollout.dumps.packed_group import File
 from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
@@ -63,14 +67,13 @@ class Orders:
     """What the parent wants at this moment."""
 
     def __init__(self) -> None:
-        self.chaos = self.finish = False
+        self.finish = False
         self.slow_until = 0.0
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         for line in sys.stdin:
             order = json.loads(line)
-            self.chaos = order.get("chaos", self.chaos)
             self.finish = order.get("finish", self.finish)
             self.slow_until = time.monotonic() + order.get("slow_s", 0.0)
             if "stacks" in order:
@@ -79,14 +82,19 @@ class Orders:
         os._exit(3)  # the parent is gone
 
 
+def note(folder: Path, task_id: Any, member: int, do: str) -> None:
+    """Write down a misdeed, from any process."""
+    with (folder / "misdeeds.jsonl").open("ab", buffering=0) as log:
+        log.write(json.dumps([task_id, member, do]).encode() + b"\n")
+
+
 class ToolAgent(RolloutWorkflow):
-    """Several turns with a tool between them; one episode of some groups misbehaves while there is chaos."""
+    """Several turns with a tool between them; one episode of some groups misbehaves while there is a file ``chaos``."""
 
     gconfig = GenerationHyperparameters(max_new_tokens=128)
 
-    def __init__(self, orders: Orders, log: int, grace_s: float) -> None:
-        self._orders = orders
-        self._log = log
+    def __init__(self, folder: Path, grace_s: float) -> None:
+        self._folder = folder
         self._grace_s = grace_s
         self._leaked: set[asyncio.Task[None]] = set()
 
@@ -94,9 +102,9 @@ class ToolAgent(RolloutWorkflow):
         """Run the turns; the row says how it misbehaves."""
         context = workflow_context.get()
         draw = random.Random(data["row"] * 64 + context.member_idx)
-        do = data["do"] if self._orders.chaos and context.member_idx == data["member"] else None
+        do = data["do"] if context.member_idx == data["member"] and (self._folder / "chaos").exists() else None
         if do is not None:
-            os.write(self._log, json.dumps([context.task_id, context.member_idx, do]).encode() + b"\n")
+            note(self._folder, context.task_id, context.member_idx, do)
         row = data["row"]
         ids = [20 + row % 80, 20 + row // 80 % 80, 20 + row // 6400 % 80, 20 + context.member_idx]
         ids += [30] * min(200, int(draw.lognormvariate(3, 0.7)))
@@ -260,6 +268,17 @@ def count_tasks(engine: RemoteInfEngine, wanted: int | None = None) -> int:
         time.sleep(0.5)
 
 
+@contextmanager
+def nodes(folder: Path, settings: dict[str, Any]) -> Iterator[Places]:
+    """Yield the places of the workers on the nodes of a cluster."""
+    from areal_lite.cluster.ray_places import bundles_of, ray_places
+
+    changes = [f"rollout.workers={settings['rollout']['workers']}", "rollout.addresses=[127.0.0.1:1]"]
+    config = load_config(Path(__file__).parents[1] / "configs/ray.yaml", [*changes, f"ray.address={settings['ray']}"])
+    with ray_places(config, folder / "logs", bundles_of(config)) as places:
+        yield places.__getitem__
+
+
 def main(folder: Path) -> None:
     """Train until the parent says that it is enough."""
     torch.set_num_threads(1)
@@ -276,16 +295,20 @@ def main(folder: Path) -> None:
     journal = Journal(folder)
     if journal.state["source"] is not None:
         source.load_state_dict(journal.state["source"])
-    misdeeds = os.open(folder / "misdeeds.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     config = InferenceEngineConfig(fileroot=str(folder / "runs"), **settings["rollout"])
     uvloop.new_event_loop().close()  # the first one of a process opens files that stay open
     files, first_id = open_files(), next_task_id(config.run_dir)
-    os.write(misdeeds, json.dumps([first_id, -1, "start"]).encode() + b"\n")
-    engine = RemoteInfEngine(config).initialize()
-    tasks = count_tasks(engine)
-    memory = _train(engine, source, journal, orders, ToolAgent(orders, misdeeds, settings["grace_s"]))
-    tasks_left = count_tasks(engine, tasks) - tasks
-    engine.destroy()
+    note(folder, first_id, -1, "start")
+    agent, threads = ToolAgent(folder, settings["grace_s"]), 2  # this one and that of the orders
+    with ExitStack() as stack:
+        places = stack.enter_context(nodes(folder, settings)) if "ray" in settings else here
+        engine = RemoteInfEngine(config, places=places).initialize()
+        tasks = 0 if "ray" in settings else count_tasks(engine)  # a workflow sees the tasks of its own process
+        memory = _train(engine, source, journal, orders, agent)
+        tasks_left = 0 if "ray" in settings else count_tasks(engine, tasks) - tasks
+        engine.destroy()
+        if "ray" in settings:  # which has threads and files of its own
+            threads, files = threading.active_count(), open_files()
     counts = engine.export_stats()
     state = source.state_dict()
     say(
@@ -293,8 +316,8 @@ def main(folder: Path) -> None:
         first_id=first_id,
         ended=sum(counts.values()) - counts["abandoned"] - CountTasks.calls,
         tasks_left=tasks_left,
-        threads_left=threading.active_count() - 2,  # this one and that of the orders
-        files_left=open_files() - files,
+        threads_left=max(0, threading.active_count() - threads),
+        files_left=max(0, open_files() - files),
         memory=memory,
         handed_out=state["group_index"],
         dropped=sum(state["dropped"].values()),
