@@ -153,6 +153,32 @@ def test_a_killed_rank_has_all_start_again_from_the_newest_checkpoint(run_yaml: 
     assert check_run(run).findings == []
 
 
+def test_a_lost_head_ends_all_programs_and_the_same_command_resumes(run_yaml: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    words = command(run_yaml, "launch=ray", "rollout.workers=2", "trial_name=head", "checkpoint.every_steps=1")
+    words += ["trainer.total_steps=1000", f"ray.address={own.address}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=variables(), stdout=pipe, stderr=pipe, text=True) as process:
+        until_step(process, 2)
+        raylet = psutil.Process(own.head_node.all_processes["raylet"][0].process.pid)
+        ours = re.compile("rollout.workers.worker_process|areal_lite.embedded")
+        programs = [each for each in raylet.children(recursive=True) if ours.search(" ".join(each.cmdline()))]
+        assert len(programs) == 3
+        own.head_node.all_processes["gcs_server"][0].process.kill()
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 75, said
+    assert f"the head of the Ray cluster at {own.address} is lost: ending here; the same command resumes" in said
+    _, alive = psutil.wait_procs(programs, timeout=5)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    own.shutdown()
+    run, _ = train(run_yaml, "head", "checkpoint.every_steps=1", "trainer.total_steps=8")
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    assert max(steps) >= 8
+    assert check_run(run).findings == []
+
+
 def test_servers_on_nodes_are_served_until_a_signal(tiny_model: Path, cluster: Any) -> None:
     words = [sys.executable, "-m", "areal_lite", "serve", str(tiny_model), "--launch=ray", "--replicas=2"]
     words += [f"--ray-address={cluster.address}"]
