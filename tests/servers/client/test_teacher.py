@@ -21,7 +21,7 @@ from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from tests.embedded.serving import load, logprobs_of, worst
-from tests.trainer.training_data import drawn_batch
+from tests.trainer.training_data import drawn_batch, sequence
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 RECORDED: list[tuple[Dialect, str]] = [
@@ -72,10 +72,11 @@ def test_every_token_gets_the_teachers_logprob_also_beside_a_server_that_is_away
 ) -> None:
     teacher = Teacher(TeacherConfig(addresses=[address]), tokenizer_path=str(tiny_model), patience_s=5.0)
     teacher._servers.insert(0, Server(f"http://{closed_address()}", 1))
-    sequences, model = drawn_batch(3), load(tiny_model)
+    long = sequence([5 + place % 90 for place in range(200)], [199])
+    sequences, model = [*drawn_batch(3), long], load(tiny_model)
     teacher.score(sequences)
-    for sequence in sequences:
-        scores, ids = sequence.reference_logprobs, sequence.input_ids.tolist()
+    for each in sequences:
+        scores, ids = each.reference_logprobs, each.input_ids.tolist()
         assert scores is not None and scores.dtype == np.float32 and scores[0] == 0
         assert worst(scores[1:].tolist(), logprobs_of(model, ids[:1], ids[1:])) < 1e-4
 
