@@ -153,6 +153,37 @@ def test_a_killed_rank_has_all_start_again_from_the_newest_checkpoint(run_yaml: 
     assert check_run(run).findings == []
 
 
+STATES = ("before_model", "after_model", "after_optimizer", "after_state", "after_files", "before_manifest")
+STATES += ("after_manifest", "after_rename", "before_delete", "during_delete", "after_delete")
+CRASHES = [f"checkpoint:{state}:2" for state in STATES]
+CRASHES += [f"weights:{state}:4" for state in ("before_manifest", "after_rename", "during_delete", "after_delete")]
+CRASHES += ["metrics:before_write:4", "metrics:after_write:4"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, Any]:
+    """Return a place for the weights of the run that nothing ends."""
+    return {}
+
+
+@pytest.mark.parametrize("crash", CRASHES)
+def test_a_rank_killed_in_the_midst_of_a_file_leaves_the_weights_of_an_uninterrupted_run(
+    run_yaml: Path, cluster: Any, uninterrupted: dict[str, Any], crash: str
+) -> None:
+    changes = ["launch=ray", "cluster.n_ranks=1", f"ray.address={cluster.address}", "trainer.total_steps=6"]
+    changes += ["checkpoint={every_steps: 2, keep: 1}", "rollout.weight_update=disk", "eval_dataset=null"]
+    if not uninterrupted:
+        whole, _ = train(run_yaml, "whole", *changes)
+        uninterrupted.update(weights=record_of(whole)[2])
+    words = command(run_yaml, "trial_name=crashed", "rollout.workers=2", *changes)
+    done = subprocess.run(words, env=variables(AREAL_LITE_CRASH_AT=crash), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "was ended by SIGKILL: all ranks start again" in done.stderr
+    run = run_yaml.parent / "runs/e2e/crashed"
+    assert record_of(run)[2] == uninterrupted["weights"]
+    assert check_run(run).findings == []
+
+
 def test_a_lost_head_ends_all_programs_and_the_same_command_resumes(run_yaml: Path) -> None:
     from ray.cluster_utils import Cluster
 
