@@ -153,7 +153,7 @@ def bets(text: str) -> bool:
 
 
 def kuhn_view(card: int, history: str) -> str:
-    return f"{'JQK'[card]} {history}"
+    return "JQK"[card] * 8 + " " + history * 8
 
 
 def kuhn_reward(cards: Sequence[int], history: str) -> float | None:

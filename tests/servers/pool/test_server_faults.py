@@ -187,6 +187,19 @@ def test_versions_of_an_earlier_run_are_no_fault_before_the_first_update(
     assert "sent tokens of version 7, but the newest is 1" in servers(engine)[0].last_failure
 
 
+@pytest.mark.parametrize("first", ["default", "0"])
+def test_a_server_that_never_had_an_update_may_name_no_version(
+    start_stub: StartStub, start_engine: StartEngine, first: str
+) -> None:
+    stub = start_stub()
+    stub.server.version = first
+    engine = start_engine(stub)
+    assert set(generate(engine).output_versions) == {0}
+    stub.server.version = "1"
+    with pytest.raises(ServerError, match="tokens of version 1, but the newest is 0"):
+        generate(engine)
+
+
 def test_weights_that_were_swapped_at_the_same_address_are_seen_in_the_next_reply(
     start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
