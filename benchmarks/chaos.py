@@ -19,8 +19,8 @@ that a request or an episode met (``NAMED_BY``).
 
     python benchmarks/chaos.py [--smoke | --episodes 100000] [--seed 1] [--launch ray]
 
-With ``--launch ray``, episodes run in two workers on Ray's own cluster of three nodes, all on this machine. What is left
-in the trainer's process is then not counted, as Ray is in it.
+With ``--launch ray``, episodes run in two workers on Ray's own cluster of three nodes, all on this machine. What is
+left in the trainer's process is then not counted, as Ray is in it.
 
 Prints one JSON object; the exit code is 1 if a check failed. docs/benchmarks.md has figures.
 """

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 import yaml
+from areal_lite.api.engine_api import OLDER_POLICY
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
@@ -64,8 +65,13 @@ def test_the_older_version_stays_behind_never_trains_and_is_there_after_a_resume
     lines = [
         json.loads(line) for path in config.run_dir.glob("rollout/*/*.jsonl") for line in path.read_bytes().splitlines()
     ]
-    turns = [turn for line in lines for turn in line["turns"] if turn["role"] == "assistant"]
-    assert {turn["agent"] for turn in turns if any(turn["loss_mask"])} == {"seat-0", "seat-1"}
+    turns = [(line, turn) for line in lines for turn in line["turns"] if turn["role"] == "assistant"]
+    assert {turn["agent"] for _, turn in turns if any(turn["loss_mask"])} == {"seat-0", "seat-1"}
+    older = [(line, turn) for line, turn in turns if turn["agent"] == OLDER_POLICY and line["status"] != "cancelled"]
+    assert {line["start_version"] for line, _ in older} == {0, 1, 2, 3, 4}
+    for line, turn in older:
+        assert {*turn["versions"]} == {line["start_version"] - line["start_version"] % EVERY}
+        assert (line["status"], line["reward"], {*turn["loss_mask"]}) == ("untrained", None, {0})
     assert check_run(config.run_dir).findings == []
 
 

@@ -1,7 +1,8 @@
-"""A group as JSON lines: one per sequence, and one per episode that left none. docs/trajectories.md has the fields."""
+"""A group as JSON lines: one per sequence, one per conversation that is in none, and one per episode that left neither.
+docs/trajectories.md has the fields."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 import numpy as np
 import orjson
@@ -12,6 +13,8 @@ from areal_lite.files.safe_text import command_without_secrets, without_secrets
 SCHEMA = 2  # version of the line format
 CHAIN = ".chain-"  # prefix of the files beside dumps that note them; see dump_writer
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+UNTRAINED = "untrained"
+"""Status of a conversation of an accepted episode that is in no sequence, as that of an opponent."""
 _RECORDED = ("logprobs", "versions")  # columns that a workflow may leave out
 
 
@@ -26,14 +29,12 @@ def dump_lines(
     """Yield the lines of a group by ``member_idx``; ``tokenizer`` None leaves the texts that turns have, ``row`` is the
     dataset row as JSON, for the first line, ``extra`` that of each line."""
     timings = {"queued_s": round(group.queued_s, 6), "run_s": round(group.run_s, 6), "finished_at": group.finished_at}
-    lines: Iterator[tuple[Trajectory, TokenSequence | None, bool]]
-    lines = ((t, s, i == 0) for t in group.trajectories for i, s in enumerate(t.sequences or (None,)))
-    for sample_idx, (trajectory, sequence, is_first) in enumerate(lines):
-        if sequence is not None:
-            path: Sequence[int] = sequence.path
-        else:  # the last thing that happened
-            path = trajectory.path_to(len(trajectory.turns) - 1) if trajectory.turns else ()
+    lines = ((t, i == 0, *each) for t in group.trajectories for i, each in enumerate(_paths(t)))
+    for sample_idx, (trajectory, is_first, sequence, path) in enumerate(lines):
         turns = [trajectory.turns[place] for place in path]
+        status: str = trajectory.status
+        if sequence is None and trajectory.sequences:  # turns that it shares with a sequence train there
+            status, turns = UNTRAINED, [replace(turn, loss_mask=np.zeros_like(turn.loss_mask)) for turn in turns]
         seqlen = turns[-1].end if turns else 0
         prompt_len = trajectory.prompt_len(path)
         ids = [] if tokenizer is None else [token for turn in turns for token in turn.ids.tolist()]
@@ -46,7 +47,7 @@ def dump_lines(
             "group_id": group.group_id,
             "sample_idx": sample_idx,
             "member_idx": trajectory.member_idx,
-            "status": trajectory.status,
+            "status": status,
             "error": None if error is None else without_secrets(error),
             "error_kind": None if failure is None else failure.kind,
             "error_type": None if failure is None else failure.type or None,
@@ -73,6 +74,21 @@ def dump_lines(
         if extra is not None:
             line["extra"] = extra
         yield line
+
+
+def _paths(trajectory: Trajectory) -> Iterator[tuple[TokenSequence | None, Sequence[int]]]:
+    """Yield each sequence with its turns, then the turns of conversations that are in no sequence."""
+    turns = trajectory.turns
+    if not trajectory.sequences:  # the last thing that happened
+        yield None, trajectory.path_to(len(turns) - 1) if turns else ()
+        return
+    for sequence in trajectory.sequences:
+        yield sequence, sequence.path
+    shown = {place for sequence in trajectory.sequences for place in sequence.path}
+    parents = {turn.parent for turn in turns}
+    for place in range(len(turns)):
+        if place not in shown and place not in parents:
+            yield None, trajectory.path_to(place)
 
 
 def _turn(turn: Turn, place: int, sequence: TokenSequence | None, tokenizer: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from areal_lite.files.safe_text import json_printable, printable
 from areal_lite.tools.inspect.dumped_images import marked_text
 
-STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
+STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim", "untrained": "dim"}
 _UNBROKEN = 10_000
 _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
 

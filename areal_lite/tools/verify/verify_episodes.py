@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 import numpy as np
 from areal_lite.api.image_span import ImageSpan, check_images, images_of
+from areal_lite.rollout.dumps.dump_lines import UNTRAINED
 from areal_lite.tools.foreign_files import read_inside
 from areal_lite.tools.verify.verify_run import EVALUATION, TRAINING, DumpedGroup, Record, Run, differs, some
 
@@ -82,12 +83,13 @@ def outcome_is_consistent(record: Record) -> Iterator[str]:
             yield f"it is accepted, and its reward is {reward}"
         if record.get("error") is not None or record.get("error_kind") is not None:
             yield "it is accepted, and has an error"
-    elif status not in ("rejected", "failed", "cancelled"):
+    elif status not in ("rejected", "failed", "cancelled", UNTRAINED):
         yield f"its status is {status!r}"
-    elif record["schema"] > 1 and (status == "rejected") != (record.get("error_kind") is None):
+    elif record["schema"] > 1 and (status in ("rejected", UNTRAINED)) != (record.get("error_kind") is None):
         yield f"it is {status}, and its kind of failure is {record.get('error_kind')}"
-    if status == "failed" and (reward is not None or any(sum(turn["loss_mask"]) for turn in record["turns"])):
-        yield "it failed, but has a reward or trains tokens: a failure is never a reward of 0"
+    trains = reward is not None or any(sum(turn["loss_mask"]) for turn in record["turns"])
+    if status in ("failed", UNTRAINED) and trains:
+        yield f"it is {status}, and has a reward or trains tokens"
 
 
 LINE_CHECKS: dict[str, LineCheck] = {

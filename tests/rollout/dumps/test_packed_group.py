@@ -1,6 +1,7 @@
 """A packed group is dumped like the group itself, whichever way its turns come about."""
 
 from __future__ import annotations
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,24 @@ def test_a_packed_group_is_dumped_like_the_group_itself(data: st.DataObject, mad
             trajectory.find_paths()
     arrived, row = unpack_group(pack_group(group))
     assert text_of(arrived, row) == text_of(group, row_json(group.data))
+
+
+@given(trajectory=trajectories(0))
+def test_all_that_was_sampled_in_an_episode_that_trains_is_in_its_lines(trajectory: Trajectory) -> None:
+    group = Group(
+        task_id="a", group_id="b", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[trajectory], finished_at=1e9
+    )
+    lines = [json.loads(line) for line in text_of(group, None).splitlines()]
+    assert [line["sample_idx"] for line in lines] == list(range(len(lines)))
+    count = len(trajectory.sequences)
+    if count == 0:
+        assert [line["status"] for line in lines] == ["failed"]
+        return
+    assert {turn["turn_idx"] for line in lines for turn in line["turns"]} == set(range(len(trajectory.turns)))
+    assert [line["status"] for line in lines] == ["accepted"] * count + ["untrained"] * (len(lines) - count)
+    for line in lines[count:]:
+        assert line["reward"] is None and not any(any(turn["loss_mask"]) for turn in line["turns"])
+        assert line["turns"][-1]["role"] == "assistant"
 
 
 def test_calls_that_share_a_prompt_are_packed_with_one_copy_of_it() -> None:
