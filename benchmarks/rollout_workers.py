@@ -7,9 +7,11 @@ own. Rounds alternate between the numbers of workers; the ratio is to the first 
 speed times the workers, at most one per core. A second set of rounds burns nothing: it shows what the way through the
 workers costs an episode.
 
-With ``--ray``, the last number of workers also runs on a Ray of this machine, over TCP, in the same rounds.
+With ``--ray``, the last number of workers also runs on a Ray of this machine, over TCP, in the same rounds; and the
+start of a run of a tiny model is timed until its first step, by turns without Ray and with it, beside ``ray.init``.
 
-Bars: with 2 workers on 2 cores >= 0.85 of the limit; workers that Ray placed >= 0.95 of local ones.
+Bars: with 2 workers on 2 cores >= 0.85 of the limit; workers that Ray placed >= 0.95 of local ones; a start with Ray
+takes at most as much longer as ``ray.init`` and 3 s.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from areal_lite.processes.place import Places, here
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from benchmarks.engine_throughput import wait_for
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
+from tests.fixtures.tiny_model import build_tiny_model
 
 PROMPT = list(range(1, 129))
 IN_FLIGHT = 16
@@ -129,7 +132,46 @@ def main() -> None:
                 ray_rates.clear()
                 figures.append(Figure(f"burning {burn_ms:g} ms, Ray", median, "episodes/s", ratio=median / local))
                 print(f"on Ray:    {median:8.1f} episodes/s, {median / local:.3f} of {args.workers[-1]} local workers")
-        write_figures(args.json, figures)
+    if args.ray:
+        figures += starts(args.rounds)
+    write_figures(args.json, figures)
+
+
+RAY_INIT = """
+import time
+import ray
+began = time.perf_counter()
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+print("ready", time.perf_counter() - began, flush=True)
+"""
+
+
+def starts(rounds: int) -> list[Figure]:
+    """Time the start of a run, without Ray and with it."""
+    seconds: dict[str, list[float]] = {"local": [], "ray": [], "ray.init": []}
+    with TemporaryDirectory() as folder:
+        model = build_tiny_model(Path(folder) / "tiny")
+        words = [sys.executable, "-m", "areal_lite", "train", "configs/ray.yaml", f"model_path={model}"]
+        words += [f"fileroot={folder}", "trainer.device=cpu", "server.device=cpu"]
+        for number in range(rounds):
+            for launch, changes in (("local", []), ("ray", ["ray.address=local"])):
+                command = [*words, f"launch={launch}", f"trial_name={launch}{number}", *changes]
+                seconds[launch].append(_until_line(command, "step "))
+            seconds["ray.init"].append(_until_line([sys.executable, "-c", RAY_INIT], "ready"))
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    both = f"{medians['local']:.1f} s, {medians['ray'] - medians['local']:.1f} s more with Ray"
+    print(f"\nstart of a run: {both}; ray.init: {medians['ray.init']:.1f} s")
+    return [Figure(f"start, {name}", median, "s", ratio=median / medians["local"]) for name, median in medians.items()]
+
+
+def _until_line(command: list[str], start: str) -> float:
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+        assert process.stdout is not None
+        assert any(line.startswith(start) for line in process.stdout), f"{command} ended with {process.wait()}"
+        seconds = time.perf_counter() - began
+        process.terminate()
+    return seconds
 
 
 @contextmanager
