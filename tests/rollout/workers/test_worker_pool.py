@@ -219,6 +219,19 @@ def test_a_killed_worker_fails_its_own_groups_and_is_started_again(
     assert not any(map(alive, before | after))
 
 
+def test_signals_that_all_processes_of_a_job_get_leave_the_workers_to_the_run(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), workers=2)
+    before = {scalar(group, "pid") for group in engine.rollout_batch([{}] * 4, Scripted)}
+    for pid in before:
+        os.kill(int(pid), signal.SIGINT)
+        os.kill(int(pid), signal.SIGTERM)
+    groups = engine.rollout_batch([{}] * 8, Scripted)
+    assert {group.status for group in groups} == {"accepted"}
+    assert {scalar(group, "pid") for group in groups} == before
+
+
 def test_a_row_whose_worker_died_is_drawn_again(
     start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
 ) -> None:
