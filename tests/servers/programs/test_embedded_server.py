@@ -17,7 +17,7 @@ from areal_lite.config.keys import describe_fields
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.__main__ import _child_parser, main, split_arguments
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from areal_lite.servers.programs.embedded_server import EmbeddedServer, cpu_threads
 from areal_lite.servers.programs.server_program import ServedModel
 
 FAST = {"dtype": "float32", "device": "cpu", "num_threads": 1}
@@ -166,3 +166,9 @@ def test_an_unreachable_hub_name_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         match="'areal-lite/no-such-model' is neither a directory nor in the cache of .* does not give it",
     ):
         EmbeddedServer(model_path="areal-lite/no-such-model", **FAST).start()
+
+
+def test_threads_are_half_of_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", {0: set(range(8))}.__getitem__)
+    assert cpu_threads(EmbeddedServerConfig()) == 4
+    assert cpu_threads(EmbeddedServerConfig(num_threads=3)) == 3
