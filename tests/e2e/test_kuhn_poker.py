@@ -90,8 +90,9 @@ def test_self_play_comes_near_the_equilibrium(run_yaml: Path, tiny_model: Path) 
     print({"before": before, "learned": learned})
     print({"exploitability": [exploitability(before), exploitability(learned)], "value": value(learned, learned)})
     assert exploitability(before) > 0.3
-    assert exploitability(learned) < 0.15
+    assert exploitability(learned) < 0.2  # the policy of one moment goes round the equilibrium
     assert value(learned, learned) == pytest.approx(-1 / 18, abs=0.06)
-    assert value(learned, EQUILIBRIUM) > -1 / 18 - 0.05 and -value(EQUILIBRIUM, learned) > 1 / 18 - 0.1
+    assert value(learned, EQUILIBRIUM) > -1 / 18 - 0.03
+    assert -value(EQUILIBRIUM, learned) > 1 / 18 - 0.06
     assert min(learned[2, "b"], learned[2, "pb"]) > 0.9  # a king calls
     assert max(learned[0, "b"], learned[0, "pb"]) < 0.3  # a jack does not
