@@ -136,6 +136,8 @@ class _Game:
             opponent = client
             if self.opponent.startswith("http"):
                 opponent = await stack.enter_async_context(AsyncOpenAI(base_url=self.opponent, api_key="none"))
+                with attributed_to(FailureKind.ENVIRONMENT):
+                    self.model = (await opponent.models.list()).data[0].id
             while not (step.done or step.truncated):
                 step = await self.act(own, await self.answer(client if self.seat == self.trained else opponent))
                 self.keep(step)
@@ -161,8 +163,7 @@ class _Game:
             return random_action(self.tools, read[0] if read else "", read[-1] if read else "", self.draw)
         else:
             with attributed_to(FailureKind.ENVIRONMENT):
-                models = await client.models.list()
-                completion = await client.chat.completions.create(model=models.data[0].id, messages=talk, **tools)
+                completion = await client.chat.completions.create(model=self.model, messages=talk, **tools)
         talk.append(completion.choices[0].message)
         action, problems = read_action(completion.choices[0].message, self.tools)
         talk += problems

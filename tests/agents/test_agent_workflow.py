@@ -12,6 +12,7 @@ import pytest
 import torch
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import episode_context
+from areal_lite.api.engine_api import OLDER_POLICY
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus
@@ -79,6 +80,20 @@ def test_agents_of_whom_none_trains_are_named(config: Any) -> None:
     chosen = dataclasses.replace(config, agents=dataclasses.replace(config.agents, train_agents=["planner"]))
     with pytest.raises(ValueError, match=r"train_agents \['planner'\]: the episode's agents are \['main'\]"):
         run_episode(chosen, run, ["one", "two"])
+
+
+@pytest.mark.parametrize("chosen", [None, ["main", OLDER_POLICY]])
+def test_answers_of_the_older_policy_never_train(config: Any, chosen: list[str] | None) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        client = openai.AsyncOpenAI(**extra_kwargs)
+        for name in ("main", OLDER_POLICY):
+            messages: Any = [{"role": "user", "content": f"{name}?"}]
+            await client.chat.completions.create(model="default", messages=messages, metadata={"agent": name})
+        return 1.0
+
+    config = dataclasses.replace(config, agents=dataclasses.replace(config.agents, train_agents=chosen))
+    (sequence,) = trajectory_of(run_episode(config, run, ["mine", "theirs"]), []).sequences
+    assert tokenizer().decode(sequence.input_ids[sequence.loss_mask]) == "mine<|im_end|>"
 
 
 def test_a_number_counts_once_however_many_conversations_the_agent_had(config: Any) -> None:

@@ -124,7 +124,7 @@ class ChatHistory:
 
         def trains(answer: InteractionWithTokenLogpReward) -> bool:
             name = answer.model_response.metadata.get("agent")
-            return name != OLDER_POLICY if agents is None else name in agents
+            return name != OLDER_POLICY and (agents is None or name in agents)
 
         if style == "individual":
             return {key: replace(answer, concat=False) for key, answer in self.interactions.items() if trains(answer)}
