@@ -73,8 +73,8 @@ class Report(NamedTuple):
         yield from ("{check}: {problem}\n  fix: {fix}".format_map(defect) for defect in self.defects)
         yield from (f"not run: {name}: {reason}" for name, reason in self.not_run.items())
         yield from (f"skipped: {name}: {reason}" for name, reason in self.skipped.items())
-        count = len(self.defects)
-        yield f"{f'{count} defects' if count else 'not all checked' if self.not_run else 'sound'}: {self.env}"
+        found = f"{len(self.defects)} defect{'s' * (len(self.defects) > 1)}"
+        yield f"{found if self.defects else 'not all checked' if self.not_run else 'sound'}: {self.env}"
 
 
 async def check(subject: Subject, checks: Sequence[Check] = CHECKS) -> Report:

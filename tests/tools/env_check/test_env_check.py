@@ -173,7 +173,7 @@ def test_the_command_says_each_defect_with_its_fix_and_ends_with_its_code(
         assert found[1] == "  fix: raise WrongAction for what a model may write: it reads the text"
     if code == 2:
         assert found == ["not run: begins: OSError: no licence"]
-    assert last == ["sound", "1 defects", "not all checked"][code] + f": {planted.__name__}.{name}"
+    assert last == ["sound", "1 defect", "not all checked"][code] + f": {planted.__name__}.{name}"
 
 
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
