@@ -1,16 +1,18 @@
 """Forward and backward over agent episodes that branch: every prefix once, against one sequence per path.
 
-    python benchmarks/branches.py [--layers 2] [--threads 1] [--device cpu] [--repeats 3]
+    python benchmarks/branches.py [--keep-reasoning] [--layers 2] [--threads 1] [--device cpu] [--repeats 3]
 
 The work: groups of episodes of one task, each of 8 turns. A turn sends the task, the earlier answers without their
 reasoning, and the tools' output; so each turn's answer, with its reasoning, is a leaf of its own. After turns 3 and 6
 a sub-agent starts from the history and has 3 turns, each of which extends the one before. After turn 5 the history is
 compacted: a summary is sampled, and the later turns see the task and the summary only. Lengths are log-normal (a fixed
-seed). Sampled tokens are trained once, in the sequence they were sampled in. A Llama of SmolLM2-135M's width with few
+seed). Sampled tokens are trained once, in the sequence they were sampled in. With ``--keep-reasoning`` a turn's history
+keeps it, so that all turns up to a compaction are one path. A Llama of SmolLM2-135M's width with few
 layers and a small vocabulary, in the dtype that ``trainer.dtype: auto`` chooses here.
 
-*path by path* lays out each path of the trees alone, in micro-batches of like lengths. *tree* is what the trainer
-does. Both compute the same loss through the same code, and take turns; a process each measures the peak of memory
+*request by request* trains each request of an agent alone, as trainers do that see calls and no episodes. *path by
+path* lays out each path of the trees alone, in micro-batches of like lengths. *tree* is what the trainer does. All
+compute the same loss through the same code, and take turns; a process each measures the peak of memory
 above the loaded model. ``ratio`` is how many times as fast the tree is; ``allowed`` is the paths' tokens over the
 distinct prefixes, the fewest that anyone could compute. The bar is ratio >= 0.8 * allowed.
 """
@@ -18,6 +20,7 @@ distinct prefixes, the fewest that anyone could compute. The bar is ratio >= 0.8
 from __future__ import annotations
 import multiprocessing
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,54 +42,70 @@ TURNS, SUB_AGENT_AFTER, COMPACTED_AFTER = 8, (3, 6), 5
 
 
 class Episode:
-    """One episode's sequences, as requests of an agent make them."""
+    """One episode's requests, as an agent makes them: prompts and answers."""
 
-    def __init__(self, rng: np.random.Generator, task: list[int], group_id: str, member_idx: int) -> None:
-        self.sequences: list[TokenSequence] = []
+    def __init__(self, rng: np.random.Generator, task: list[int], *, keep_reasoning: bool) -> None:
+        self.requests: list[tuple[list[int], list[int]]] = []
         self._rng = rng
-        self._names = {"group_id": group_id, "member_idx": member_idx}
         history = task
         for turn in range(1, TURNS + 1):
             reasoning, answer = self._text(120), self._text(60)
-            self._add(history, reasoning + answer)
-            history = history + answer + self._text(150)
+            self.requests.append((history, reasoning + answer))
+            history = history + reasoning * keep_reasoning + answer + self._text(150)
             if turn in SUB_AGENT_AFTER:
                 self._sub_agent(history)
             if turn == COMPACTED_AFTER:
                 summary = self._text(120)
-                self._add(history, summary)
+                self.requests.append((history, summary))
                 history = task + summary
 
     def _sub_agent(self, history: list[int]) -> None:
-        """Add one sequence with three answers."""
-        ids, trained = history + self._text(40), []
+        """Add three requests, each of which extends the one before."""
+        prompt = history + self._text(40)
         for _ in range(3):
             answer = self._text(80)
-            trained += range(len(ids), len(ids) + len(answer))
-            ids = ids + answer + self._text(100)
-        self._sequence(ids, trained)
+            self.requests.append((prompt, answer))
+            prompt = prompt + answer + self._text(100)
 
-    def _add(self, prompt: list[int], answer: list[int]) -> None:
-        self._sequence(prompt + answer, range(len(prompt), len(prompt) + len(answer)))
-
-    def _sequence(self, ids: list[int], trained: Any) -> None:
-        mask = np.zeros(len(ids), bool)
-        mask[list(trained)] = True
-        self.sequences.append(TokenSequence(input_ids=np.array(ids), loss_mask=mask, reward=0.0, **self._names))
+    def paths(self) -> list[tuple[list[int], list[int]]]:
+        """Return ids and sampled positions of each path: a request that extends all of a path is a part of it."""
+        paths: list[tuple[list[int], list[int]]] = []
+        for prompt, answer in self.requests:
+            extended = [place for place, (ids, _) in enumerate(paths) if prompt[: len(ids)] == ids]
+            before = paths.pop(extended[0])[1] if extended else []
+            paths.append((prompt + answer, before + [*range(len(prompt), len(prompt) + len(answer))]))
+        return paths
 
     def _text(self, median_tokens: int) -> list[int]:
         length = int(np.clip(self._rng.lognormal(np.log(median_tokens), 0.5), 4, 4 * median_tokens))
         return self._rng.integers(0, VOCABULARY, length).tolist()
 
 
-def make_sequences(groups: int, members: int) -> list[TokenSequence]:
+def make_sequences(
+    groups: int, members: int, *, keep_reasoning: bool
+) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """Return a sequence of each request, and one of each path."""
     rng = np.random.default_rng(0)
-    tasks = [rng.integers(0, VOCABULARY, 400).tolist() for _ in range(groups)]
-    episodes = [Episode(rng, task, str(g), m) for g, task in enumerate(tasks) for m in range(members)]
-    return [sequence for episode in episodes for sequence in episode.sequences]
+    requests, paths = [], []
+    for group in range(groups):
+        task = rng.integers(0, VOCABULARY, 400).tolist()
+        for member in range(members):
+            episode = Episode(rng, task, keep_reasoning=keep_reasoning)
+            for prompt, answer in episode.requests:
+                where = range(len(prompt), len(prompt) + len(answer))
+                requests.append(make_sequence(prompt + answer, where, str(group), member))
+            paths += [make_sequence(ids, trained, str(group), member) for ids, trained in episode.paths()]
+    return requests, paths
 
 
-def path_by_path(sequences: list[TokenSequence]) -> Plan:
+def make_sequence(ids: list[int], trained: Iterable[int], group_id: str, member_idx: int) -> TokenSequence:
+    mask = np.zeros(len(ids), bool)
+    mask[list(trained)] = True
+    names = {"group_id": group_id, "member_idx": member_idx}
+    return TokenSequence(input_ids=np.array(ids), loss_mask=mask, reward=0.0, **names)  # type: ignore[arg-type]
+
+
+def each_alone(sequences: list[TokenSequence]) -> Plan:
     lengths = [num_inputs(sequence) for sequence in sequences]
     return [[alone(i, lengths) for i in batch] for batch in plan_microbatches(lengths, max_tokens=MAX_TOKENS)]
 
@@ -122,15 +141,17 @@ class Workload:
             config.hidden_size, config.intermediate_size = 144, 144
         self.dtype = resolve_dtype("auto", self.device)
         self.scorer = make_scorer(config, self.device)
-        self.sequences = make_sequences(args.groups, args.members)
+        requests, paths = make_sequences(args.groups, args.members, keep_reasoning=args.keep_reasoning)
+        self.sequences = {"request by request": requests, "path by path": paths, "tree": paths}
         self.plans = {
-            "path by path": path_by_path(self.sequences),
-            "tree": tree(self.sequences, self.scorer.balance_length),
+            "request by request": each_alone(requests),
+            "path by path": each_alone(paths),
+            "tree": tree(paths, self.scorer.balance_length),
         }
 
     def step(self, way: str) -> tuple[float, float]:
         """Return the seconds of one forward and backward pass over everything, and the loss."""
-        return run(self.scorer, self.sequences, self.plans[way], self.device, dtype=self.dtype)
+        return run(self.scorer, self.sequences[way], self.plans[way], self.device, dtype=self.dtype)
 
 
 def memory(args: Any, way: str) -> float:
@@ -155,6 +176,7 @@ def _status(name: str) -> float:
 def main() -> None:
     """Measure and print."""
     parser = make_parser(__doc__)
+    parser.add_argument("--keep-reasoning", action="store_true")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--members", type=int, default=4)
@@ -164,7 +186,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.repeats = args.layers = args.groups = args.members = 1
-    ways = ("path by path", "tree")
+    ways = ("request by request", "path by path", "tree")
     # A process for each: a peak never falls. Here nothing was computed yet, so that a fork of this one starts clean.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         peaks = dict(zip(ways, pool.imap(partial(memory, args), ways), strict=True))
@@ -176,20 +198,23 @@ def main() -> None:
         for way in ways:
             took, losses[way] = work.step(way)
             seconds[way].append(took)
-    allowed = tokens["path by path"] / distinct_prefixes(work.sequences)
+    allowed = tokens["path by path"] / distinct_prefixes(work.sequences["tree"])
     medians = {way: median(seconds[way]) for way in ways}
     ratio = medians["path by path"] / medians["tree"]
-    print(f"{len(work.sequences)} sequences, {work.dtype}, {args.layers} layers, {args.threads} threads")
+    requests, paths = (len(work.sequences[way]) for way in ways[:2])
+    print(f"{requests} requests, {paths} paths, {work.dtype}, {args.layers} layers, {args.threads} threads")
     figures = []
     for way in ways:
         speed = tokens["path by path"] / medians[way]
         print(
-            f"{way:>14}: {tokens[way]:>8,} tokens, {medians[way]:7.2f} s, {speed:8,.0f} tokens of paths/s, "
+            f"{way:>18}: {tokens[way]:>8,} tokens, {medians[way]:7.2f} s, {speed:8,.0f} tokens of paths/s, "
             f"{peaks[way]:6,.0f} MiB, loss {losses[way]:.6f}"
         )
         figures.append(Figure(way, speed, "tokens/s", ratio=medians["path by path"] / medians[way]))
         figures.append(Figure(f"{way}: memory", peaks[way], "MiB", ratio=peaks[way] / peaks["path by path"]))
-    print(f"ratio {ratio:.2f}, allowed by the tokens {allowed:.2f}: {ratio / allowed:.2f} of it (bar 0.80)")
+    over_requests = medians["request by request"] / medians["tree"]
+    print(f"the tree takes 1/{over_requests:.2f} of the time of requests alone")
+    print(f"ratio to paths {ratio:.2f}, allowed by the tokens {allowed:.2f}: {ratio / allowed:.2f} of it (bar 0.80)")
     figures.append(Figure("share of the allowed ratio", ratio / allowed, "share"))
     write_figures(args.json, figures)
 

@@ -38,12 +38,14 @@ SCRIPTS: dict[str, list[str]] = {
     "logits_memory": [],
     "advantages": [],
     "grpo_step": ["--model", MODEL],
+    "long_prompts": ["--model", MODEL],
+    "leaderboard": [],
     "plan": [],
     "chaos": [],
     "growth": [],
 }
 """Benchmarks with their options; the slowest are last."""
-ALL_CORES = ("roofline", "embedded_throughput", "train_step", "step_profile", "grpo_step")
+ALL_CORES = ("roofline", "embedded_throughput", "train_step", "step_profile", "grpo_step", "leaderboard")
 """The others compute in one thread."""
 
 

@@ -374,8 +374,10 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--answer-len", type=int, default=64)
     parser.add_argument("--delay-s", type=float, default=0.0)
+    parser.add_argument("--context-length", type=int, default=4096)
     args = parser.parse_args()
     server = StubServer(answer_len=args.answer_len, delay_s=args.delay_s)
+    server.told["context_length"] = args.context_length
     web.run_app(server.app(), host="127.0.0.1", port=args.port, print=None, access_log=None)
 
 

@@ -84,7 +84,8 @@ def parse_yaml(text: str, *, where: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         context = f"{error.context}: " if error.context else ""
-        raise ConfigError(f"{where}: {place}{context}{error.problem}") from None
+        fix = ": indent with spaces, not with tabs" if "'\\t'" in (error.problem or "") else ""
+        raise ConfigError(f"{where}: {place}{context}{error.problem}{fix}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:

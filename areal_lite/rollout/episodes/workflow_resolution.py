@@ -109,7 +109,7 @@ def _check_constructor(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> 
     except TypeError as error:
         accepted = [p for p in signature.parameters if p not in ("args", "kwargs")]
         close = [difflib.get_close_matches(k, accepted, 1) for k in kwargs if k not in accepted]
-        hint = f"; did you mean {close[0][0]!r}?" if close and close[0] else ""
+        hint = f"; did you mean {close[0][0]!r}?" if close and close[0] else "."
         raise ConfigError(
             f"workflow {name}: workflow_kwargs {sorted(kwargs)} do not fit its constructor ({error}){hint} "
             f"It takes {', '.join(accepted) or 'nothing'}"

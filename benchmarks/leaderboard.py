@@ -1,0 +1,369 @@
+"""What small models learn on a CPU: held-out reward by task, algorithm and step, with intervals over seeds, and TRL's.
+
+    python benchmarks/leaderboard.py [--tasks largest gcd] [--variants grpo rloo] [--seeds 3] [--trl-python PYTHON]
+
+Every run trains on 8 rows x 8 answers a step at temperature 1, in bfloat16 autocast and without a KL penalty, and
+answers the same held-out rows greedily. A seed has its own training rows and its own samples. The variants are
+algorithms, bounds of staleness (``bound 2``; decoupled GRPO), and ``TRL``: GRPOTrainer with the same model, rows in the
+same order, batch, learning rate and steps, for tasks of one answer. PYTHON is an interpreter with ``trl``, in an
+environment of its own. Runs of one seed follow one another, so that their seconds compare; evaluations are not in them.
+Each run leaves one line in the records, and a run that is there is not made again. Without ``--variants``, the records
+are only shown.
+"""
+
+from __future__ import annotations
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.report import ROOT, Figure, make_parser, write_figures
+
+ROWS, ANSWERS, LEARNING_RATE = 8, 8, 3e-5
+SYSTEM = "Reply with a number only."
+HELD_OUT_SEED = 999_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An environment, the arguments of its rows and of the loop around it, and the length of a run."""
+
+    env: str = ""
+    rows: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str = SYSTEM
+    max_turns: int = 1
+    new_tokens: int = 16
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    steps: int = 25
+    every_steps: int = 5  # steps between evaluations
+    path: str = ""  # of rows and
+    workflow: str = ""  # agent, in place of an environment
+
+    @property
+    def one_answer(self) -> bool:
+        return self.env.startswith("reasoning-gym:") or self.path == LARGEST
+
+
+LARGEST = "workflows.largest_number.rows"
+
+
+def question(name: str, system_prompt: str = SYSTEM, new_tokens: int = 16, **rows: Any) -> Task:
+    """Return a task of reasoning-gym."""
+    return Task(env=f"reasoning-gym:{name}", rows=rows, system_prompt=system_prompt, new_tokens=new_tokens)
+
+
+def game(env: str, system_prompt: str, max_turns: int, **kwargs: Any) -> Task:
+    """Return a task of several turns."""
+    return Task(env=env, system_prompt=system_prompt, max_turns=max_turns, kwargs=kwargs)
+
+
+WORD, GUESS = "Reply with one word only.", "Reply with your move in square brackets only, such as [5]."
+TASKS = {
+    "largest": Task(path=LARGEST, workflow="workflows.largest_number.LargestNumberAgent", steps=20),
+    "sum": question("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+    "sum of 3": question("chain_sum", min_terms=3, max_terms=3, min_digits=1, max_digits=1),
+    "sum of 2 digits": question("chain_sum", min_terms=2, max_terms=2, min_digits=2, max_digits=2),
+    "product": question("products", min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+    "gcd": question("gcd", min_value=1, max_value=30),
+    "lcm": question("lcm", min_value=1, max_value=10),
+    "arithmetic": question("basic_arithmetic", min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+    "fraction": question("fraction_simplification", "Reply with a fraction only, such as 2/3.", max_value=10),
+    "primes": question("count_primes", min_n=1, max_n=10),
+    "letters": question("letter_counting", min_words=2, max_words=4),
+    "legs": question("leg_counting", min_animals=1, max_animals=1),
+    "spelling": question("spell_backward", WORD, min_word_len=3, max_word_len=3),
+    "sorting": question("number_sorting", "Reply with a list of numbers only.", 24, min_numbers=2, max_numbers=3),
+    "bits": question("count_bits", max_n=15),
+    "parity": question("binary_alternation", min_n=2, max_n=4),
+    "guess the number": game("textarena:GuessTheNumber-v0", GUESS, 8),
+    "tic-tac-toe": game("textarena:TicTacToe-v0", GUESS, 6),
+    "Kuhn poker": game("textarena:KuhnPoker-v0", "Reply with one action in square brackets only.", 12),
+    "nim": game("textarena:Nim-v0", "Reply with [pile quantity] only, such as [0 2].", 8),
+    "blackjack cards": game("textarena:Blackjack-v0", "Reply with [Hit] or [Stand] only.", 8),
+    "frozen lake": game("gymnasium:FrozenLake-v1", WORD, 12, is_slippery=False),
+    "cliff": game("gymnasium:CliffWalking-v1", WORD, 14),
+    "taxi": game("gymnasium:Taxi-v4", WORD, 12),
+    "blackjack": game("gymnasium:Blackjack-v1", WORD, 6),
+    "empty room": game("gymnasium:MiniGrid-Empty-5x5-v0", WORD, 10),
+    "calculator": Task(
+        path="workflows.calculator.rows", workflow="workflows.calculator.CalculatorAgent", new_tokens=48, steps=20
+    ),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    **{name: {"trainer": {"advantage": name}} for name in ("rloo", "dr_grpo")},
+    "gspo": {"trainer": {"loss": "gspo"}},
+    **{f"bound {bound}": {"rollout": {"max_head_offpolicyness": bound}} for bound in (1, 2, 4)},
+}
+
+
+def config_of(task: Task, seed: int, model: str, changes: dict[str, Any], held_out: int) -> dict[str, Any]:
+    """Return the config of one of our runs."""
+    sizes = {
+        "train_dataset": (seed * 1_000_000, ROWS * (task.steps + 8)),
+        "eval_dataset": (HELD_OUT_SEED, held_out),
+    }
+    sections: dict[str, Any] = {
+        name: {"kwargs": {"seed": own, "size": size, **task.rows}, "shuffle": False}
+        for name, (own, size) in sizes.items()
+    }
+    config: dict[str, Any] = {
+        "experiment_name": "leaderboard",
+        "model_path": model,
+        "seed": seed,
+        **sections,
+        "rollout": {
+            "group_size": ANSWERS,
+            "consumer_batch_size": ROWS,
+            "max_head_offpolicyness": 0,
+            "agents": {"tools_in_system_prompt": "calculator" in task.path},
+            "gconfig": {"max_new_tokens": task.new_tokens},
+            "eval_gconfig": {"max_new_tokens": task.new_tokens, "greedy": True},
+        }
+        | changes.get("rollout", {}),
+        "trainer": {"total_steps": task.steps, "learning_rate": LEARNING_RATE} | changes.get("trainer", {}),
+        "evaluation": {"every_steps": task.every_steps},
+        "checkpoint": {"every_minutes": None},
+        "save_model": False,
+    }
+    if task.env:
+        config["env"] = task.env
+        config["workflow_kwargs"] = {"system_prompt": task.system_prompt, "max_turns": task.max_turns}
+        config["workflow_kwargs"] |= {"kwargs": task.kwargs} if task.kwargs else {}
+    else:
+        config["workflow"] = task.workflow
+        for section in sections.values():
+            section["path"] = task.path
+    return config
+
+
+def our_run(
+    task: Task, changes: dict[str, Any], *, seed: int, model: str, held_out: int, smoke: bool
+) -> dict[str, Any]:
+    """Train with ``areal-lite train``, in this process if ``smoke``; return the curve, the rewards in training, the
+    seconds of the steps and the mean staleness."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(task, seed, model, changes, held_out) | {"fileroot": folder}
+        path = Path(folder) / "config.yaml"
+        path.write_text(json.dumps(config))
+        if smoke:
+            from areal_lite.config.loader import load_config
+            from areal_lite.runs.entry_points import run_training
+
+            run_training(load_config(path))
+        else:
+            command = [sys.executable, "-m", "areal_lite", "train", str(path)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+        (metrics,) = Path(folder).glob("*/*/metrics.jsonl")
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [record for record in records if "timing/step_s" in record]
+    staleness = [record.get("train/staleness_mean", 0.0) for record in steps]
+    return {
+        "curve": {
+            str(record["step"]): round(record["eval/reward"], 4) for record in records if "eval/reward" in record
+        },
+        "training": [round(record["train/reward_mean"], 4) for record in steps],
+        "seconds": round(sum(record["timing/step_s"] for record in steps), 1),
+        "staleness": round(sum(staleness) / len(staleness), 3),
+    }
+
+
+def trl_run(task_name: str, *, seed: int, model: str, python: str, held_out: int) -> dict[str, Any]:
+    """Train with TRL in a process of its own; return the curve and the seconds of the steps."""
+    words = ["--trl-child", str(seed), "--tasks", task_name, "--model", model, "--held-out", str(held_out)]
+    done = subprocess.run([python, __file__, *words], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
+    """Train with TRL and print the result."""
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    def conversation(row: dict[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": row["question"]}]
+
+    def reward(completions: list[list[dict[str, str]]], row: list[str], **named: object) -> list[float]:
+        texts = (completion[0]["content"] for completion in completions)
+        return [score(text, json.loads(asked)) for text, asked in zip(texts, row, strict=True)]
+
+    def evaluate(step: int) -> None:
+        policy, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+        texts = [
+            tokenizer.apply_chat_template(conversation(row), tokenize=False, add_generation_prompt=True)
+            for row in held_out_rows
+        ]
+        rewards = []
+        for begin in range(0, len(texts), 100):
+            batch = tokenizer(texts[begin : begin + 100], return_tensors="pt", padding=True, padding_side="left")
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                ids = policy.generate(**batch, max_new_tokens=task.new_tokens, do_sample=False)
+            answers = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            asked = held_out_rows[begin : begin + 100]
+            rewards += [score(answer, row) for answer, row in zip(answers, asked, strict=True)]
+        curve[str(step)] = sum(rewards) / len(rewards)
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *arguments: object, **named: object) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, arguments: object, state: Any, *others: object, **named: object) -> None:
+            seconds.append(time.perf_counter() - self.began)
+            if state.global_step % task.every_steps == 0:
+                evaluate(state.global_step)
+
+    curve: dict[str, float] = {}
+    seconds: list[float] = []
+    score = scorer(task)
+    held_out_rows = rows(task, HELD_OUT_SEED, held_out)
+    training = [
+        {"prompt": conversation(row), "row": json.dumps(row)} for row in rows(task, seed * 1_000_000, ROWS * task.steps)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            seed=seed,
+            shuffle_dataset=False,
+            max_steps=task.steps,
+            per_device_train_batch_size=ROWS * ANSWERS,
+            num_generations=ANSWERS,
+            max_completion_length=task.new_tokens,
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            bf16=True,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(training),
+            callbacks=[Clock()],
+        )
+        evaluate(0)
+        trainer.train()
+    print(json.dumps({"curve": curve, "seconds": sum(seconds)}))
+
+
+def rows(task: Task, seed: int, size: int) -> list[dict[str, Any]]:
+    """Return the rows that the task's config makes."""
+    import workflows.largest_number
+    from areal_lite.environments.reasoning_gym import ReasoningGymTask
+
+    if task.path == LARGEST:
+        return workflows.largest_number.rows(seed=seed, size=size)  # type: ignore[return-value]
+    return ReasoningGymTask.rows(task.env.partition(":")[2], seed=seed, size=size, **task.rows)
+
+
+def scorer(task: Task) -> Callable[[str, dict[str, Any]], float]:
+    """Return the reward of an answer to a row: that of our runs."""
+    from areal_lite.environments.reasoning_gym import final_answer
+    from areal_lite.environments.reasoning_gym import score as score_of
+
+    if task.path == LARGEST:
+        return lambda text, row: float(re.findall(r"\d+", text)[-1:] == [row["answer"]])
+    return lambda text, row: score_of(row["task"], final_answer(text), row)
+
+
+def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Make the runs that the records lack, and return all records of the chosen tasks."""
+    path: Path = arguments.records
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    made = {(record["task"], record["variant"], record["seed"], record["model"]) for record in records}
+    wanted = itertools.product(range(1, arguments.seeds + 1), arguments.tasks, arguments.variants)
+    for seed, task_name, variant in wanted:
+        task, model = TASKS[task_name], Path(arguments.model).name
+        if (task_name, variant, seed, model) in made or (variant == "TRL" and not task.one_answer):
+            continue
+        common = {"seed": seed, "model": arguments.model, "held_out": arguments.held_out}
+        record = {"task": task_name, "variant": variant, "seed": seed, "model": model, "load": os.getloadavg()[0]}
+        if variant == "TRL":
+            record |= trl_run(task_name, python=arguments.trl_python, **common)
+        else:
+            record |= our_run(task, VARIANTS[variant], smoke=arguments.smoke, **common)
+        records.append(record)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(f"{task_name}, {variant}, seed {seed}: {record['curve']} in {record['seconds']:.0f} s", flush=True)
+    return [record for record in records if record["task"] in arguments.tasks]
+
+
+def show(records: list[dict[str, Any]]) -> list[Figure]:
+    """Print a table of each task and model; return the last reward of each variant, and its seconds."""
+    from areal_lite.tools.sweep.seed_statistics import mean_interval
+
+    figures = []
+    by_task: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for record in records:
+        by_task.setdefault((record["model"], record["task"]), {}).setdefault(record["variant"], []).append(record)
+    for (model, task), by_variant in by_task.items():
+        steps = sorted({step for runs in by_variant.values() for run in runs for step in run["curve"]}, key=int)
+        print(f"\n{task}, {model}: held-out reward by step, mean and 95 % interval over seeds")
+        print(f"| | seeds | {' | '.join(steps)} | seconds | of TRL's | staleness |\n|---|{'---|' * (len(steps) + 4)}")
+        theirs = {run["seed"]: run["seconds"] for run in by_variant.get("TRL", [])}
+        for variant, runs in by_variant.items():
+            cells = [variant, str(len(runs))]
+            for step in steps:
+                mean, low, high = mean_interval([run["curve"][step] for run in runs])
+                cells.append(f"{mean:.3f}" if len(runs) < 2 else f"{mean:.3f} [{low:.3f}, {high:.3f}]")
+            seconds = statistics.mean(run["seconds"] for run in runs)
+            ratios = [run["seconds"] / theirs[run["seed"]] for run in runs if run["seed"] in theirs]
+            ratio = statistics.mean(ratios) if ratios else None
+            staleness = "" if variant == "TRL" else f"{statistics.mean(run['staleness'] for run in runs):.2f}"
+            cells += [f"{seconds:.0f}", "" if ratio is None else f"{ratio:.2f}", staleness]
+            print(f"| {' | '.join(cells)} |")
+            last = statistics.mean(run["curve"][steps[-1]] for run in runs)
+            figures.append(Figure(f"{task}, {variant}, {model}: last held-out reward", max(last, 1e-9), ""))
+            figures.append(Figure(f"{task}, {variant}, {model}: steps", seconds, "s", ratio=ratio))
+    return figures
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--trl-python")
+    parser.add_argument("--trl-child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, "TRL"], default=[])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--held-out", type=int, default=200, help="rows of each evaluation")
+    parser.add_argument("--records", type=Path, default=ROOT / "docs/leaderboard.jsonl")
+    arguments = parser.parse_args()
+    if arguments.trl_child is not None:
+        (name,) = arguments.tasks
+        run_trl(TASKS[name], arguments.trl_child, arguments.model, held_out=arguments.held_out)
+        return
+    if "TRL" in arguments.variants and arguments.trl_python is None:
+        parser.error("TRL needs --trl-python PYTHON")
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.smoke:
+            from tests.fixtures.tiny_model import build_tiny_model
+
+            TASKS["largest"] = dataclasses.replace(TASKS["largest"], steps=2, every_steps=1)
+            arguments.model, arguments.records = str(build_tiny_model(Path(folder) / "model")), Path(folder) / "records"
+            arguments.tasks, arguments.variants, arguments.seeds, arguments.held_out = ["largest"], ["grpo"], 1, 4
+        write_figures(arguments.json, show(make_runs(arguments)))
+
+
+if __name__ == "__main__":
+    main()
