@@ -17,12 +17,14 @@ machine; they take turns, and medians of the rounds count. Prompts have 20 to 60
 A time to the first token is that of a request for one. What a whole answer takes more, by each of its other tokens, is
 the time between tokens.
 Ratios are to llama.cpp, else to vLLM, else to ``generate``. The limit is that of decoding alone, by
-benchmarks/roofline.py.
+benchmarks/roofline.py. Threads wait as in an on-policy run, ``OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000``, on all
+sides: those that spin longer take the cores from the client.
 """
 
 from __future__ import annotations
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import subprocess
@@ -37,6 +39,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 import aiohttp
+
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}  # read when torch is imported
+
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
