@@ -359,9 +359,9 @@ def main() -> None:
         if arguments.smoke:
             from tests.fixtures.tiny_model import build_tiny_model
 
-            TASKS["largest"] = dataclasses.replace(TASKS["largest"], steps=2, every_steps=1)
+            TASKS["largest"] = dataclasses.replace(TASKS["largest"], steps=1, every_steps=1, new_tokens=4)
             arguments.model, arguments.records = str(build_tiny_model(Path(folder) / "model")), Path(folder) / "records"
-            arguments.tasks, arguments.variants, arguments.seeds, arguments.held_out = ["largest"], ["grpo"], 1, 4
+            arguments.tasks, arguments.variants, arguments.seeds, arguments.held_out = ["largest"], ["grpo"], 1, 1
         write_figures(arguments.json, show(make_runs(arguments)))
 
 

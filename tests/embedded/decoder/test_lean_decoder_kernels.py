@@ -137,7 +137,7 @@ def test_logits_are_as_near_to_float32_as_those_of_torch(family: str, slots: lis
         assert runner._lean is not None
         assert type(runner._lean._operations) is (CompiledOperations if compiled else LayerOperations)
         errors[compiled] = (run(runner, slots).float() - expected).square().mean().sqrt()
-    assert errors[True] < 1.1 * errors[False]
+    assert errors[True] < 1.2 * errors[False]
 
 
 @needs_compiler
