@@ -38,17 +38,17 @@ from benchmarks.report import Figure, make_parser, write_figures
 from benchmarks.roofline import smollm2_config
 
 MAX_TOKENS = 8192
-TURNS, SUB_AGENT_AFTER, COMPACTED_AFTER = 8, (3, 6), 5
+SUB_AGENT_AFTER, COMPACTED_AFTER = (3, 6), 5  # turns
 
 
 class Episode:
     """One episode's requests, as an agent makes them: prompts and answers."""
 
-    def __init__(self, rng: np.random.Generator, task: list[int], *, keep_reasoning: bool) -> None:
+    def __init__(self, rng: np.random.Generator, task: list[int], *, turns: int, keep_reasoning: bool) -> None:
         self.requests: list[tuple[list[int], list[int]]] = []
         self._rng = rng
         history = task
-        for turn in range(1, TURNS + 1):
+        for turn in range(1, turns + 1):
             reasoning, answer = self._text(120), self._text(60)
             self.requests.append((history, reasoning + answer))
             history = history + reasoning * keep_reasoning + answer + self._text(150)
@@ -82,7 +82,7 @@ class Episode:
 
 
 def make_sequences(
-    groups: int, members: int, *, keep_reasoning: bool
+    groups: int, members: int, *, turns: int, keep_reasoning: bool
 ) -> tuple[list[TokenSequence], list[TokenSequence]]:
     """Return a sequence of each request, and one of each path."""
     rng = np.random.default_rng(0)
@@ -90,7 +90,7 @@ def make_sequences(
     for group in range(groups):
         task = rng.integers(0, VOCABULARY, 400).tolist()
         for member in range(members):
-            episode = Episode(rng, task, keep_reasoning=keep_reasoning)
+            episode = Episode(rng, task, turns=turns, keep_reasoning=keep_reasoning)
             for prompt, answer in episode.requests:
                 where = range(len(prompt), len(prompt) + len(answer))
                 requests.append(make_sequence(prompt + answer, where, str(group), member))
@@ -141,7 +141,8 @@ class Workload:
             config.hidden_size, config.intermediate_size = 144, 144
         self.dtype = resolve_dtype("auto", self.device)
         self.scorer = make_scorer(config, self.device)
-        requests, paths = make_sequences(args.groups, args.members, keep_reasoning=args.keep_reasoning)
+        options = {"turns": args.turns, "keep_reasoning": args.keep_reasoning}
+        requests, paths = make_sequences(args.groups, args.members, **options)
         self.sequences = {"request by request": requests, "path by path": paths, "tree": paths}
         self.plans = {
             "request by request": each_alone(requests),
@@ -176,6 +177,7 @@ def _status(name: str) -> float:
 def main() -> None:
     """Measure and print."""
     parser = make_parser(__doc__)
+    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--keep-reasoning", action="store_true")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--groups", type=int, default=2)
@@ -186,6 +188,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.repeats = args.layers = args.groups = args.members = 1
+        args.turns = 3
     ways = ("request by request", "path by path", "tree")
     # A process for each: a peak never falls. Here nothing was computed yet, so that a fork of this one starts clean.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:

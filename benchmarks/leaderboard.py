@@ -47,6 +47,7 @@ class Task:
     max_turns: int = 1
     new_tokens: int = 16
     kwargs: dict[str, Any] = field(default_factory=dict)
+    opponent: str | None = None  # of a game of several seats
     steps: int = 25
     every_steps: int = 5  # steps between evaluations
     path: str = ""  # of rows and
@@ -65,9 +66,9 @@ def question(name: str, system_prompt: str = SYSTEM, new_tokens: int = 16, **row
     return Task(env=f"reasoning-gym:{name}", rows=rows, system_prompt=system_prompt, new_tokens=new_tokens)
 
 
-def game(env: str, system_prompt: str, max_turns: int, **kwargs: Any) -> Task:
+def game(env: str, system_prompt: str, max_turns: int, *, opponent: str | None = None, **kwargs: Any) -> Task:
     """Return a task of several turns."""
-    return Task(env=env, system_prompt=system_prompt, max_turns=max_turns, kwargs=kwargs)
+    return Task(env=env, system_prompt=system_prompt, max_turns=max_turns, opponent=opponent, kwargs=kwargs)
 
 
 WORD, GUESS = "Reply with one word only.", "Reply with your move in square brackets only, such as [5]."
@@ -89,9 +90,11 @@ TASKS = {
     "bits": question("count_bits", max_n=15),
     "parity": question("binary_alternation", min_n=2, max_n=4),
     "guess the number": game("textarena:GuessTheNumber-v0", GUESS, 8),
-    "tic-tac-toe": game("textarena:TicTacToe-v0", GUESS, 6),
-    "Kuhn poker": game("textarena:KuhnPoker-v0", "Reply with one action in square brackets only.", 12),
-    "nim": game("textarena:Nim-v0", "Reply with [pile quantity] only, such as [0 2].", 8),
+    "tic-tac-toe": game("textarena:TicTacToe-v0", GUESS, 6, opponent="random"),
+    "Kuhn poker": game(
+        "textarena:KuhnPoker-v0", "Reply with one action in square brackets only.", 12, opponent="random"
+    ),
+    "nim": game("textarena:Nim-v0", "Reply with [pile quantity] only, such as [0 2].", 8, opponent="random"),
     "blackjack cards": game("textarena:Blackjack-v0", "Reply with [Hit] or [Stand] only.", 8),
     "frozen lake": game("gymnasium:FrozenLake-v1", WORD, 12, is_slippery=False),
     "cliff": game("gymnasium:CliffWalking-v1", WORD, 14),
@@ -143,6 +146,7 @@ def config_of(task: Task, seed: int, model: str, changes: dict[str, Any], held_o
         config["env"] = task.env
         config["workflow_kwargs"] = {"system_prompt": task.system_prompt, "max_turns": task.max_turns}
         config["workflow_kwargs"] |= {"kwargs": task.kwargs} if task.kwargs else {}
+        config["workflow_kwargs"] |= {"opponent": task.opponent} if task.opponent else {}
     else:
         config["workflow"] = task.workflow
         for section in sections.values():

@@ -228,7 +228,6 @@ def check(change: Change, says: str, path: Path, folder: Path, capsys: pytest.Ca
     assert code != 0
     told = [line for line in said.splitlines() if re.search(says, line)]
     assert told, said
-    print(told[-1])
     assert "Traceback" not in said
     assert len(told[-1]) < 600
     assert not [line for line in steps(folder) if "train/loss" in line]
