@@ -294,8 +294,9 @@ def test_shared_http_clients_are_one_per_engine_and_refused_outside(engine: Remo
 def test_prepare_batch_gives_exactly_the_batch_and_generation_goes_on_between_calls(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
-    stub = start_stub()
-    engine = start_engine(stub, consumer_batch_size=4, max_head_offpolicyness=1)
+    engine = start_engine(
+        start_stub(), consumer_batch_size=4, max_head_offpolicyness=1, max_concurrent_rollouts=1
+    )  # one after another, so that they end in their order
     rows = [{"n": n} for n in range(5)]
     first = engine.prepare_batch(rows, OneTurn)
     assert [r.data["n"] for r in first] == [0, 1, 2, 3]

@@ -108,7 +108,7 @@ def test_a_package_that_is_missing_or_too_old_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.metadata, "version", version)
     code, lines = examine(None)
     assert code == 64
-    line = the_line(lines, "fix", "openai is 1.0, and areal-lite needs >=2")
+    line = the_line(lines, "fix", "openai is 1.0, and areal-lite needs >=3")
     assert "orjson is missing (needs >=3.10)" in line
     assert "pip install --upgrade areal-lite" in line
     assert "pip install 'peft>=0.20'" in the_line(lines, "warning", "peft is 0.1, and an extra")
