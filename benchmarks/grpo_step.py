@@ -23,9 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.leaderboard import ANSWERS, ROWS, trl_config
 from benchmarks.report import ROOT, Figure, make_parser, of_limit, write_figures
 
-PROMPTS, ANSWERS, NEW_TOKENS = 8, 8, 16
+NEW_TOKENS = 16
 
 
 def our_steps(model: str, steps: int, *, smoke: bool) -> list[dict[str, float]]:
@@ -36,7 +37,7 @@ def our_steps(model: str, steps: int, *, smoke: bool) -> list[dict[str, float]]:
             f"model_path={model}",
             f"fileroot={folder}",
             f"trainer.total_steps={steps}",
-            f"rollout.consumer_batch_size={PROMPTS}",
+            f"rollout.consumer_batch_size={ROWS}",
             f"rollout.group_size={ANSWERS}",
             "rollout.dump_to_file=false",
             "checkpoint.every_minutes=null",
@@ -64,8 +65,8 @@ def limit_of(model: str, metrics: dict[str, Any], *, smoke: bool) -> float:
     config = AutoConfig.from_pretrained(model)
     rates = limits(len(os.sched_getaffinity(0)), torch.bfloat16, smoke=smoke)
     prompt, trained = metrics["train/prompt_length_mean"], metrics["train/trained_tokens"]
-    tokens_per_s = decode_limit(config, rates, in_flight=PROMPTS * ANSWERS, context=prompt)
-    return trained / tokens_per_s + training_limit(config, rates, tokens=PROMPTS * prompt + trained, trained=trained)
+    tokens_per_s = decode_limit(config, rates, in_flight=ROWS * ANSWERS, context=prompt)
+    return trained / tokens_per_s + training_limit(config, rates, tokens=ROWS * prompt + trained, trained=trained)
 
 
 def trl_steps(python: str, model: str, steps: int) -> list[float]:
@@ -74,7 +75,7 @@ def trl_steps(python: str, model: str, steps: int) -> list[float]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        path.write_text(json.dumps(rows(size=PROMPTS * (steps + 1), seed=1)))
+        path.write_text(json.dumps(rows(size=ROWS * (steps + 1), seed=1)))
         command = [python, __file__, "--trl-child", str(path), "--model", model, "--steps", str(steps)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("step_seconds ")]
@@ -85,7 +86,7 @@ def run_trl(path: Path, model: str, steps: int) -> None:
     import re
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *arguments: object, **named: object) -> None:
@@ -106,21 +107,7 @@ def run_trl(path: Path, model: str, steps: int) -> None:
         ]
     )
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            max_steps=steps,
-            per_device_train_batch_size=PROMPTS * ANSWERS,
-            num_generations=ANSWERS,
-            max_completion_length=NEW_TOKENS,
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=3e-5,
-            bf16=True,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to=[],
-        )
+        config = trl_config(folder, steps, max_completion_length=NEW_TOKENS)
         trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=dataset, callbacks=[Clock()])
         trainer.train()
 

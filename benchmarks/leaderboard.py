@@ -197,7 +197,7 @@ def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     def conversation(row: dict[str, Any]) -> list[dict[str, str]]:
         return [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": row["question"]}]
@@ -239,24 +239,7 @@ def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
         {"prompt": conversation(row), "row": json.dumps(row)} for row in rows(task, seed * 1_000_000, ROWS * task.steps)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            seed=seed,
-            shuffle_dataset=False,
-            max_steps=task.steps,
-            per_device_train_batch_size=ROWS * ANSWERS,
-            num_generations=ANSWERS,
-            max_completion_length=task.new_tokens,
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            bf16=True,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to=[],
-        )
+        config = trl_config(folder, task.steps, seed=seed, max_completion_length=task.new_tokens)
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
@@ -267,6 +250,29 @@ def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
         evaluate(0)
         trainer.train()
     print(json.dumps({"curve": curve, "seconds": sum(seconds)}))
+
+
+def trl_config(folder: str, steps: int, **options: Any) -> Any:
+    """Return the GRPOConfig of the work that our runs do."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        max_steps=steps,
+        shuffle_dataset=False,
+        per_device_train_batch_size=ROWS * ANSWERS,
+        num_generations=ANSWERS,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        bf16=True,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        **options,
+    )
 
 
 def rows(task: Task, seed: int, size: int) -> list[dict[str, Any]]:

@@ -130,7 +130,8 @@ async def _run_code(
         try:
             returned = await workflow.arun_episode(engine, data)
         except BaseException as error:
-            if isinstance(error, KeyError) and str(*error.args[:1]).isidentifier() and error.args[0] not in data:
+            key = error.args[0] if isinstance(error, KeyError) and error.args else None
+            if isinstance(key, str) and key.isidentifier() and key not in data:
                 error.failure_hint = f"If that is a column: the row has {', '.join(map(str, data))}"  # type: ignore[attr-defined]
             if episode.error is None or task.uncancel():  # the run stops it as well
                 raise
