@@ -18,7 +18,6 @@ else:
 
 T = TypeVar("T")
 BASE_URL = "http://areal-lite.local/v1"
-LONG_BODY = 2**17  # bytes of a request that takes milliseconds to write and to read: other tasks run in between
 
 
 class ServiceTransport(httpx.AsyncBaseTransport):
@@ -29,8 +28,7 @@ class ServiceTransport(httpx.AsyncBaseTransport):
         self._loop = loop
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if len(body := await request.aread()) >= LONG_BODY:
-            await asyncio.sleep(0)
+        body = await request.aread()
         answer = self._service.handle(request.method, request.url.raw_path.decode(), request.headers, body)
         reply = await self._receive(request, answer)
         headers = dict(reply.headers)

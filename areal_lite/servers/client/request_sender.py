@@ -30,7 +30,6 @@ AWAY = frozenset({429, 502, 503, 504})  # of a server that has not looked at the
 RETRY_STATUSES = THIS_SERVER | AWAY | {408, 500}
 SEND_ERRORS = (ErrorReply, BadResponse, *REQUEST_ERRORS)
 MAX_BAD_RESPONSES = 2
-LONG_PROMPT = 2**15  # tokens whose JSON takes milliseconds: other tasks run before it is written
 MAX_FEATURES_REPLY = 2**29  # bytes of the longest reply with features of images, which are floats in base64
 
 
@@ -64,8 +63,6 @@ class RequestSender:
         pool, size = self._gate.pool, len(call.input_ids) + call.max_new_tokens
         failures = Failures(self._max_tries)
         sends = 0
-        if len(call.input_ids) >= LONG_PROMPT:
-            await asyncio.sleep(0)
         while True:
             await self._gate.until_released()
             server = pool.pick(preferred=answer.server, avoid=failures.servers)

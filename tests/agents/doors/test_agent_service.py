@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService, Reply
-from areal_lite.agents.doors.http_transport import BASE_URL, LONG_BODY, SharedClient
+from areal_lite.agents.doors.http_transport import BASE_URL, SharedClient
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.config.generation import GenerationHyperparameters
@@ -74,27 +74,6 @@ def test_the_plain_sdk_works_end_to_end() -> None:
         assert (await other.chat.completions.create(**HELLO)).choices[0].message.content == "1"  # type: ignore[call-overload]
 
     asyncio.run(play())
-
-
-@pytest.mark.parametrize(("size", "order"), [(LONG_BODY, ["other", "read"]), (100, ["read", "other"])])
-def test_other_tasks_run_between_the_writing_of_a_long_request_and_its_reading(
-    size: int, order: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-    handle = AgentService.handle
-
-    async def handled(service: AgentService, *arguments: Any) -> Reply:
-        seen.append("read")
-        return await handle(service, *arguments)
-
-    async def play() -> None:
-        monkeypatch.setattr(AgentService, "handle", handled)
-        asyncio.get_running_loop().call_soon(seen.append, "other")
-        await SharedClient(AgentService()).post("/chat/completions", content=b" " * size)
-        await asyncio.sleep(0)
-
-    asyncio.run(play())
-    assert seen == order
 
 
 def test_the_sdk_sees_our_errors_once() -> None:

@@ -9,9 +9,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +24,6 @@ from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.io_struct import TokenPrefix
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.servers.client import request_sender
 from areal_lite.servers.client.server_requests import ServerRequests
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import BadResponse, ServerInfo
@@ -52,28 +49,6 @@ def test_ids_logprobs_and_versions_are_what_the_server_sent(start_stub: StartStu
     assert response.output_logprobs == [-0.5 - i / 64 for i in range(4)]
     assert response.output_versions == [0, 0, 0, 0]
     assert (response.stop_reason, response.input_len, response.output_len) == ("stop", 3, 4)
-
-
-@pytest.mark.parametrize(("least", "order"), [(3, ["other", "written"]), (4, ["written", "other"])])
-def test_other_tasks_run_before_a_long_prompt_is_written(
-    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, least: int, order: list[str]
-) -> None:
-    seen: list[str] = []
-
-    def body(dialect: SGLang, call: Any) -> dict[str, Any]:
-        asyncio.get_running_loop().call_soon(seen.append, "other")
-        return generate_body(dialect, call)
-
-    def dumps(value: Any) -> bytes:
-        seen.append("written")
-        return orjson.dumps(value)
-
-    engine, generate_body = start_engine(start_stub()), SGLang.generate_body
-    monkeypatch.setattr(request_sender, "LONG_PROMPT", least)
-    monkeypatch.setattr(SGLang, "generate_body", body)
-    monkeypatch.setattr(request_sender, "orjson", SimpleNamespace(dumps=dumps))
-    generate(engine, [1, 2, 3])
-    assert seen == order
 
 
 @pytest.mark.parametrize("given", [True, False])
