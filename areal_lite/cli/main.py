@@ -12,11 +12,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from areal_lite.cli.commands import parse
-from areal_lite.cli.rank_end import end_with, is_rank
+from areal_lite.cli.rank_end import end_with
 from areal_lite.cli.stop_signals import DEBUG, stop_on_signals
 from areal_lite.errors import ArealLiteError
 from areal_lite.files.safe_text import SafeFormatter, printable, without_secrets
-from areal_lite.processes.quick_import import is_first_rank
+from areal_lite.processes.quick_import import is_first_rank, is_rank
 from areal_lite.runs.stopping import stopping_signal
 
 _PRINTS = {"completion", "config", "doctor", "env-check", "inspect", "rescore", "verify", "view"}

@@ -23,11 +23,6 @@ from typing import Any, NoReturn
 from areal_lite.runs.stopping import stopping_signal
 
 
-def is_rank() -> bool:
-    """Return whether this process is one of several ranks, as torchrun starts them."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
-
-
 def end_with(program: Callable[[], int]) -> NoReturn:
     """Run the program of this process and end with the exit code that it returns, as ``sys.exit(program())`` does."""
     code: Any

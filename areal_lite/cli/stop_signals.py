@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from areal_lite.cli.rank_end import is_rank
+from areal_lite.processes.quick_import import is_rank
 from areal_lite.runs import stopping
 from areal_lite.runs.stopping import ask_to_stop, is_finishing, stop_for
 

@@ -28,6 +28,11 @@ def quick_import() -> Iterator[None]:
         gc.enable()
 
 
+def is_rank() -> bool:
+    """Return whether this process is one of several ranks, as torchrun starts them."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def is_first_rank() -> bool:
     """Return whether this is the only process, or the first rank under torchrun."""
     return os.environ.get("RANK", "0") == "0"

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
+from areal_lite.processes.quick_import import is_first_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +23,11 @@ def run(options: argparse.Namespace) -> int:
     from areal_lite.tools.plan.plan import plan, plan_table
 
     config: Any = load_config(options.config, options.overrides, root=ExperimentConfig)
-    print("trying the first steps in a temporary folder ...", file=sys.stderr)
+    if is_first_rank():
+        print("trying the first steps in a temporary folder ...", file=sys.stderr)
     made = plan(config, on_step=lambda step, metrics: print(f"step {step}", file=sys.stderr))
+    if made is None:
+        return 0
     if options.json:
         print(json.dumps(made._asdict()))
         return 0

@@ -7,27 +7,27 @@ probe cannot see.
 
 import itertools
 import os
-import tempfile
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 from rich.filesize import decimal
 from rich.table import Table
 from areal_lite.config.run_config import CheckpointConfig, RunConfig
-from areal_lite.errors import ConfigError
+from areal_lite.processes.quick_import import is_first_rank, is_rank
 from areal_lite.runs.run_data import workflow_rows
-from areal_lite.tools.plan.probe import DUMPS, Measurements, Trainable, measure
+from areal_lite.tools.plan.probe import DUMPS, LARGEST_RANK, Measurements, Trainable, measure
 from areal_lite.trainer.metrics import OnStep
 
 UNKNOWN = (
     "answers that get longer or shorter while the model learns",
     "other work on the machine, now or during the run",
 )
-UNKNOWN_RANKS = (
-    "what trainer.sp_size and tp_size change, as the probe is one process; areal-lite doctor says what a rank needs"
-)
+UNKNOWN_RANKS = "what several ranks change: torchrun --nproc-per-node N -m areal_lite plan probes them"
 UNKNOWN_ASYNC = "the lead of generation over training, which adapts every 8 steps"
 MAX_HELD_OUT = 256
 """Most held-out rows that the probe evaluates on; the time for all rows is scaled up."""
@@ -48,7 +48,8 @@ class Plan(NamedTuple):
     tokens: dict[str, float]
     """``sampled``, evaluations included, and ``trained``."""
     memory_bytes: dict[str, float]
-    """Peaks: ``trainer`` is this process, ``servers`` are its child processes together, ``gpus`` are all GPUs."""
+    """Peaks: ``trainer`` is this process, ``servers`` are its child processes together, ``gpus`` are all GPUs, and
+    under torchrun ``largest rank`` is that of most memory."""
     disk_bytes: dict[str, float]
     """Bytes in the run's folder at its end, in all and by kind."""
     nodes: dict[str, float]
@@ -58,21 +59,33 @@ class Plan(NamedTuple):
     unknown: list[str]
 
 
-def plan(config: Trainable, *, on_step: OnStep | None = None) -> Plan:
-    """Probe a run and predict the whole of it."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("a plan is for a run of one process: call areal-lite plan without torchrun")
+def plan(config: Trainable, *, on_step: OnStep | None = None) -> Plan | None:
+    """Probe a run and predict the whole of it. Under torchrun all ranks call it, and the first one has the plan."""
     root = Path(config.fileroot).absolute()
     while not root.exists():
         root = root.parent
     warm_up = 1 + (config.rollout.max_head_offpolicyness if isinstance(config, RunConfig) else 0)
     measured = Measurements(warm_up_steps=warm_up, min_steady_s=_STEADY_S, max_steps=warm_up + _MAX_STEADY_STEPS)
-    with tempfile.TemporaryDirectory(prefix="areal-lite-plan-", dir=root) as folder:
+    with _probe_folder(root) as folder:
         measure(_probe_config(config, folder), measured, on_step)
+    if not is_first_rank():
+        return None
     held_out_scale = 1.0
     if isinstance(config, RunConfig) and config.eval_dataset is not None:
         held_out_scale = max(1.0, len(workflow_rows(config, config.eval_dataset, is_train=False)) / MAX_HELD_OUT)
     return predict(config, measured, held_out_scale=held_out_scale)
+
+
+@contextmanager
+def _probe_folder(root: Path) -> Iterator[str]:
+    """Yield the probe's temporary folder, one for all ranks; the first one makes and removes it."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("MASTER_PORT")
+    folder = root / f"areal-lite-plan-{'-'.join(filter(None, launch)) or uuid4().hex}"
+    try:
+        yield str(folder)
+    finally:
+        if is_first_rank():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _probe_config(config: Trainable, folder: str) -> Trainable:
@@ -83,8 +96,9 @@ def _probe_config(config: Trainable, folder: str) -> Trainable:
         "checkpoint": checkpoint,
         "tracking": [],
         "evaluation": replace(config.evaluation, every_steps=None),
-        "trainer": replace(config.trainer, sp_size=1, tp_size=1),
     }
+    if not is_rank():
+        changes["trainer"] = replace(config.trainer, sp_size=1, tp_size=1)
     if isinstance(config, RunConfig):
         changes |= {"rollout": replace(config.rollout, fileroot=folder), "rollout_cache": None}
         changes |= {"profile_steps": [], "memory_snapshot_steps": []}
@@ -96,6 +110,7 @@ def _probe_config(config: Trainable, folder: str) -> Trainable:
 
 def predict(config: Trainable, measured: Measurements, *, held_out_scale: float = 1.0) -> Plan:
     """Return the prediction for ``config`` from measurements of its first steps, or the figures of a whole run."""
+    together = config.trainer.sp_size * config.trainer.tp_size
     is_async = isinstance(config, RunConfig) and config.rollout.max_head_offpolicyness > 0
     probed, total = len(measured.step_s), measured.total_steps
     left, done = total - probed, len(measured.evaluation_s)
@@ -144,7 +159,7 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
         unknown=[
             *UNKNOWN,
             *([UNKNOWN_ASYNC] if is_async else []),
-            *([UNKNOWN_RANKS] if config.trainer.sp_size * config.trainer.tp_size > 1 else []),
+            *([UNKNOWN_RANKS] if together > 1 and LARGEST_RANK not in measured.memory else []),
         ],
     )
 

@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from areal_lite.config.run_config import RunConfig
 from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
-from areal_lite.models.parallel.ranks import join_ranks
+from areal_lite.models.parallel.ranks import broadcast_json, gather_json, join_ranks
 from areal_lite.models.policy_model import resolve_device
+from areal_lite.processes.quick_import import is_first_rank
 from areal_lite.runs.entry_points import check_trainable
 from areal_lite.runs.rl_run import RLRun, run_rl
 from areal_lite.runs.supervised_run import SupervisedRun, run_supervised
-from areal_lite.runs.training_run import TrainingRun
+from areal_lite.runs.training_run import Summary, TrainingRun
 from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.rl.policy_step import Batch
 
 Trainable = RunConfig | SFTConfig | DPOConfig | RewardModelConfig
 DUMPS = ("rollout", "scores", "training")
 """Folders of a run that grow with each step."""
+LARGEST_RANK = "largest rank"
 _GROUP_ENDS = ("accepted", "rejected", "failed", "cancelled")
 
 
@@ -59,7 +61,7 @@ class Measurements:
     write_s: float = 0.0
     """Seconds in which it was written in the background."""
     memory: dict[str, float] = field(default_factory=dict)
-    """Peak bytes of the trainer's process, its child processes and all GPUs."""
+    """Peak bytes of the trainer's process, its child processes, all GPUs, and of several ranks the largest."""
     disk: dict[str, float] = field(default_factory=dict)
     """Bytes at the end, by folder of the run."""
     tokens: float = 0.0
@@ -83,6 +85,12 @@ class _Probe(TrainingRun[Any]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.measured.total_steps = self.total_steps
+
+    def run(self) -> Summary[Any]:
+        summary = super().run()
+        if len(peaks := gather_json(_peak_rss("self"))) > 1:
+            self.measured.memory[LARGEST_RANK] = max(peaks)
+        return summary
 
     def tokens(self) -> float:
         return 0.0
@@ -110,6 +118,10 @@ class _Probe(TrainingRun[Any]):
         measured.staleness.append(metrics.get("train/staleness_mean", 0.0))
         if measured.is_enough:
             self.total_steps = self.step
+
+    def save_if_due(self) -> None:
+        self.total_steps = broadcast_json(self.total_steps)  # the first rank says where all end
+        super().save_if_due()
 
     def evaluate(self) -> None:
         began, tokens, count = time.monotonic(), self.tokens(), len(self.evaluations)
@@ -161,17 +173,19 @@ class _SupervisedProbe(_Probe, SupervisedRun):
 
 
 def measure(config: Trainable, measured: Measurements, on_step: OnStep | None = None) -> None:
-    """Run ``config`` in one process and write down what it took; errors are those of the run."""
+    """Run ``config`` and write down what it took; errors are those of the run."""
     began = time.monotonic()
     with _peak_memory(measured.memory):
         if isinstance(config, RunConfig):
             check_trainable(config)
-            with join_ranks(resolve_device(config.trainer.device)):
+            trainer = config.trainer
+            with join_ranks(resolve_device(trainer.device), sp_size=trainer.sp_size, tp_size=trainer.tp_size):
                 run_rl(config, on_step, make_run=partial(_RLProbe, measured=measured))
         else:
             run_supervised(config, on_step=on_step, make_run=partial(_SupervisedProbe, measured=measured))
     measured.wall_s = time.monotonic() - began
-    measured.disk = {path.name: _size(path) for path in config.run_dir.iterdir()}
+    if is_first_rank():
+        measured.disk = {path.name: _size(path) for path in config.run_dir.iterdir()}
 
 
 def _size(path: Path) -> float:

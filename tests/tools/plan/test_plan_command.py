@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 import json
+import subprocess
+import sys
 from pathlib import Path
 import pytest
 from areal_lite.cli.main import main
@@ -51,6 +53,24 @@ def test_a_plan_of_sft_counts_its_steps(sft_yaml: Path, capsys: pytest.CaptureFi
     assert "200 steps, from 41 steps" in out
     assert "next: areal-lite sft" in out
     assert not (sft_yaml.parent / "runs").exists()
+
+
+@pytest.mark.slow
+def test_ranks_probe_together_and_the_first_one_shows_the_plan(run_yaml: Path) -> None:
+    before = set(run_yaml.parent.rglob("*"))
+    words = ["plan", str(run_yaml), "--json", "trainer.total_steps=400", "trainer.learning_rate=1e-6"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "areal_lite"]
+        + [*words, "trainer.sp_size=2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(run_yaml.parent.rglob("*")) == before
+    plan = json.loads(done.stdout)  # of one rank
+    assert (plan["steps"], plan["probed_steps"] < 100) == (400, True)  # both ended where the first had enough
+    assert plan["memory_bytes"]["largest rank"] > 1e8
+    assert not any("ranks" in text for text in plan["unknown"])
 
 
 def test_a_config_that_cannot_run_is_an_error_as_in_the_run(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
