@@ -327,6 +327,57 @@ def test_two_ranks_give_the_results_of_one_process(name: str, sp_size: int, tmp_
     assert [folder.name for folder in sorted((run_dir / "checkpoints").iterdir())][-1] == f"step_{whole.steps:08d}"
 
 
+KILL_SECOND = """
+import os, sys
+
+if os.environ["RANK"] == "1":
+    os.environ["AREAL_LITE_CRASH_AT"] = "checkpoint:after_model:3"
+from areal_lite.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["trainer.sp_size=1", "trainer.sp_size=2", "trainer.tp_size=2"])
+def test_a_rank_killed_while_it_writes_its_shard_ends_the_run_which_resumes_bit_for_bit(
+    mesh: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    path = written("sft", tmp_path, tiny_model, epochs=2, total_steps=5)
+    some = [mesh, "train_dataset.kwargs.size=16", "checkpoint.every_steps=1", "eval_dataset=null"]
+    script = path.with_name("kill_second.py")
+    script.write_text(KILL_SECOND)
+
+    def on_ranks(trial: str, *program: str) -> subprocess.CompletedProcess[str]:
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
+        return subprocess.run(
+            [*ranks, "sft", str(path), *some, f"trial_name={trial}"],
+            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+
+    whole, killed = on_ranks("whole", "-m", "areal_lite"), on_ranks("killed", str(script))
+    assert (whole.returncode, killed.returncode == 0) == (0, False), whole.stderr
+    folders = [tmp_path / "runs/sft" / trial for trial in ("whole", "killed")]
+    assert find_checkpoint(folders[1] / "checkpoints", "auto") == folders[1] / "checkpoints/step_00000002"
+    assert "resuming after step 2 of 5" in on_ranks("killed", "-m", "areal_lite").stderr
+    left = [{str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} for folder in folders]
+    assert left[0] == left[1]  # no part of a checkpoint that was never made
+    found, expected = (
+        [{key: value for key, value in record.items() if not MEASURED.match(key)} for record in records(folder)]
+        for folder in reversed(folders)
+    )
+    assert found == expected
+    for kind in ("model/*", "checkpoints/*5/*/model/*", "checkpoints/*5/*/optimizer*"):
+        ours, theirs = (
+            {name: tensor for file in folder.glob(f"{kind}.safetensors") for name, tensor in load_file(file).items()}
+            for folder in folders
+        )
+        assert ours.keys() == theirs.keys() != set()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), kind
+
+
 def test_ranks_that_cannot_read_together_are_refused_before_a_model_is_loaded(sft_yaml: Path) -> None:
     with pytest.raises(ConfigError, match=r"sp_size is 2, tp_size 1, and there are 1 ranks: start a multiple of 2"):
         run(sft_yaml, "trainer.sp_size=2")
