@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from areal_lite.cli.commands import parse
-from areal_lite.cli.rank_end import end_with
+from areal_lite.cli.rank_end import end_with, follow_launcher
 from areal_lite.cli.stop_signals import DEBUG, stop_on_signals
 from areal_lite.errors import ArealLiteError
 from areal_lite.files.safe_text import SafeFormatter, printable, without_secrets
@@ -26,6 +26,7 @@ _PRINTS = {"completion", "config", "doctor", "env-check", "inspect", "rescore", 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; without ``argv``, as a rank's program, end the process with it."""
     if argv is None and is_rank():
+        follow_launcher()
         end_with(lambda: run_command(sys.argv[1:]))
     return run_command(sys.argv[1:] if argv is None else argv)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,40 @@ def test_a_rank_ends_like_any_process_but_takes_nothing_apart(tmp_path: Path, ho
     assert rank[3] == {"text": "text of a thread", "bytes": "bytes", "log": "logged\n"}
     assert (alone[0], sorted(alone[1].splitlines()), alone[3]) == (rank[0], sorted(rank[1].splitlines()), rank[3])
     assert alone[2] == rank[2]
+
+
+RANK = """
+import threading
+from areal_lite.cli import main as cli
+
+
+def command(arguments):
+    print("running", flush=True)
+    threading.Event().wait(60)
+
+
+cli._run = command
+cli.main()
+"""
+
+
+def test_a_rank_ends_when_its_launcher_is_killed() -> None:
+    launcher = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid); input()"
+    rank = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RUN_ID": "one"}
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", launcher, RANK],
+        env=os.environ | rank,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        assert process.stdout
+        child = psutil.Process(int(process.stdout.readline()))
+        assert process.stdout.readline() == "running\n"
+        process.kill()
+        child.wait(30)
 
 
 def test_the_program_would_abort_at_the_interpreters_own_end(tmp_path: Path) -> None:

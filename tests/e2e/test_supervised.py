@@ -338,6 +338,7 @@ sys.exit(main())
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("mesh", ["trainer.sp_size=1", "trainer.sp_size=2", "trainer.tp_size=2"])
 def test_a_rank_killed_while_it_writes_its_shard_ends_the_run_which_resumes_bit_for_bit(
     mesh: str, tmp_path: Path, tiny_model: Path

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 import orjson
 import torch
@@ -25,6 +26,7 @@ from areal_lite.data.batch.data_proto_file import from_tensors, to_tensors
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.errors import ConfigError
 
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # of torchrun
 _TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another during a step before it fails
 _HEAD_START_S = 2.0
 """How long a failed rank keeps its connections. Ranks that fail because of it wait as well, so the launcher sees the
@@ -141,7 +143,7 @@ def join_ranks(device: torch.device, *, sp_size: int = 1, tp_size: int = 1) -> I
         yield _joined[-1]
     except BaseException as error:
         if isinstance(error, Exception):
-            errors.record_exception(error)
+            _report(errors, error)
         if isinstance(error, Exception) or Ranks.current().rank:
             threading.Event().wait(_HEAD_START_S)
         assert dist.group.WORLD is not None
@@ -150,6 +152,15 @@ def join_ranks(device: torch.device, *, sp_size: int = 1, tp_size: int = 1) -> I
     finally:
         _joined.clear()
         dist.destroy_process_group()
+
+
+def _report(errors: Any, error: Exception) -> None:
+    """Give torchrun the error whole or not at all: it may end this rank, and read the file, while that is written."""
+    if (place := os.environ.get(_ERROR_FILE)) is None:
+        return
+    os.environ[_ERROR_FILE] = part = f"{place}.part"
+    errors.record_exception(error)
+    Path(part).replace(place)
 
 
 def broadcast_json(value: Any = None) -> Any:
