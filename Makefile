@@ -53,7 +53,7 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 # Every task of the libraries behind env: PREFIX:NAME, which it installs. UPDATE_TABLE=1 writes docs/environments.md.
 test-environments: install
 	$(BIN)/python -m pip install -q -e '.[environments]' -c constraints.txt
-	-$(BIN)/python -m pip install -q skyrl-gym
+	-$(BIN)/python -m pip install -q scienceworld skyrl-gym
 	$(TEST_ENV) $(BIN)/python -m pytest -m "environments or not environments" -s tests/environments tests/tools/env_check
 
 # Ray's own cluster of several nodes on this machine.

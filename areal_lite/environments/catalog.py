@@ -32,6 +32,7 @@ ADAPTERS = {
     "mcp": _Adapter("mcp.McpServer", has_rows=False),
     "openenv": _Adapter("openenv.OpenEnvServer", install="aiohttp"),
     "reasoning-gym": _Adapter("reasoning_gym.ReasoningGymTask", install="reasoning_gym"),
+    "scienceworld": _Adapter("scienceworld.ScienceWorldTask", install="scienceworld, and Java"),
     "skyrl-gym": _Adapter("skyrl_gym.SkyRLGymEnvironment", install="skyrl-gym", has_rows=False),
     "textarena": _Adapter("textarena.TextArenaGame"),
 }

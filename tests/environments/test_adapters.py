@@ -143,6 +143,45 @@ def test_a_reasoning_gym_answer_is_scored_and_the_solution_has_full_reward(monke
     assert seen == f"{row['question']}\n\nA number only." and step == Step(reward=1.0, done=True)
 
 
+def test_scienceworld_begins_by_seed_and_gives_points_as_they_come() -> None:
+    pytest.importorskip("scienceworld")
+    if shutil.which("java") is None:
+        pytest.skip("Java is not installed")
+    actions = "<think>hm</think> open door to hallway", "look around", "focus on agent"
+    first, *steps = run("scienceworld:find-animal", *actions, row={"number": 7})
+    assert "focus on" in first and "Reply with one action" in first
+    assert "The door is already open" in steps[0].messages and "You also see" in steps[1].messages
+    # Looking around has found the first room already; the wrong thing in focus loses at once.
+    assert [(step.reward, step.done) for step in steps] == [(0.08, False), (0.0, False), (-1.08, True)]
+    assert run("scienceworld:find-animal", *actions, row={"number": 7}) == [first, *steps]
+    seeds = {run("scienceworld:find-animal", row={"number": 7}, seed=seed)[0] for seed in range(4)}
+    assert len(seeds) > 1
+    with pytest.raises(ConfigError, match="did you mean boil"):
+        environment_maker("scienceworld:boill", {})
+
+
+def test_scienceworlds_side_by_side_are_as_alone_and_their_simulators_serve_again() -> None:
+    pytest.importorskip("scienceworld")
+    if shutil.which("java") is None:
+        pytest.skip("Java is not installed")
+    from areal_lite.environments.scienceworld import ScienceWorldTask
+
+    games = [
+        ("scienceworld:boil", ("look around", "wait", "inventory"), 1),
+        ("scienceworld:find-plant", ("open door to hallway", "wait", "look around"), 2),
+    ]
+    alone = [run(env, *actions, row={"number": 0}, seed=seed) for env, actions, seed in games]
+
+    async def both() -> list[list[Any]]:
+        made = [
+            play(environment_maker(env, {})(), *actions, row={"number": 0}, seed=seed) for env, actions, seed in games
+        ]
+        return list(await asyncio.gather(*made))
+
+    assert asyncio.run(both()) == alone
+    assert len(ScienceWorldTask._idle) == 2  # as many as were played at once
+
+
 def test_skyrl_gym_gives_its_messages_and_turn_rewards() -> None:
     pytest.importorskip("skyrl_gym")
     row = {"prompt": "1+2?", "reward_spec": {"ground_truth": "3"}, "extra_info": {"max_turns": 2}}

@@ -25,7 +25,7 @@ from areal_lite.environments.random_state import OwnRandom
 pytestmark = [pytest.mark.environments, pytest.mark.timeout(1800)]
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 SECONDS = 30
-AT_LEAST = {"gymnasium": 180, "reasoning-gym": 100, "textarena": 65, "skyrl-gym": 2}
+AT_LEAST = {"gymnasium": 180, "reasoning-gym": 100, "textarena": 65, "scienceworld": 30, "skyrl-gym": 2}
 ROW = {
     "prompt": "1+2?",
     "reward_spec": {"ground_truth": "3"},
@@ -42,6 +42,8 @@ def names(prefix: str) -> list[str]:
     if prefix == "textarena":
         registry = importlib.import_module("textarena").envs.registration.ENV_REGISTRY
         return [name for name in registry if not name.endswith(("-raw", "-train"))]
+    if prefix == "scienceworld":
+        return list(importlib.import_module("scienceworld.constants").ID2TASK.values())
     if prefix == "skyrl-gym":
         return list(importlib.import_module("skyrl_gym").envs.registration.registry)
     return list(importlib.import_module("reasoning_gym.factory").DATASETS)
@@ -96,11 +98,16 @@ def reason(error: BaseException) -> str:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("a download, or an address that answers")
+    def only_here(function: Any) -> Any:
+        def call(*arguments: Any, **kwargs: Any) -> Any:
+            if not any("127.0.0.1" in (each, *(each if isinstance(each, tuple) else ())) for each in arguments):
+                raise OSError("a download, or an address that answers")
+            return function(*arguments, **kwargs)
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+        return call
+
+    monkeypatch.setattr(socket.socket, "connect", only_here(socket.socket.connect))
+    monkeypatch.setattr(socket, "getaddrinfo", only_here(socket.getaddrinfo))
 
 
 @pytest.mark.parametrize("prefix", AT_LEAST)

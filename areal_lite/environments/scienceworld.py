@@ -1,0 +1,75 @@
+"""``scienceworld:TASK``: experiments of school science in a world of text, as ``scienceworld:boil``. A simulator is a
+process of Java; it serves one episode at a time and is kept for the next."""
+
+import asyncio
+import difflib
+import os
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+from scienceworld import ScienceWorldEnv
+from scienceworld.constants import ID2TASK
+from areal_lite.environments.environment import Step
+from areal_lite.errors import ConfigError
+
+_HELD_OUT = 1_000_000
+# Java numbers its objects at random, and a room would list what it holds in another order to each member of a group.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
+
+
+class ScienceWorldTask:
+    """One variation of a task: of its training ones, or for a row from number 1,000,000 on of its test ones.
+
+    Args:
+        task: Its name, such as boil.
+        simplifications: What the world leaves out, separated by commas; ``easy`` leaves out all that it can.
+    """
+
+    reward_range = -1.0, 1.0
+    _idle: ClassVar[list[ScienceWorldEnv]] = []
+
+    def __init__(self, task: str, *, simplifications: str = "easy") -> None:
+        self._task, self._simplifications = task, simplifications
+        self._world: ScienceWorldEnv | None = None
+        self._answers, self._score = True, 0
+
+    @staticmethod
+    def check(task: str) -> None:
+        """Check that there is such a task; raises ConfigError."""
+        if task not in (known := list(ID2TASK.values())):
+            close = difflib.get_close_matches(task, known, 3) or known
+            raise ConfigError(f"env scienceworld:{task}: there is no such task; did you mean {' or '.join(close)}?")
+
+    async def reset(self, row: dict[str, Any], seed: int) -> str:
+        self._world = self._idle.pop() if self._idle else await asyncio.to_thread(ScienceWorldEnv, envStepLimit=10**9)
+        seen: str = await self._asked(self._begin, int(row.get("number", 0)) >= _HELD_OUT, seed)
+        return seen
+
+    async def step(self, action: str) -> Step:
+        assert self._world is not None
+        text = action.rpartition("</think>")[2].strip()
+        seen, _, done, about = await self._asked(self._world.step, text)
+        before, self._score = self._score, about["score"]  # the world's own reward leaves out what looking around gave
+        return Step(seen, (self._score - before) / 100, bool(done), info={"score": self._score})
+
+    async def close(self) -> None:
+        if self._world is not None and self._answers:
+            self._idle.append(self._world)
+        elif self._world is not None:
+            await asyncio.to_thread(self._world.close)
+
+    def _begin(self, is_held_out: bool, seed: int) -> str:
+        world: Any = self._world
+        world.load(self._task, 0, self._simplifications)
+        variations = world.get_variations_test() if is_held_out else world.get_variations_train()
+        world.load(self._task, random.Random(seed).choice(variations), self._simplifications)
+        seen, about = world.reset()
+        actions = ", ".join(sorted(world.get_possible_actions()))
+        return f"{about['taskDesc']}\n\n{seen}\n\nReply with one action. OBJ is what you see: {actions}."
+
+    async def _asked(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        """Wait for the simulator in a thread; one that fails or is left waiting is not used again."""
+        self._answers = False
+        answer = await asyncio.to_thread(ask, *arguments)
+        self._answers = True
+        return answer
