@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 import asyncio
+import os
 import shutil
+import socket
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 import aiohttp.web
@@ -191,16 +196,38 @@ def test_skyrl_gym_gives_its_messages_and_turn_rewards() -> None:
     assert (right.reward, right.done) == (1.0, True)
 
 
-def test_mcp_tools_are_called_until_the_model_answers(tmp_path: Path) -> None:
+@pytest.fixture
+def mcp_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Yield the calculator's command line, or the address at which it runs."""
     pytest.importorskip("mcp")
-    (tmp_path / "calculator.py").write_text(CALCULATOR)
-    paths = ":".join(path for path in sys.path if path)
-    command = f"env PYTHONPATH={paths} {sys.executable} {tmp_path / 'calculator.py'}"
+    program, paths = tmp_path / "calculator.py", ":".join(path for path in sys.path if path)
+    program.write_text(CALCULATOR)
+    if request.param == "stdio":
+        yield f"env PYTHONPATH={paths} {sys.executable} {program}"
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program.write_text(CALCULATOR.replace('"stdio"', f'"streamable-http", host="127.0.0.1", port={port}'))
+    process = subprocess.Popen(
+        [sys.executable, program], env=os.environ | {"PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stderr
+        for line in process.stderr:
+            if "running on" in line:
+                break
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield f"http://127.0.0.1:{port}/mcp"
+        process.kill()
+
+
+@pytest.mark.parametrize("mcp_server", ["stdio", "http"], indirect=True)
+def test_mcp_tools_are_called_until_the_model_answers(mcp_server: str) -> None:
     row = {"prompt": "1+2?", "answer": "3"}
 
     async def calculate() -> None:
         kwargs = {"reward": lambda answer, row: float(answer == row["answer"])}
-        environment: Any = environment_maker(f"mcp:{command}", kwargs)()
+        environment: Any = environment_maker(f"mcp:{mcp_server}", kwargs)()
         assert await environment.reset(row, 1) == "1+2?"
         assert environment.tools()[0]["function"]["parameters"]["required"] == ["a", "b"]
         good, bad = ToolCall("x", "add", {"a": 1, "b": 2}), ToolCall("y", "add", {"a": "one"})
@@ -208,7 +235,7 @@ def test_mcp_tools_are_called_until_the_model_answers(tmp_path: Path) -> None:
         assert one == {"role": "tool", "tool_call_id": "x", "content": "3"}
         assert other["tool_call_id"] == "y" and other["content"].startswith("Error: ")
         assert await environment.step("3") == Step(reward=1.0, done=True)
-        with pytest.raises(Exception, match="[Cc]onnection closed"):
+        with pytest.raises(Exception, match="[Cc]onnection closed|[Tt]imed out|disconnected"):
             await environment.step([ToolCall("z", "die", {})])
         await environment.close()
         assert len(asyncio.all_tasks()) == 1
