@@ -44,9 +44,13 @@ def accuracy(model_dir: Path, rows: Any) -> float:
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         image = encoder.stored(row["images"][0])
         ids, (span,) = encoder.expanded(tokenizer.encode(prompt, add_special_tokens=False), [image])
-        kinds = torch.tensor([[int(span.offset <= place < span.end) for place in range(len(ids))]])
         inputs: dict[str, Any] = encoder.processor.pixels(encoder.store.read(image.sha256))
-        made = model.generate(torch.tensor([ids]), **inputs, mm_token_type_ids=kinds, do_sample=False, max_new_tokens=8)
+        if encoder.processor.has_axes:
+            kinds = [int(span.offset <= place < span.end) for place in range(len(ids))]
+            inputs["mm_token_type_ids"] = torch.tensor([kinds])
+        else:
+            inputs["pixel_values"] = inputs["pixel_values"][None]  # images of each row of a batch
+        made = model.generate(torch.tensor([ids]), **inputs, do_sample=False, max_new_tokens=8)
         right += tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True) == answer
     return right / len(rows)
 

