@@ -26,11 +26,9 @@ from areal_lite.runs.stopping import stopping_signal
 
 def follow_launcher() -> None:
     """Have SIGTERM stop this rank if torchrun is killed, which else leaves its ranks, and the run's folder locked."""
-    if (
-        "TORCHELASTIC_RUN_ID" in os.environ
-    ):  # only torchrun surely lives as long as the thread that started this process
-        with contextlib.suppress(AttributeError):  # not on Linux
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    # The signal comes when the thread that started this process ends: torchrun's is its main one.
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def end_with(program: Callable[[], int]) -> NoReturn:

@@ -27,6 +27,7 @@ class ScienceWorldTask:
 
     reward_range = -1.0, 1.0
     _idle: ClassVar[list[ScienceWorldEnv]] = []
+    _variations: ClassVar[dict[tuple[str, bool], list[int]]] = {}
 
     def __init__(self, task: str, *, simplifications: str = "easy") -> None:
         self._task, self._simplifications = task, simplifications
@@ -42,8 +43,7 @@ class ScienceWorldTask:
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
         self._world = self._idle.pop() if self._idle else await asyncio.to_thread(ScienceWorldEnv, envStepLimit=10**9)
-        seen: str = await self._asked(self._begin, int(row.get("number", 0)) >= _HELD_OUT, seed)
-        return seen
+        return str(await self._asked(self._begin, int(row.get("number", 0)) >= _HELD_OUT, seed))
 
     async def step(self, action: str) -> Step:
         assert self._world is not None
@@ -60,9 +60,10 @@ class ScienceWorldTask:
 
     def _begin(self, is_held_out: bool, seed: int) -> str:
         world: Any = self._world
-        world.load(self._task, 0, self._simplifications)
-        variations = world.get_variations_test() if is_held_out else world.get_variations_train()
-        world.load(self._task, random.Random(seed).choice(variations), self._simplifications)
+        if (key := (self._task, is_held_out)) not in self._variations:
+            world.load(self._task, 0, self._simplifications)
+            self._variations[key] = world.get_variations_test() if is_held_out else world.get_variations_train()
+        world.load(self._task, random.Random(seed).choice(self._variations[key]), self._simplifications)
         seen, about = world.reset()
         actions = ", ".join(sorted(world.get_possible_actions()))
         return f"{about['taskDesc']}\n\n{seen}\n\nReply with one action. OBJ is what you see: {actions}."

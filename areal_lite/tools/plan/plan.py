@@ -18,6 +18,7 @@ from uuid import uuid4
 from rich.filesize import decimal
 from rich.table import Table
 from areal_lite.config.run_config import CheckpointConfig, RunConfig
+from areal_lite.errors import ConfigError
 from areal_lite.processes.quick_import import is_first_rank, is_rank
 from areal_lite.runs.run_data import workflow_rows
 from areal_lite.tools.plan.probe import DUMPS, LARGEST_RANK, Measurements, Trainable, measure
@@ -81,11 +82,15 @@ def _probe_folder(root: Path) -> Iterator[str]:
     """Yield the probe's temporary folder, one for all ranks; the first one makes and removes it."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("MASTER_PORT")
     folder = root / f"areal-lite-plan-{'-'.join(filter(None, launch)) or uuid4().hex}"
+    if not is_first_rank():
+        yield str(folder)
+        return
+    if folder.exists():
+        raise ConfigError(f"{folder} exists: another plan uses it, or one was killed; then remove it")
     try:
         yield str(folder)
     finally:
-        if is_first_rank():
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _probe_config(config: Trainable, folder: str) -> Trainable:
