@@ -12,13 +12,13 @@ from scienceworld.constants import ID2TASK
 from areal_lite.environments.environment import Step
 from areal_lite.errors import ConfigError
 
-_HELD_OUT = 1_000_000
+_HELD_OUT, _MOST_ACTIONS = 1_000_000, 100
 # Java numbers its objects at random, and a room would list what it holds in another order to each member of a group.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
 
 
 class ScienceWorldTask:
-    """One variation of a task: of its training ones, or for a row from number 1,000,000 on of its test ones.
+    """One variation of a task, at most 100 actions: a training one, or from row 1,000,000 on a test one.
 
     Args:
         task: Its name, such as boil.
@@ -32,7 +32,7 @@ class ScienceWorldTask:
     def __init__(self, task: str, *, simplifications: str = "easy") -> None:
         self._task, self._simplifications = task, simplifications
         self._world: ScienceWorldEnv | None = None
-        self._answers, self._score = True, 0
+        self._answers, self._score, self._actions = True, 0, 0
 
     @staticmethod
     def check(task: str) -> None:
@@ -42,7 +42,7 @@ class ScienceWorldTask:
             raise ConfigError(f"env scienceworld:{task}: there is no such task; did you mean {' or '.join(close)}?")
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
-        self._world = self._idle.pop() if self._idle else await asyncio.to_thread(ScienceWorldEnv, envStepLimit=10**9)
+        self._world = self._idle.pop() if self._idle else await asyncio.to_thread(ScienceWorldEnv)
         return str(await self._asked(self._begin, int(row.get("number", 0)) >= _HELD_OUT, seed))
 
     async def step(self, action: str) -> Step:
@@ -50,7 +50,9 @@ class ScienceWorldTask:
         text = action.rpartition("</think>")[2].strip()
         seen, _, done, about = await self._asked(self._world.step, text)
         before, self._score = self._score, about["score"]  # the world's own reward leaves out what looking around gave
-        return Step(seen, (self._score - before) / 100, bool(done), info={"score": self._score})
+        self._actions += 1  # the world's own limit leaves out those that it does not understand
+        cut = self._actions >= _MOST_ACTIONS
+        return Step(seen, (self._score - before) / 100, bool(done) and not cut, cut, {"score": self._score})
 
     async def close(self) -> None:
         if self._world is not None and self._answers:
