@@ -35,7 +35,7 @@ class Evaluation:
 
 
 def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row], workflow: WorkflowChoice) -> Evaluation:
-    """Run the workflow on each of the rows, ``evaluation.group_size`` times."""
+    """Run the workflow on each of the rows, ``evaluation.group_size`` times; return once the groups are dumped."""
     logger.info("evaluating %d held-out rows", len(rows))
     clock = time.monotonic()
     groups = engine.rollout_batch(
@@ -45,6 +45,7 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row], wo
         group_size=config.evaluation.group_size,
         is_eval=True,
     )
+    engine.flush_dumps()  # a run killed after the record of an evaluation has its episodes
     rewards = [reward for group in groups for reward in group.rewards]
     failed = [group for group in groups if group.status is not EpisodeStatus.ACCEPTED]
     if not rewards:

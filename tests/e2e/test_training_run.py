@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError, EpisodeError, RunDirBusyError
+from areal_lite.rollout.dumps import trajectory_dumper
 from areal_lite.runs.entry_points import (
     check_learnable,
     check_startable,
@@ -214,14 +215,20 @@ def test_a_run_folder_belongs_to_one_run_and_one_process(served_yaml: Path, capl
         pass
 
 
-def test_rollout_and_evaluation_run_alone(served_yaml: Path) -> None:
+def test_rollout_and_evaluation_run_alone(served_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectory_dumper, "GATHER_S", 600.0)  # what is dumped at the record was waited for
     config = load_config(served_yaml)
     seen: list[dict[str, Any]] = []
     results = run_rollout(config, on_step=lambda step, metrics: seen.append(metrics))
     assert [r.status for r in results] == ["accepted"] * 16
     assert all(len(r.rewards) == 4 for r in results)
     several = load_config(served_yaml, ["evaluation.group_size=2", "rollout.eval_gconfig={max_new_tokens: 8}"])
-    evaluation = run_evaluation(several, on_step=lambda step, metrics: seen.append(metrics))
+
+    def on_record(step: int, metrics: dict[str, float]) -> None:
+        seen.append(metrics)
+        assert len(dumped(config.run_dir, "eval-rollout")) == 8
+
+    evaluation = run_evaluation(several, on_step=on_record)
     rewards = [reward for result in results for reward in result.rewards]
     assert seen[0]["rollout/reward"] == pytest.approx(sum(rewards) / 64)
     assert (seen[0]["episodes/accepted"], seen[0]["rollout/answers"], seen[0]["servers/0/requests"]) == (16, 1, 64)
