@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ def smollm2(folder: Path = FOLDER) -> Path:
 
 def convert(gguf: Path, folder: Path, complete: Callable[[Any, Any], None] = lambda model, tokenizer: None) -> Path:
     """Write the checkpoint of a GGUF file in bfloat16 to ``folder``, after ``complete``, and return the folder."""
+    import gguf as library
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # transformers reads the file three times, and makes the table of names once for each module.
+    library.GGUFReader, library.get_tensor_name_map = cache(library.GGUFReader), cache(library.get_tensor_name_map)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)  # nosec B615 # a folder
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)  # nosec B615 # a folder
     del model.config.quantization_config, model.hf_quantizer  # the weights are dequantized

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 import torch
@@ -198,12 +199,12 @@ def run_rl(
     driver = RolloutDriver(config, start, data) if data is not None else None
     with ExitStack() as stack:
         files = stack.enter_context(open_run_files(config, start, on_step))
-        if driver is not None:
-            driver.engine = stack.enter_context(generating_engine(config, files.run_dir))
         disable_progress_bar()  # type: ignore[no-untyped-call]
-        started = time.monotonic()
+        load = cache(partial(open_trainer, config, files, stack))
+        if driver is not None:
+            driver.engine = stack.enter_context(generating_engine(config, files.run_dir, meanwhile=load))
+        trainer, started = load(), time.monotonic()
         dtype = getattr(torch, config.server.dtype)
-        trainer = open_trainer(config, files, stack)
         way = broadcast_json(driver and driver.engine.config.weight_update)  # nodes may need another one
         rollout = replace(config.rollout, weight_update=way)
         return make_run(

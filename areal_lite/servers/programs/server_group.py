@@ -74,10 +74,10 @@ def make_servers(
 
 
 class ServerGroup:
-    """Servers that run inside a ``with`` statement."""
+    """Servers that run inside a ``with`` statement; ``meanwhile`` is called while they start."""
 
-    def __init__(self, servers: Sequence[ServerProcess]) -> None:
-        self._servers = servers
+    def __init__(self, servers: Sequence[ServerProcess], meanwhile: Callable[[], object] = lambda: None) -> None:
+        self._servers, self._meanwhile = servers, meanwhile
         self._changed = threading.Condition()
         """Guards the fields below; notified of a failure."""
         self._stopping = False
@@ -98,6 +98,7 @@ class ServerGroup:
         try:
             for server in self._servers:
                 server.launch()
+            self._meanwhile()
             for server in self._servers:
                 server.wait_until_ready()
         except BaseException:
