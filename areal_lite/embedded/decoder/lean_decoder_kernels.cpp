@@ -105,33 +105,47 @@ static inline Floats load(const Half* at) {
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
-// ROWS rows of states [ROWS, width] times OUTS rows of the weight [OUTS, width]; the sums stay in registers.
-template <int ROWS, int OUTS>
+// ROWS rows of states [ROWS, width] times OUTS rows of the weight [OUTS, width]; the sums, PARTS of each, stay in registers.
+template <int ROWS, int OUTS, int PARTS>
 static inline void tile(const float* states, const Number* weight, const Number* bias, Count width, Count stride,
                         Number* out) {
-    Floats sums[OUTS][ROWS] = {};
-    for (Count i = 0; i < width; i += LANES)
-        for (int o = 0; o < OUTS; o++) {
-            __builtin_prefetch(weight + o * width + i + 4096 / sizeof(Number));  // hardware stops at the end of a page
-            const Floats column = load(weight + o * width + i);
-            for (int r = 0; r < ROWS; r++) sums[o][r] += column * load(states + r * width + i);
-        }
+    Floats sums[OUTS][PARTS][ROWS] = {};
+    const auto add = [&](Count i, int o, int part) {
+        __builtin_prefetch(weight + o * width + i + 4096 / sizeof(Number));  // hardware stops at the end of a page
+        const Floats column = load(weight + o * width + i);
+        for (int r = 0; r < ROWS; r++) sums[o][part][r] += column * load(states + r * width + i);
+    };
+    Count i = 0;
+    for (; i + PARTS * LANES <= width; i += PARTS * LANES)
+        for (int o = 0; o < OUTS; o++)
+            for (int part = 0; part < PARTS; part++) add(i + part * LANES, o, part);
+    for (; i < width; i += LANES)
+        for (int o = 0; o < OUTS; o++) add(i, o, 0);
     for (int o = 0; o < OUTS; o++)
         for (int r = 0; r < ROWS; r++) {
+            Floats lanes = sums[o][0][r];
+            for (int part = 1; part < PARTS; part++) lanes += sums[o][part][r];
             float sum = bias ? wide(bias[o]) : 0;
-            for (int lane = 0; lane < LANES; lane++) sum += sums[o][r][lane];
+            for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
             out[r * stride + o] = stored(sum);
         }
 }
 
+// Few rows read the weight row by row, as fast as memory gives it; many rows compute OUTS of its rows at once.
 template <int OUTS>
 static void strip(const float* states, const Number* weight, const Number* bias, Count rows, Count width, Count stride,
                   Number* out) {
+    constexpr decltype(&tile<1, 1, 2>) few[] = {tile<1, 1, 2>, tile<2, 1, 2>, tile<3, 1, 2>, tile<4, 1, 2>};
+    if (rows <= 4) {
+        for (int o = 0; o < OUTS; o++)
+            few[rows - 1](states, weight + o * width, bias ? bias + o : nullptr, width, stride, out + o);
+        return;
+    }
     Count row = 0;
     for (; row + 3 <= rows; row += 3)
-        tile<3, OUTS>(states + row * width, weight, bias, width, stride, out + row * stride);
+        tile<3, OUTS, 1>(states + row * width, weight, bias, width, stride, out + row * stride);
     for (; row < rows; row++)
-        tile<1, OUTS>(states + row * width, weight, bias, width, stride, out + row * stride);
+        tile<1, OUTS, 1>(states + row * width, weight, bias, width, stride, out + row * stride);
 }
 
 extern "C" {
