@@ -1,13 +1,13 @@
 """Forward and backward over agent episodes that branch: every prefix once, against one sequence per path.
 
-    python benchmarks/branches.py [--keep-reasoning] [--layers 2] [--threads 1] [--device cpu] [--repeats 3]
+    python benchmarks/branches.py [--keep-reasoning] [--layers 2] [--width 576] [--threads 1] [--device cpu] [--repeats 3]
 
 The work: groups of episodes of one task, each of 8 turns. A turn sends the task, the earlier answers without their
 reasoning, and the tools' output; so each turn's answer, with its reasoning, is a leaf of its own. After turns 3 and 6
 a sub-agent starts from the history and has 3 turns, each of which extends the one before. After turn 5 the history is
 compacted: a summary is sampled, and the later turns see the task and the summary only. Lengths are log-normal (a fixed
 seed). Sampled tokens are trained once, in the sequence they were sampled in. With ``--keep-reasoning`` a turn's history
-keeps it, so that all turns up to a compaction are one path. A Llama of SmolLM2-135M's width with few
+keeps it, so that all turns up to a compaction are one path. A Llama of SmolLM2-135M's width, or ``--width``, with few
 layers and a small vocabulary, in the dtype that ``trainer.dtype: auto`` chooses here.
 
 *request by request* trains each request of an agent alone, as trainers do that see calls and no episodes. *path by
@@ -137,6 +137,8 @@ class Workload:
         self.device = torch.device(args.device)
         config = smollm2_config()
         config.num_hidden_layers, config.vocab_size = args.layers, VOCABULARY
+        config.hidden_size, config.intermediate_size = args.width, args.width * 8 // 3
+        config.num_attention_heads, config.num_key_value_heads = args.width // 64, args.width // 192
         if args.smoke:
             config.hidden_size, config.intermediate_size = 144, 144
         self.dtype = resolve_dtype("auto", self.device)
@@ -180,6 +182,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--keep-reasoning", action="store_true")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=576, help="a multiple of 192")
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--members", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)

@@ -27,6 +27,7 @@ from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sequence_parallel import SequenceParallel, refuse_images
 from areal_lite.models.parallel.sharding import is_empty
 from areal_lite.models.parallel.tensor_parallel import Whole, own_tokens, share
+from areal_lite.models.policy_model import has_bfloat16
 from areal_lite.models.vision_model import VisionTower
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
 from areal_lite.trainer.forward.packed_images import PackedImages, Part, pack_images
@@ -157,6 +158,8 @@ class PackedModel(nn.Module):
         self.shares_prefixes = self._packing_is_exact()
         if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(self._decoder[0]):
             self._fused = (FusedDecoder(self._decoder[0]),)
+            if has_bfloat16():  # it is used then, and reads segments
+                self.balance_length = sys.maxsize
         self._reads_segments = self._side_by_side_is_exact()
         if self.model.device.type == "cuda":
             self.read_ragged()
