@@ -1,6 +1,6 @@
 """Forward and backward over agent episodes that branch: every prefix once, against one sequence per path.
 
-    python benchmarks/branches.py [--keep-reasoning] [--layers 2] [--width 576] [--threads 1] [--device cpu] [--repeats 3]
+    python benchmarks/branches.py [--keep-reasoning] [--layers 2] [--width 576] [--threads 1] [--repeats 3]
 
 The work: groups of episodes of one task, each of 8 turns. A turn sends the task, the earlier answers without their
 reasoning, and the tools' output; so each turn's answer, with its reasoning, is a leaf of its own. After turns 3 and 6

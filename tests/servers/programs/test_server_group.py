@@ -101,6 +101,28 @@ def kill(group: ServerGroup, number: int = 0) -> None:
     os.close(ended)
 
 
+def test_work_is_done_while_servers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (server,) = made = servers(tmp_path)._servers
+    waited, pids = server.wait_until_ready, list[int]()
+
+    def work() -> None:
+        assert server.pid is not None
+        pids.append(server.pid)
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    def wait() -> None:
+        assert len(pids) == 1
+        waited()
+
+    monkeypatch.setattr(server, "wait_until_ready", wait)
+    with ServerGroup(made, meanwhile=work):
+        assert psutil.pid_exists(pids[0])
+    with pytest.raises(KeyboardInterrupt), ServerGroup(made, meanwhile=work):
+        pass
+    assert not any(map(psutil.pid_exists, pids))
+
+
 def test_sglang_gets_the_flags_that_the_engine_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")  # torchrun's, for the trainer
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
