@@ -3,7 +3,7 @@
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,6 @@ from areal_lite.config.run_config import RunConfig
 from areal_lite.processes.place import Places, here
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs.server_group import ServerGroup, make_servers
-from areal_lite.servers.programs.server_process import ServerProcess
 from areal_lite.servers.programs.server_program import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def generating_engine(
     config: RunConfig, run_dir: Path, meanwhile: Callable[[], object] = lambda: None
 ) -> Iterator[RemoteInfEngine]:
     """Yield an engine with running servers; both stop when the context ends. ``meanwhile`` is called while servers
-    start. Failed episodes are logged by cause when the context ends, also after an error."""
+    start, if it starts any. Failed episodes are logged by cause when the context ends, also after an error."""
     rollout, group, nodes = config.rollout, None, None
     with ExitStack() as stack:
         older = None
@@ -60,10 +59,8 @@ def generating_engine(
             places = nodes.__getitem__
             if rollout.weight_update == "auto" and not rollout.addresses:
                 rollout = replace(rollout, weight_update=nodes.weight_update(run_dir))
-        if rollout.addresses:
-            meanwhile()
-        else:
-            group = stack.enter_context(ServerGroup(_servers(config, run_dir / "logs", places), meanwhile))
+        if not rollout.addresses:
+            group = stack.enter_context(_servers(config, run_dir / "logs", places, meanwhile))
             # A restart of all of them takes as long as their start.
             patience = max(rollout.faults.outage_patience_s, config.server.start_timeout_s)
             rollout = replace(
@@ -106,7 +103,7 @@ def with_scalars(metrics: Mapping[str, float], scalars: Mapping[str, float]) -> 
     return {**scalars, **metrics}
 
 
-def _servers(config: RunConfig, log_dir: Path, places: Places) -> Sequence[ServerProcess]:
+def _servers(config: RunConfig, log_dir: Path, places: Places, meanwhile: Callable[[], object]) -> ServerGroup:
     # A run that trains has resolved both dtypes; without a trainer, auto is left to the server, which knows its device.
     dtype = config.trainer.dtype if config.server.dtype == "auto" else config.server.dtype
     settings = replace(config.server, dtype=dtype)
@@ -119,9 +116,6 @@ def _servers(config: RunConfig, log_dir: Path, places: Places) -> Sequence[Serve
 
         adapters = planned_shape(config.model_path, config.trainer.lora)
     model = ServedModel(
-        model_path=config.model_path,
-        seed=config.seed,
-        deterministic=config.trainer.deterministic,
-        adapters=adapters,
+        model_path=config.model_path, seed=config.seed, deterministic=config.trainer.deterministic, adapters=adapters
     )
-    return make_servers(settings, model, log_dir, places=places)
+    return ServerGroup(make_servers(settings, model, log_dir, places=places), meanwhile)

@@ -46,12 +46,7 @@ def check_servers(config: ServerConfig, *, on_nodes: bool = False) -> None:
 
 
 def make_servers(
-    config: ServerConfig,
-    model: ServedModel,
-    log_dir: Path,
-    *,
-    program: str = EMBEDDED_PROGRAM,
-    places: Places = here,
+    config: ServerConfig, model: ServedModel, log_dir: Path, *, program: str = EMBEDDED_PROGRAM, places: Places = here
 ) -> list[ServerProcess]:
     """Return the servers of a checked config and its router, if it has one; not yet started, with logs in ``log_dir``.
 
@@ -78,8 +73,7 @@ class ServerGroup:
 
     def __init__(self, servers: Sequence[ServerProcess], meanwhile: Callable[[], object] = lambda: None) -> None:
         self._servers, self._meanwhile = servers, meanwhile
-        self._changed = threading.Condition()
-        """Guards the fields below; notified of a failure."""
+        self._changed = threading.Condition()  # guards the fields below; notified of a failure
         self._stopping = False
         self._failure: ServerError | None = None
         self._engine: RemoteInfEngine | None = None
