@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.peft_utils import check_peft_version
 from areal_lite.config.trainer_config import LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.files.model_path import stored_tensors
@@ -25,14 +26,16 @@ _PREFIX = "base_model.model."  # of every name in peft's files
 
 
 def add_adapters(model: Any, config: LoRAConfig) -> None:
-    """Add float32 adapters with zero effect to the model's linear layers; only the adapters train from here on. Raises
-    ConfigError if peft is not installed, or ``config.target_modules`` names something that is not a linear layer."""
+    """Add float32 adapters with zero effect to the model's linear layers; only they train from here on. Raises
+    ConfigError if peft is missing or too old, or ``config.target_modules`` names what is not a linear layer."""
+    from transformers.integrations.peft import MIN_PEFT_VERSION  # which takes two seconds
+
     try:
+        check_peft_version(MIN_PEFT_VERSION)
         from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigError(
-            "trainer.lora is set, but peft is not installed: pip install peft, or set trainer.lora: null"
-        ) from error
+    except (ImportError, ValueError) as error:
+        fix = "pip install -U peft, or an older transformers, or set trainer.lora: null"
+        raise ConfigError(f"trainer.lora needs peft {MIN_PEFT_VERSION} or newer: {fix}") from error
     model.add_adapter(
         LoraConfig(
             r=config.rank,
@@ -44,8 +47,7 @@ def add_adapters(model: Any, config: LoRAConfig) -> None:
         ),
         _ADAPTER,
     )
-    base = Path(model.name_or_path)
-    if base.is_dir():  # peft's files name it, and may be read from another directory
+    if (base := Path(model.name_or_path)).is_dir():  # peft's files name it, and may be read from another directory
         model.peft_config[_ADAPTER].base_model_name_or_path = str(base.resolve())
 
 
@@ -128,8 +130,7 @@ def _layer_names(model: Any, wanted: str | list[str]) -> list[str]:
     if wanted == "all-linear":
         return last
     names = [wanted] if isinstance(wanted, str) else wanted
-    unknown = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in linear)]
-    if unknown or not names:
+    if (unknown := [n for n in names if not any(f".{layer}".endswith(f".{n}") for layer in linear)]) or not names:
         raise ConfigError(
             f"trainer.lora.target_modules names {unknown}, which are not linear layers below the output embedding: use "
             f"all-linear or some of {last}"

@@ -44,9 +44,8 @@ def generating_engine(
 ) -> Iterator[RemoteInfEngine]:
     """Yield an engine with running servers; both stop when the context ends. ``meanwhile`` is called while servers
     start, if it starts any. Failed episodes are logged by cause when the context ends, also after an error."""
-    rollout, group, nodes = config.rollout, None, None
+    rollout, group, nodes, older = config.rollout, None, None, None
     with ExitStack() as stack:
-        older = None
         if config.older_policy is not None:
             own = replace(rollout, addresses=config.older_policy.addresses, workers=1, dump_to_file=False)
             own = replace(own, weight_update="disk")

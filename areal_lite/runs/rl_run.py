@@ -205,7 +205,6 @@ def run_rl(
             driver.engine = stack.enter_context(generating_engine(config, files.run_dir, meanwhile=load))
         trainer, started = load(), time.monotonic()
         dtype = getattr(torch, config.server.dtype)
-        # Nodes may need another way.
         rollout = replace(config.rollout, weight_update=broadcast_json(driver and driver.engine.config.weight_update))
         return make_run(
             config=config,

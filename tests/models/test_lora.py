@@ -1,4 +1,5 @@
 from __future__ import annotations
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,13 @@ def test_names_that_are_not_linear_layers_are_refused(untied: Path, names: str |
         load(untied, LoRAConfig(target_modules=names))
 
 
-def test_a_missing_peft_is_named_in_the_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match="pip install peft"):
+@pytest.mark.parametrize("found", [None, "0.1"])
+def test_a_missing_or_old_peft_is_named_in_the_error(
+    tiny: Path, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.metadata.version
+    if found is None:
+        monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found if name == "peft" else real(name))
+    with pytest.raises(ConfigError, match=r"needs peft 0\.\d+\.\d+ or newer.*pip install -U peft"):
         load(tiny)
