@@ -51,5 +51,5 @@ def test_a_server_gets_the_dtype_that_the_config_gives(
     )
     made: list[Any] = []
     monkeypatch.setattr(engine_stack, "make_servers", lambda settings, *_, **__: made.append(settings) or [])
-    engine_stack._servers(config, Path("logs"), here)
+    engine_stack._servers(config, Path("logs"), here, lambda: None)
     assert [settings.dtype for settings in made] == [passed]
