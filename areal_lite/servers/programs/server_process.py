@@ -12,6 +12,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes.place import HERE, Place, Program
 
 _LOG_TAIL_LINES = 30
+_LEAKS = ("nanobind: ", "See https://nanobind", " - leaked", " - ... skipped")  # triton's last lines, after any error
 
 
 class ServerProcess(ABC):
@@ -130,8 +131,8 @@ class ServerProcess(ABC):
         size = os.fstat(self._log.fileno()).st_size
         begin = max(self._log_start, size - 65536)
         written = os.pread(self._log.fileno(), size - begin, begin)  # does not move the shared offset
-        lines = written.decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return "\n".join([f"The end of {self.log_path or 'its log'}:", *lines])
+        lines = [each for each in written.decode(errors="replace").splitlines() if not each.startswith(_LEAKS)]
+        return "\n".join([f"The end of {self.log_path or 'its log'}:", *lines[-_LOG_TAIL_LINES:]])
 
     def __enter__(self) -> Self:
         return self.start()

@@ -21,7 +21,8 @@ parser.add_argument("--fault")
 options, _ = parser.parse_known_args()
 print(json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ)}), flush=True)
 if options.fault == "exits" or options.model_path == "broken":
-    sys.exit("\n".join(f"line {number}" for number in range(50)))
+    leaks = ["nanobind: leaked 40 types!", ' - leaked type "x"', " - ... skipped remainder", "See https://nanobind.x"]
+    sys.exit("\n".join([*(f"line {number}" for number in range(50)), *leaks]))
 server = StubServer(answer_len=4)
 server.version = options.weight_version
 server.told = {}  # the tests serve models of any size
