@@ -20,6 +20,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.rollout_data_source import state_bytes, state_path
 from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
+from areal_lite.models.policy_model import resolve_device
 from areal_lite.models.truncation import Truncation
 from areal_lite.runs.engine_stack import generating_engine, thread_budget, with_scalars
 from areal_lite.runs.evaluation import Evaluation
@@ -201,11 +202,14 @@ def run_rl(
         files = stack.enter_context(open_run_files(config, start, on_step))
         disable_progress_bar()  # type: ignore[no-untyped-call]
         load = cache(partial(open_trainer, config, files, stack))
+        # Servers measure the free memory of a GPU while they start, and it may be the trainer's.
+        early = load if resolve_device(config.trainer.device).type == "cpu" else lambda: None
         if driver is not None:
-            driver.engine = stack.enter_context(generating_engine(config, files.run_dir, meanwhile=load))
+            driver.engine = stack.enter_context(generating_engine(config, files.run_dir, meanwhile=early))
         trainer, started = load(), time.monotonic()
         dtype = getattr(torch, config.server.dtype)
-        rollout = replace(config.rollout, weight_update=broadcast_json(driver and driver.engine.config.weight_update))
+        way = broadcast_json(driver and driver.engine.config.weight_update)  # nodes may need another one
+        rollout = replace(config.rollout, weight_update=way)
         return make_run(
             config=config,
             files=files,

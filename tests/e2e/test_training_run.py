@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError, EpisodeError, RunDirBusyError
 from areal_lite.rollout.dumps import trajectory_dumper
+from areal_lite.runs import rl_run
 from areal_lite.runs.entry_points import (
     check_learnable,
     check_startable,
@@ -28,6 +29,7 @@ from areal_lite.runs.folder.run_directory import run_directory
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.training_run import Summary
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from areal_lite.servers.programs.server_process import ServerProcess
 
 TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second|mfu)")
 
@@ -213,6 +215,22 @@ def test_a_run_folder_belongs_to_one_run_and_one_process(served_yaml: Path, capl
         run_directory(config, fresh=False),
     ):
         pass
+
+
+@pytest.mark.parametrize(("device", "opened"), [("cpu", 1), ("cuda", 0)])
+def test_the_trainer_loads_while_servers_start_unless_they_may_share_a_gpu(
+    run_yaml: Path, device: str, opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def wait(server: ServerProcess) -> None:
+        raise EpisodeError(f"{len(calls)} opened")
+
+    monkeypatch.setattr(rl_run, "resolve_device", lambda _: torch.device(device))
+    monkeypatch.setattr(rl_run, "open_trainer", lambda *_: calls.append(1))
+    monkeypatch.setattr(ServerProcess, "wait_until_ready", wait)
+    with pytest.raises(EpisodeError, match=f"{opened} opened"):
+        train(run_yaml)
 
 
 def test_rollout_and_evaluation_run_alone(served_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:

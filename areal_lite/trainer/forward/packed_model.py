@@ -158,7 +158,7 @@ class PackedModel(nn.Module):
         self.shares_prefixes = self._packing_is_exact()
         if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(self._decoder[0]):
             self._fused = (FusedDecoder(self._decoder[0]),)
-            if has_bfloat16():  # it is used then, and reads segments
+            if has_bfloat16():  # the default dtype then, which it computes; it reads segments
                 self.balance_length = sys.maxsize
         self._reads_segments = self._side_by_side_is_exact()
         if self.model.device.type == "cuda":
