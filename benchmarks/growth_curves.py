@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 import uvloop
@@ -30,6 +30,8 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.training_batch import collate_sequences
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.rollout import garbage_collection
@@ -37,6 +39,9 @@ from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.weights.published_weights import WeightFolder
 from tests.stub_server import StubServer
+
+if TYPE_CHECKING:
+    from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 
 Measured = dict[str, float]
 """Value by ``name, unit``."""
@@ -345,23 +350,8 @@ def _load_rows(file: Path) -> None:
 def length(count: int) -> dict[int, Measured]:
     """Return what a token of a training step costs in sequences of ``count`` tokens: long answers, or long prompts."""
     from areal_lite.config.trainer_config import TrainerConfig
-    from areal_lite.data.batch.data_proto import DataProto
-    from areal_lite.data.batch.training_batch import collate_sequences
     from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
     from tests.fixtures.tiny_model import build_tiny_model
-
-    def batch(prompt: int, tokens: int) -> DataProto:
-        rng = np.random.default_rng(0)
-        size = 2 if count > 8192 else 16384 // count
-        sequences = []
-        for number in range(size):
-            if number % 2 == 0:
-                head = rng.integers(3, 259, prompt)
-            ids = np.concatenate([head, rng.integers(3, 259, tokens - prompt)])
-            mask = np.arange(tokens) >= prompt
-            reward = float(number % 2)
-            sequences.append(TokenSequence(input_ids=ids, loss_mask=mask, reward=reward, group_id=str(number // 2)))
-        return DataProto.from_single_dict(collate_sequences(sequences, tokens, pad_token_id=0))
 
     measured: Measured = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -369,14 +359,61 @@ def length(count: int) -> dict[int, Measured]:
         config = TrainerConfig(total_steps=100, learning_rate=1e-6, num_threads=1, device="cpu")
         for name, prompt in (("answers", 16), ("prompts", count - 32)):
             trainer = PolicyTrainer(config, model_path=str(model), seed=0)
-            trainer.train_step(batch(16, 64), version=0)  # warms up
-            data = batch(prompt, count)
-            tokens = int(data.batch["attention_mask"].sum())
-            before = reset_peak()
-            spent = cpu_s(lambda: trainer.train_step(data, version=1))  # noqa: B023 -- called at once
-            measured[f"{name}: CPU, us/token"] = spent / tokens * 1e6
-            measured[f"{name}: memory, MB"] = max(0.1, peak_mb() - before)
+            cost = _step_cost(trainer, _random_batch(prompt, count, size=2 if count > 8192 else 16384 // count))
+            measured |= {f"{name}: {key}": value for key, value in cost.items()}
     return {count: measured}
+
+
+def mesh(count: int) -> dict[int, Measured]:
+    """Return the same of one answer of ``count`` tokens that several ranks read together (``trainer.sp_size``), of the
+    rank that needs most."""
+    from tests.fixtures.tiny_model import build_tiny_model
+    from tests.models.parallel.rank_programs.training_cases import start_ranks
+
+    measured: Measured = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = build_tiny_model(folder / "model", hidden_size=64, num_layers=1, context=max(256, count))
+        for ranks in (1, 2, 4) if count >= 1024 else (1, 2):
+            start_ranks(ranks, _train_as_rank, ranks, model, count, folder)
+            costs = [orjson.loads((folder / f"{rank}.json").read_bytes()) for rank in range(ranks)]
+            measured |= {f"sp_size {ranks}: {key}": max(cost[key] for cost in costs) for key in costs[0]}
+    return {count: measured}
+
+
+def _train_as_rank(ranks: int, model: Path, count: int, folder: Path) -> None:
+    import torch
+    from areal_lite.config.trainer_config import TrainerConfig
+    from areal_lite.models.parallel.ranks import join_ranks
+    from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
+
+    config = TrainerConfig(total_steps=100, learning_rate=1e-6, num_threads=1, device="cpu", sp_size=ranks)
+    with join_ranks(torch.device("cpu"), sp_size=ranks) as joined:
+        trainer = PolicyTrainer(config, model_path=str(model), seed=0)
+        cost = _step_cost(trainer, _random_batch(16, count, size=1))
+        (folder / f"{joined.rank}.json").write_bytes(orjson.dumps(cost))
+
+
+def _random_batch(prompt: int, tokens: int, size: int) -> DataProto:
+    """Return ``size`` sequences of ``tokens`` random tokens, of which each two share a prompt."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for number in range(size):
+        if number % 2 == 0:
+            head = rng.integers(3, 259, prompt)
+        ids = np.concatenate([head, rng.integers(3, 259, tokens - prompt)])
+        mask, reward = np.arange(tokens) >= prompt, float(number % 2 or size == 1)
+        sequences.append(TokenSequence(input_ids=ids, loss_mask=mask, reward=reward, group_id=str(number // 2)))
+    return DataProto.from_single_dict(collate_sequences(sequences, tokens, pad_token_id=0))
+
+
+def _step_cost(trainer: PolicyTrainer, batch: DataProto) -> Measured:
+    """Return CPU per token and memory of a training step, after a small one."""
+    trainer.train_step(_random_batch(16, 64, size=2), version=0)
+    tokens = int(batch.batch["attention_mask"].sum())
+    before = reset_peak()
+    spent = cpu_s(lambda: trainer.train_step(batch, version=1))
+    return {"CPU, us/token": spent / tokens * 1e6, "memory, MB": max(0.1, peak_mb() - before)}
 
 
 # -- servers -----------------------------------------------------------------------------------------
@@ -432,6 +469,7 @@ CURVES: dict[str, tuple[Callable[[int], dict[int, Measured]], list[int], list[in
     "calls": (calls, [1, 10, 30, 100, 300, 1000], [4], "calls of a workflow's conversation"),
     "rows": (rows, [10**3, 10**4, 10**5, 10**6, 10**7], [300], "rows"),
     "length": (length, [128, 512, 2048, 8192, 16384, 32768], [64], "tokens of a sequence"),
+    "mesh": (mesh, [8192, 16384, 32768, 65536, 131072], [64], "tokens of a sequence that ranks read together"),
     "servers": (servers, [1, 4, 16, 64, 256, 1024], [2], "servers"),
 }
 """Function, sizes, sizes of ``--smoke``, and what is counted, by name of the curve."""

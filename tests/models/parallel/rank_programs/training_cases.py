@@ -55,12 +55,13 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": CriticConfig(learning_rate=1e-2, adam_eps=1e-3),
         "max_tokens_per_microbatch": 12,
     },
-    "adapters": {"lora": LoRAConfig(rank=4), "kl": KL, "gradient_checkpointing": True},
+    "adapters": {"lora": LoRAConfig(rank=8), "kl": KL, "gradient_checkpointing": True, "adam_eps": 1e-2},
     "bfloat16": {"dtype": "bfloat16", "kl": KL},
 }
 """Changes to the config."""
 
-# AdamW would turn rounding into whole steps where gradients are 0, were its epsilon not far above it.
+# AdamW would turn rounding into whole steps where gradients are near 0, were its epsilon not far above it. An adapter's B
+# begins at 0, and all of A's gradient comes from B's first step.
 OPTIONS = {"learning_rate": 1e-2, "adam_eps": 1e-3, "max_grad_norm": 1e9}
 SUPERVISED: dict[str, Any] = {
     "sft": (partial(sft_trainer, **OPTIONS), sequences),
