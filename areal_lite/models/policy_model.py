@@ -17,9 +17,9 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_hub_name, is_hub_name, stored_config
 from areal_lite.models.lora import add_adapters
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.models.parallel.sequence_parallel import refuse_heads, refuse_images
+from areal_lite.models.parallel.sequence_parallel import refuse_heads
 from areal_lite.models.parallel.sharding import empty_model, is_empty
-from areal_lite.models.parallel.tensor_parallel import refuse_plan
+from areal_lite.models.parallel.tensor_parallel import refuse_images, refuse_plan
 from areal_lite.models.vision_model import auto_class_of, vision_parameters
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def check_mesh(model_path: str, trainer: LearnerConfig) -> None:
     ConfigError."""
     config, name = stored_config(model_path), f"model_path {model_path!r}"
     if "vision_config" in config:
-        refuse_images(trainer.sp_size, trainer.tp_size, name)
+        refuse_images(trainer.tp_size, name)
     if trainer.tp_size > 1 and config.get("model_type") in CONFIG_MAPPING:
         refuse_plan(AutoConfig.for_model(**config).get_text_config(), trainer.tp_size, name)
     refuse_heads(config.get("text_config", config).get("num_attention_heads"), trainer.sp_size, trainer.tp_size, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -109,9 +110,16 @@ def test_nothing_is_left_when_the_run_is_killed(run_yaml: Path) -> None:
         assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-def nodes_with(pattern: str) -> set[int]:
+def programs_on_nodes() -> list[psutil.Process]:
+    """Return all processes of this package below those of a node."""
+    nodes = [each for each in psutil.process_iter(["name"]) if each.info["name"] == "raylet"]
+    below = [each for node in nodes for each in node.children(recursive=True)]
+    return [each for each in below if "areal_lite" in " ".join(each.cmdline())]
+
+
+def nodes_with(part: str) -> set[int]:
     """Return the process of each node that runs a program whose command line has this part."""
-    programs = [each for each in psutil.process_iter(["cmdline"]) if pattern in " ".join(each.info["cmdline"] or ())]
+    programs = [each for each in programs_on_nodes() if part in " ".join(each.cmdline())]
     return {parent.pid for each in programs for parent in each.parents() if parent.name() == "raylet"}
 
 
@@ -161,27 +169,64 @@ CRASHES += ["metrics:before_write:4", "metrics:after_write:4"]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted() -> dict[str, Any]:
+def uninterrupted() -> dict[str, bytes]:
     """Return a place for the weights of the run that nothing ends."""
     return {}
 
 
+def six_steps(cluster: Any, *changes: str) -> list[str]:
+    words = ["launch=ray", f"ray.address={cluster.address}", "trainer.total_steps=6", "rollout.weight_update=disk"]
+    return [*words, "checkpoint={every_steps: 2, keep: 1}", "eval_dataset=null", *changes]
+
+
+def check_weights(run_yaml: Path, trial: str, cluster: Any, uninterrupted: dict[str, bytes]) -> None:
+    """Check that a run has the weights of one that nothing ended, and that its folder is sound."""
+    if not uninterrupted:
+        whole, _ = train(run_yaml, "whole", *six_steps(cluster))
+        uninterrupted.update(record_of(whole)[2])
+    run = run_yaml.parent / "runs/e2e" / trial
+    assert record_of(run)[2] == uninterrupted
+    assert check_run(run).findings == []
+
+
 @pytest.mark.parametrize("crash", CRASHES)
 def test_a_rank_killed_in_the_midst_of_a_file_leaves_the_weights_of_an_uninterrupted_run(
-    run_yaml: Path, cluster: Any, uninterrupted: dict[str, Any], crash: str
+    run_yaml: Path, cluster: Any, uninterrupted: dict[str, bytes], crash: str
 ) -> None:
-    changes = ["launch=ray", "cluster.n_ranks=1", f"ray.address={cluster.address}", "trainer.total_steps=6"]
-    changes += ["checkpoint={every_steps: 2, keep: 1}", "rollout.weight_update=disk", "eval_dataset=null"]
-    if not uninterrupted:
-        whole, _ = train(run_yaml, "whole", *changes)
-        uninterrupted.update(weights=record_of(whole)[2])
-    words = command(run_yaml, "trial_name=crashed", "rollout.workers=2", *changes)
+    words = command(run_yaml, "trial_name=crashed", "rollout.workers=2", *six_steps(cluster, "cluster.n_ranks=1"))
     done = subprocess.run(words, env=variables(AREAL_LITE_CRASH_AT=crash), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "was ended by SIGKILL: all ranks start again" in done.stderr
-    run = run_yaml.parent / "runs/e2e/crashed"
-    assert record_of(run)[2] == uninterrupted["weights"]
-    assert check_run(run).findings == []
+    check_weights(run_yaml, "crashed", cluster, uninterrupted)
+
+
+@pytest.mark.parametrize("crash", CRASHES)
+def test_a_driver_killed_in_the_midst_of_a_file_leaves_no_program_and_resumes(
+    run_yaml: Path, cluster: Any, uninterrupted: dict[str, bytes], crash: str
+) -> None:
+    words = command(run_yaml, "trial_name=driver", "rollout.workers=2", *six_steps(cluster))
+    done = subprocess.run(words, env=variables(AREAL_LITE_CRASH_AT=crash), capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = programs_on_nodes()
+    _, alive = psutil.wait_procs(left, timeout=5)
+    assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    train(run_yaml, "driver", *six_steps(cluster))
+    check_weights(run_yaml, "driver", cluster, uninterrupted)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_killed_server_is_started_again_and_the_weights_are_those_of_an_uninterrupted_run(
+    run_yaml: Path, cluster: Any, uninterrupted: dict[str, bytes], step: int
+) -> None:
+    words = command(run_yaml, "trial_name=served", "rollout.workers=2", *six_steps(cluster))
+    with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until_step(process, step)
+        (server,) = [each for each in programs_on_nodes() if "areal_lite.embedded" in " ".join(each.cmdline())]
+        server.kill()
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert re.search(r"server-0 on node \S+ .*SIGKILL", said), said
+    check_weights(run_yaml, "served", cluster, uninterrupted)
 
 
 def test_a_lost_head_ends_all_programs_and_the_same_command_resumes(run_yaml: Path) -> None:

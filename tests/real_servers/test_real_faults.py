@@ -87,15 +87,15 @@ class PairContract:
 
     def test_a_killed_server_loses_no_episode(self, pair: Pair) -> None:
         with pair.engine() as engine, ThreadPoolExecutor() as pool:
-            groups = pool.submit(run, engine)
             servers = engine._client.pool.servers
-            while not all(server.outstanding for server in servers):
-                time.sleep(0.1)
-            time.sleep(1)
-            pair.kill(0)
-            check(groups.result(), {0: pair.old})
-            assert servers[0].failed_requests
-        pair.servers[0].start()
+            while not servers[0].failed_requests:  # on a busy machine its answers may end before it is killed
+                groups = pool.submit(run, engine)
+                while not all(server.outstanding for server in servers):
+                    time.sleep(0.1)
+                time.sleep(0.5)
+                pair.kill(0)
+                check(groups.result(), {0: pair.old})
+                pair.servers[0].start()
 
     def test_a_server_that_returns_with_old_weights_labels_its_tokens_with_their_version(self, pair: Pair) -> None:
         policies = {0: pair.old, 1: pair.new, 2: pair.new}

@@ -25,15 +25,6 @@ def refuse_heads(heads: int | None, sp_size: int, tp_size: int, name: str) -> No
         )
 
 
-def refuse_images(sp_size: int, tp_size: int, name: str) -> None:
-    """Raise ConfigError if several ranks would read the images of the model ``name`` together."""
-    if sp_size * tp_size > 1:
-        raise ConfigError(
-            f"trainer.sp_size is {sp_size}, tp_size {tp_size}, and {name} reads images, whose tokens one rank "
-            "computes: set trainer.sp_size: 1 and tp_size: 1"
-        )
-
-
 class SequenceParallel:
     """What the ranks that read one sequence together do with each other: the exchange of tokens for heads before
     attention and back after it. ``B`` rows of ``T`` tokens."""

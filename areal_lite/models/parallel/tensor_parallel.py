@@ -39,6 +39,15 @@ def refuse_plan(config: Any, tp_size: int, name: str) -> None:
         )
 
 
+def refuse_images(tp_size: int, name: str) -> None:
+    """Raise ConfigError if several ranks would divide the layers of the model ``name``, which reads images."""
+    if tp_size > 1:
+        raise ConfigError(
+            f"trainer.tp_size is {tp_size}, and {name} reads images, without a plan to divide the layers of its tower: "
+            "set trainer.tp_size: 1, or sp_size for long sequences"
+        )
+
+
 def divide_layers(model: Any, ranks: Ranks) -> None:
     """Divide the layers of ``model`` in place among the ``tp`` ranks by transformers' plan; raises ConfigError as
     :func:`refuse_plan` does. Call this before weights are sharded."""

@@ -23,6 +23,20 @@ class PackedImages:
     rows: Tensor  # ``[I]`` int64, the row of its feature among those of ``images``, one after another
     axes: Tensor | None  # ``[3, T]`` int64, time, row and column of every token; None if the model has plain positions
 
+    def part(self, begin: int, end: int) -> "PackedImages":
+        """Return the same of the tokens from ``begin`` to ``end``, with the images that stand among them, if any."""
+        inside = (self.at >= begin) & (self.at < end)
+        lengths = torch.tensor([span.length for span, _ in self.images], device=self.at.device)
+        ends, rows = lengths.cumsum(0), self.rows[inside]
+        kept, image_of = torch.unique(torch.bucketize(rows, ends, right=True), return_inverse=True)
+        removed = (ends - lengths)[kept] - (lengths[kept].cumsum(0) - lengths[kept])  # rows before each image
+        return PackedImages(
+            images=[self.images[index] for index in kept.tolist()],
+            at=self.at[inside] - begin,
+            rows=rows - removed[image_of],
+            axes=None if self.axes is None else self.axes[:, begin:end],
+        )
+
 
 Part = tuple[TokenSequence, int, int, int]  # a sequence, its first token and the end of those there, the first's index
 

@@ -24,9 +24,9 @@ from areal_lite.models.fused_decoder import FusedDecoder
 from areal_lite.models.kernels.exact_attention import read_exactly, whole_rows
 from areal_lite.models.kernels.ragged_attention import RAGGED, Segments
 from areal_lite.models.parallel.ranks import Ranks
-from areal_lite.models.parallel.sequence_parallel import SequenceParallel, refuse_images
+from areal_lite.models.parallel.sequence_parallel import SequenceParallel
 from areal_lite.models.parallel.sharding import is_empty
-from areal_lite.models.parallel.tensor_parallel import Whole, own_tokens, share
+from areal_lite.models.parallel.tensor_parallel import Whole, own_tokens, refuse_images, share
 from areal_lite.models.policy_model import has_bfloat16
 from areal_lite.models.vision_model import VisionTower
 from areal_lite.trainer.forward.microbatches import Block, num_inputs
@@ -181,7 +181,7 @@ class PackedModel(nn.Module):
     def read_in_parts(self, ranks: Ranks) -> None:
         """Have the ``sp`` and ``tp`` ranks read each micro-batch together from here on; ConfigError if they cannot."""
         if self.tower is not None:
-            refuse_images(ranks.sp, ranks.tp, type(self.model).__name__)
+            refuse_images(ranks.tp, type(self.model).__name__)
         self._divides_layers = ranks.tp > 1
         if ranks.sp == 1:
             return
@@ -204,9 +204,10 @@ class PackedModel(nn.Module):
         return dataclasses.replace(
             packed,
             input_ids=packed.input_ids[begin : begin + width],
-            position_ids=packed.position_ids[..., begin : begin + width],
+            position_ids=packed.position_ids[begin : begin + width],
             predicted_at=packed.predicted_at[places] - begin if len(own) else places,
             targets=packed.targets[places],
+            images=packed.images and packed.images.part(begin, begin + width),
         ), whole
 
     def own_tokens(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Whole]:
@@ -254,14 +255,15 @@ class PackedModel(nn.Module):
 
     def _embeddings(self, packed: PackedSequences) -> Tensor | None:
         """Return ``[T, hidden]``, with the features of images at their places; None if no tower computes."""
-        if self.tower is None or (packed.images is None and self._ranks.size == 1):
+        images = packed.images if packed.images and packed.images.images else None
+        if self.tower is None or (images is None and self._ranks.size == 1):
             return None
         embeddings: Tensor = self.model.get_input_embeddings()(packed.input_ids)
-        if packed.images is None:  # the weights of the tower are gathered by all ranks, or by none
+        if images is None:  # the weights of the tower are gathered by all ranks, or by none
             return embeddings + 0 * self.tower.features([self.tower.smallest()]).sum()
         exact = self.reads_exactly and self._ranks.size == 1  # as a server that gets one image at a time
-        features = self.tower.features(packed.images.images, one_by_one=exact)[packed.images.rows]
-        return embeddings.index_copy(0, packed.images.at, features.to(embeddings.dtype))
+        features = self.tower.features(images.images, one_by_one=exact)[images.rows]
+        return embeddings.index_copy(0, images.at, features.to(embeddings.dtype))
 
     def _padded(self, packed: PackedSequences, tokens: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         """Return what the model takes, with a bin for each block, ``[B, L]``, and flat indices ``[N]``."""

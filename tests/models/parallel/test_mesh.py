@@ -192,12 +192,11 @@ def test_layers_that_ranks_cannot_divide_are_refused_by_the_config_alone(models:
         check_mesh(str(tmp_path), mesh_config(tp_size=2))
 
 
-def test_a_model_that_reads_images_is_refused_by_the_config_alone(tmp_path: Path) -> None:
+def test_layers_of_a_model_that_reads_images_are_not_divided(tmp_path: Path) -> None:
     transformers.Qwen2VLConfig().save_pretrained(tmp_path)
-    check_mesh(str(tmp_path), mesh_config())
-    for sizes in ({"sp_size": 2}, {"tp_size": 2}):
-        with pytest.raises(ConfigError, match=r"reads images, whose tokens one rank computes"):
-            check_mesh(str(tmp_path), mesh_config(**sizes))
+    check_mesh(str(tmp_path), mesh_config(sp_size=2))
+    with pytest.raises(ConfigError, match=r"tp_size is 2, .* reads images, without a plan"):
+        check_mesh(str(tmp_path), mesh_config(tp_size=2))
 
 
 def test_each_rank_keeps_its_part_of_each_layer(by_mesh: Callable[[str], Path]) -> None:

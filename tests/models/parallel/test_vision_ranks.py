@@ -1,4 +1,4 @@
-"""Two ranks train a model that reads images like one process, also if a rank has no image."""
+"""Two ranks train a model that reads images like one process, also if the tokens of a rank have no image."""
 
 from __future__ import annotations
 import os
@@ -19,12 +19,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_vlm(tmp_path_factory.mktemp("vlm"))
 
 
-@pytest.fixture(scope="module")
-def by_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[1, 2], ids=["dp2", "sp2"])
+def by_ranks(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("by_ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM)]
     ended = subprocess.run(
-        [*command, str(out), str(folder)],
+        [*command, str(request.param), str(out), str(folder)],
         env=os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

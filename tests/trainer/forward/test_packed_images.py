@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from areal_lite.api.image_span import ImageSpan
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import TrainingError
 from areal_lite.models.fused_decoder import FusedDecoder
@@ -15,6 +18,7 @@ from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.policy_model import load_policy
 from areal_lite.trainer.forward.logprobs import TokenScorer
 from areal_lite.trainer.forward.microbatches import plan_blocks, tree_length
+from areal_lite.trainer.forward.packed_images import PackedImages
 from areal_lite.trainer.forward.packed_model import pack
 from areal_lite.trainer.rl.step_tokens import StepCut
 from tests.fixtures.tiny_vlm import IMAGE_ID, save_tiny_idefics3, save_tiny_vlm
@@ -196,3 +200,29 @@ def test_images_without_their_pixels_or_with_other_tokens_are_refused(qwen: Path
     blocks = [block for bundle in plan_blocks([one], [0], max_tokens=99, balance_length=99) for block in bundle]
     with pytest.raises(TrainingError, match="does not read"):
         pack([one], blocks, device=CPU)
+
+
+@given(st.data())
+def test_the_parts_of_a_micro_batch_have_its_images_at_its_places(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    images: Any = [(ImageSpan(0, length, str(index), (1, 2, 2 * length)), {}) for index, length in enumerate(lengths)]
+    width = data.draw(st.integers(1, 12))
+    rows = data.draw(st.lists(st.integers(0, sum(lengths) - 1), max_size=width))
+    at = data.draw(st.permutations(range(width)))[: len(rows)]
+    whole = PackedImages(
+        images, torch.tensor(at).long(), torch.tensor(rows).long(), torch.arange(3 * width).view(3, -1)
+    )
+    begin, end = sorted(data.draw(st.tuples(st.integers(0, width), st.integers(0, width))))
+    part = whole.part(begin, end)
+
+    def features(of: PackedImages) -> list[tuple[str, int]]:
+        return [(span.sha256, row) for span, _ in of.images for row in range(span.length)]
+
+    found = {
+        place + begin: features(part)[row] for place, row in zip(part.at.tolist(), part.rows.tolist(), strict=True)
+    }
+    expected = {place: features(whole)[row] for place, row in zip(at, rows, strict=True) if begin <= place < end}
+    assert found == expected
+    assert {span.sha256 for span, _ in part.images} == {name for name, _ in expected.values()}
+    assert part.axes is not None and whole.axes is not None
+    assert torch.equal(part.axes, whole.axes[:, begin:end])

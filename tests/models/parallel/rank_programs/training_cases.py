@@ -60,8 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Changes to the config."""
 
-# AdamW would turn rounding into whole steps where gradients are near 0, were its epsilon not far above it. An adapter's B
-# begins at 0, and all of A's gradient comes from B's first step.
+# AdamW would turn rounding into whole steps where gradients are near 0, were its epsilon not far above it. An adapter's
+# B begins at 0, and all of A's gradient comes from B's first step.
 OPTIONS = {"learning_rate": 1e-2, "adam_eps": 1e-3, "max_grad_norm": 1e9}
 SUPERVISED: dict[str, Any] = {
     "sft": (partial(sft_trainer, **OPTIONS), sequences),

@@ -22,7 +22,7 @@ CASES = ("train", "frozen")
 
 
 def compute(folder: Path, case: Any) -> tuple[dict[str, Tensor], list[int]]:
-    """Return log-probs and gradients, and how many micro-batches with images each rank had."""
+    """Return log-probs and gradients, and how many micro-batches of each rank had images among its tokens."""
     pictures = Pictures(folder, folder / "images")
     picture = pictures.image(0)
     made: list[list[Part]] = [
@@ -42,7 +42,8 @@ def compute(folder: Path, case: Any) -> tuple[dict[str, Tensor], list[int]]:
 
     def loss_of(part: Microbatch) -> Tensor:
         nonlocal with_images
-        with_images += part.packed.images is not None
+        images = learner.module.own_part(part.packed)[0].images
+        with_images += bool(images and images.images)
         found: Tensor = learner.module(part.packed).logprobs
         if not part.counts:
             return found.sum() * 0
@@ -59,8 +60,8 @@ def compute(folder: Path, case: Any) -> tuple[dict[str, Tensor], list[int]]:
 
 
 if __name__ == "__main__":
-    out, folder = map(Path, sys.argv[1:])
-    with join_ranks(CPU) as ranks:
+    out, folder = map(Path, sys.argv[2:])
+    with join_ranks(CPU, sp_size=int(sys.argv[1])) as ranks:
         for case in CASES:
             found, with_images = compute(folder, case)
             if ranks.rank == 0:
