@@ -31,7 +31,8 @@ class Looks:
             part = {"type": "image_url", "image_url": {"url": url}}
             messages.append({"role": "user", "content": [part, {"type": "text", "text": "Which colour?"}]})
             answer = await client.chat.completions.create(model="m", messages=messages)
-            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            text = data.get("answer", answer.choices[0].message.content)
+            messages.append({"role": "assistant", "content": text})
         return 1.0
 
 

@@ -17,7 +17,10 @@ WINDOW = 2048
 SETTINGS: dict[str, dict[str, Any]] = {
     "sglang": {
         "device": "cpu",
-        "env": {"PYTHONPATH": str(HERE / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"},
+        "env": {
+            "PYTHONPATH": str(HERE / "without_cuda"),
+            "SGLANG_USE_CPU_ENGINE": "1",
+        },
         "args": {
             "attention_backend": "torch_native",
             "disable_overlap_schedule": True,
@@ -28,7 +31,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
     },
     "vllm": {
-        "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        "env": {
+            "PYTHONPATH": str(HERE / "without_cuda"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        },
         "args": {"enforce_eager": True, "max_num_seqs": 64},
     },
 }
@@ -42,7 +49,8 @@ def server_settings(backend: str, model: Path) -> dict[str, Any]:
     python = os.environ.get(name)
     if python is None:
         pytest.skip(f"needs {backend}: run `make test-servers`, or set {name} to the Python of its environment")
-    longest = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    config = json.loads((model / "config.json").read_text())
+    longest = config.get("text_config", config)["max_position_embeddings"]
     settings = SETTINGS[backend]
     return {
         **settings,

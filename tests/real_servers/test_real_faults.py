@@ -111,10 +111,11 @@ class PairContract:
     def test_minutes_of_faults_lose_no_episode_and_leave_memory_flat(self, pair: Pair) -> None:
         """T7: servers are killed and return with old weights, hang, and get new weights, while episodes run."""
         chance, memory, end = random.Random(5), [], time.monotonic() + SOAK_S
-        policies = {0: pair.old}
+        version, groups = 3, 0  # above those of the tests before
+        policies = {version: pair.old}
         own = psutil.Process()
         with pair.engine() as engine, ThreadPoolExecutor() as pool:
-            version = groups = 0
+            engine.update_weights_from_disk(str(pair.old.path), version)
             while time.monotonic() < end:
                 running = pool.submit(run, engine)
                 index, kind = chance.randrange(2), chance.choice(("kill", "hang", "update", "nothing"))

@@ -86,6 +86,8 @@ class ServerProgram(ServerProcess):
         variables["PYTHONUNBUFFERED"] = "1"
         if self.config.num_threads:
             variables["OMP_NUM_THREADS"] = str(self.config.num_threads)
+        if self._backend == "sglang":
+            variables.setdefault("SGLANG_VLM_CACHE_SIZE_MB", "0")  # a tower's features, which it keeps over updates
         if self._backend == "vllm":
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # routes of the control plane
             path = filter(None, [str(_EXTENSION), variables.get("PYTHONPATH")])

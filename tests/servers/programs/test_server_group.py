@@ -144,6 +144,7 @@ def test_sglang_gets_the_flags_that_the_engine_needs(tmp_path: Path, monkeypatch
     assert {"--incremental-streaming-output", "--enable-metrics"} < set(arguments)
     assert not any("shuffle" in word or "device" in word for word in arguments)
     assert (environment["A"], environment["OMP_NUM_THREADS"]) == ("b", "3")
+    assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE", "SGLANG_RETURN_ORIGINAL_LOGPROB"} & environment.keys()
 
 

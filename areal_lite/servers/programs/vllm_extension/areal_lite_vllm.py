@@ -102,10 +102,12 @@ class WorkerExtension:
 
 
 def _pack_tied_head(worker: Any) -> None:
-    """Pack the output head again, which reloading leaves as it was on CPUs where it is tied."""
-    head = getattr(worker.model_runner.get_model(), "lm_head", None)
-    if head is not None and getattr(head, "quant_method", None) is not None:
-        head.quant_method.process_weights_after_loading(head)
+    """Pack the output head again, which reloading leaves as it was on CPUs where it is tied; that of a model which
+    reads images is in a part of it."""
+    for module in worker.model_runner.get_model().modules():
+        head = getattr(module, "lm_head", None)
+        if head is not None and getattr(head, "quant_method", None) is not None:
+            head.quant_method.process_weights_after_loading(head)
 
 
 def _outcome(work: Callable[[], object]) -> dict[str, Any]:

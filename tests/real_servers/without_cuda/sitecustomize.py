@@ -10,6 +10,9 @@ import sys
 from typing import Any
 
 
+_SPLIT = "qkvzba_split_reshape_cat_contiguous"
+
+
 class DeclareOperators:
     """Declares the operators before the first import of torchvision; finds no module itself."""
 
@@ -22,6 +25,17 @@ class DeclareOperators:
             self.library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 self.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+class NameKernels:
+    """Gives a name to the kernels that SGLang's vision models look up at their import; finds no module itself."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "sglang.srt.models.qwen3_5":
+            import torch
+
+            for kernel in ("sigmoid_mul", "qk_gemma_rmsnorm", "qk_gemma_rmsnorm_with_gate", _SPLIT):
+                setattr(torch.ops.sgl_kernel, f"fused_{kernel}_cpu", None)
 
 
 class UnpinMemory:
@@ -43,5 +57,4 @@ def _without_pin_memory(function: Any) -> Any:
     return lambda *args, pin_memory=False, **options: function(*args, **options)
 
 
-sys.meta_path.insert(0, UnpinMemory())  # type: ignore[arg-type]
-sys.meta_path.insert(0, DeclareOperators())  # type: ignore[arg-type]
+sys.meta_path[:0] = [DeclareOperators(), NameKernels(), UnpinMemory()]  # type: ignore[list-item]
