@@ -1,8 +1,8 @@
-"""Lets SGLang run on a torch without CUDA: with torchvision from PyPI, which is built for CUDA, and with adapters.
+"""Lets SGLang and vLLM read images on a torch without CUDA, and SGLang load adapters.
 
-The C extension of torchvision does not load there, so the two operators that its Python part registers against are
-declared here. SGLang's adapters ask for pinned memory, which such a torch refuses, so they get ordinary memory. Python
-imports this file at startup in every process whose PYTHONPATH has this folder.
+The C extension of PyPI's torchvision, which is built for CUDA, does not load there, so the two operators that its
+Python part registers against are declared here. SGLang's adapters ask for pinned memory, which such a torch refuses, so
+they get ordinary memory. Python imports this file at startup in every process whose PYTHONPATH has this folder.
 """
 
 from __future__ import annotations
