@@ -399,7 +399,7 @@ class Chaos:
             self.trainer.order(slow_s=seconds)
         elif kind == "kill node":
             assert self.nodes is not None
-            self.causes.append(Cause(kind))
+            self.causes.append(Cause(kind, start=time.time()))
             self._waiting.append(threading.Thread(target=self.nodes.kill_one))
             self._waiting[-1].start()
         sound = [server for server in self.servers if not self._is_down(server)]
@@ -559,6 +559,12 @@ def effective_s(kept: list[dict[str, Any]], window: tuple[float, float], quiet_t
     return float(tokens) / max(quiet_tokens_per_s, 1e-9)
 
 
+def stall_s(steps: list[dict[str, Any]], at: float) -> float:
+    """Return the longest time between two steps, one of which ended within ``NOTICE_S`` after ``at``."""
+    times = [float(step["time"]) for step in steps]
+    return max((b - a for a, b in zip(times, times[1:], strict=False) if b >= at and a <= at + NOTICE_S), default=0.0)
+
+
 def capacity_s(window: tuple[float, float], trainer: list[Away], servers: list[list[Away]]) -> float:
     """Return the seconds of a window in which servers and trainer could work, from when each was away; a server's count
     by its share."""
@@ -669,6 +675,9 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
         "capacity left": round(left_s / (window[1] - window[0]), 3),
         "causes named": round(named_share, 4),
         "causes not named": dict(Counter(unnamed)),
+        "s without a step after a lost node": [
+            round(stall_s(both, cause.start), 1) for cause in chaos.causes if cause.kind == "kill node"
+        ],
         "faults that lasted": dict(chaos.faults),
         "faults of replies": missing,
         "503 and 429": {kind: faults[kind] for kind in ("503", "429")},

@@ -5,6 +5,7 @@ import asyncio
 import difflib
 import os
 import random
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 from scienceworld import ScienceWorldEnv
@@ -27,6 +28,7 @@ class ScienceWorldTask:
 
     reward_range = -1.0, 1.0
     _idle: ClassVar[list[ScienceWorldEnv]] = []
+    _starting: ClassVar[threading.Lock] = threading.Lock()
     _variations: ClassVar[dict[tuple[str, bool], list[int]]] = {}
 
     def __init__(self, task: str, *, simplifications: str = "easy") -> None:
@@ -42,7 +44,9 @@ class ScienceWorldTask:
             raise ConfigError(f"env scienceworld:{task}: there is no such task; did you mean {' or '.join(close)}?")
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
-        self._world = self._idle.pop() if self._idle else await asyncio.to_thread(ScienceWorldEnv)
+        while not self._idle:  # one that is cancelled here leaves a simulator to the others
+            await asyncio.to_thread(self._start_one)
+        self._world = self._idle.pop()
         return str(await self._asked(self._begin, int(row.get("number", 0)) >= _HELD_OUT, seed))
 
     async def step(self, action: str) -> Step:
@@ -59,6 +63,12 @@ class ScienceWorldTask:
             self._idle.append(self._world)
         elif self._world is not None:
             await asyncio.to_thread(self._world.close)
+
+    @classmethod
+    def _start_one(cls) -> None:
+        with cls._starting:
+            if not cls._idle:
+                cls._idle.append(ScienceWorldEnv())
 
     def _begin(self, is_held_out: bool, seed: int) -> str:
         world: Any = self._world

@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.environments, pytest.mark.timeout(600)]
 SOUND = {
     "gymnasium": "FrozenLake-v1 Taxi-v4 CartPole-v1 Blackjack-v1 MiniGrid-DoorKey-5x5-v0",
     "textarena": "GuessTheNumber-v0 TicTacToe-v0 KuhnPoker-v0 2048-v0 Mastermind-v0",
+    "scienceworld": "boil",
     "reasoning-gym": "ab advanced_geometry aiw arc_1d basic_arithmetic binary_matrix bitwise_arithmetic chain_sum "
     "coin_flip count_bits decimal_chain_sum family_relationships fraction_simplification gcd knights_knaves lcm "
     "leg_counting letter_counting maze needle_haystack number_format number_sorting palindrome_generation puzzle24 "
