@@ -58,6 +58,22 @@ def starts_a_child(path):
     endless()
 
 
+def forks(path):
+    """Eight processes, all but this one replaced by their children again and again."""
+    Path(path).write_text(str(os.getpid()))
+    first = os.getpid()
+    for _ in range(3):
+        os.fork()
+    while True:
+        if os.getpid() != first and os.fork():
+            os._exit(0)
+
+
+def writes():
+    while True:
+        os.write(1, bytes(2**20))
+
+
 def allocates(size):
     return len(bytearray(size)) > 0
 

@@ -135,6 +135,42 @@ def test_a_timeout_kills_processes_that_the_function_started(tmp_path):
     assert child.status() == psutil.STATUS_ZOMBIE or child.wait(10) is None
 
 
+def test_a_timeout_kills_a_function_that_forks_without_end(tmp_path):
+    note = tmp_path / "pid"
+    with pytest.raises(TimeoutError):
+        score(samples.forks, str(note), timeout_seconds=1)
+    left = [each for each in psutil.process_iter() if group_of(each) == int(note.read_text())]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def group_of(process):
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_output_without_end_ends_at_the_timeout_and_stays_in_no_memory():
+    script = f"""
+import asyncio, resource
+from areal_lite.api.reward_api import AsyncRewardWrapper
+from tests.api import reward_samples
+score = lambda function, *given: asyncio.run(AsyncRewardWrapper(function, 1, 1)(*given))
+assert score(reward_samples.echo, 1) == 1.0
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    score(reward_samples.writes)
+except TimeoutError as error:
+    assert "writes gave no answer in 1 s" in str(error)
+else:
+    raise AssertionError("no time-out")
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < {50 * 1024}
+"""
+    process = subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.returncode == 0, process.stderr.decode()
+
+
 def test_a_dead_worker_is_a_failure_with_its_exit_code():
     with pytest.raises(RuntimeError, match=r"exits: its worker process died \(exit code 7\)"):
         score(samples.exits)
