@@ -20,11 +20,17 @@ class Worker(areal_lite_vllm.WorkerExtension):
 
     rank = 0
     device = "cpu"
-    model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace())
 
     def __init__(self) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
         self.folders: list[str] = []
+        self.packed: list[torch.nn.Module] = []
+        self.head: Any = torch.nn.Linear(2, 2)
+        self.head.quant_method = SimpleNamespace(process_weights_after_loading=self.packed.append)
+        model: Any = torch.nn.ModuleDict({"language_model": torch.nn.ModuleDict({"lm_head": self.head})})
+        model["language_model"].embed_tokens = self.head  # tied
+        model.lm_head = None
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
 
     def reload_weights(self, *, weights_iterator: Any = (), weights_path: str | None = None) -> None:
         self.loaded = dict(weights_iterator)
@@ -57,6 +63,7 @@ def test_a_worker_loads_every_bucket_of_a_broadcast_in_order(tiny_model: Path, m
             sent = {name: tensor for bucket in weights.buckets for name, tensor in bucket.tensors.items()}
             assert worker.loaded.keys() == sent.keys()
             assert all(torch.equal(worker.loaded[name], sent[name]) for name in sent)
+            assert worker.packed == [worker.head] * version
     group.close()
 
 
