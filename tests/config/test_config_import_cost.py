@@ -1,5 +1,6 @@
 """Importing the package is cheap and changes nothing."""
 
+import math
 import subprocess
 import sys
 
@@ -31,8 +32,11 @@ def probe(statement):
 def test_import_is_cheap_loads_no_torch_and_changes_neither_environment_nor_loop_policy():
     statements = ["import areal_lite; from areal_lite.api import *", BASELINE]
     probe(statements[0])
-    runs = [[probe(statement) for statement in statements] for _ in range(5)]  # in turn: load falls on both
-    ours, baseline = (min(run[i][0] for run in runs) for i in (0, 1))  # a busy machine only adds to it
+    runs: list[list[tuple[float, float, list[str]]]] = []
+    ours, baseline = math.inf, math.inf
+    while len(runs) < 5 or (ours > 1.5 * baseline and len(runs) < 40):  # a busy machine only adds to the least of each
+        runs.append([probe(statement) for statement in statements])  # in turn: load falls on both
+        ours, baseline = (min(run[i][0] for run in runs) for i in (0, 1))
     assert runs[0][0][2] == []
     assert ours <= 1.5 * baseline, f"import takes {ours:.3f} s, the baseline {baseline:.3f} s"
     assert max(run[0][1] for run in runs) <= 60

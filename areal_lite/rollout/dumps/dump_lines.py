@@ -14,7 +14,7 @@ SCHEMA = 2  # version of the line format
 CHAIN = ".chain-"  # prefix of the files beside dumps that note them; see dump_writer
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 UNTRAINED = "untrained"
-"""Status of a conversation of an accepted episode that is in no sequence, as that of an opponent."""
+"""Status of a conversation that is in no sequence, as that of an opponent; one of an ended episode has its status."""
 _RECORDED = ("logprobs", "versions")  # columns that a workflow may leave out
 
 
@@ -34,7 +34,8 @@ def dump_lines(
         turns = [trajectory.turns[place] for place in path]
         status: str = trajectory.status
         if sequence is None and trajectory.sequences:  # turns that it shares with a sequence train there
-            status, turns = UNTRAINED, [replace(turn, loss_mask=np.zeros_like(turn.loss_mask)) for turn in turns]
+            turns = [replace(turn, loss_mask=np.zeros_like(turn.loss_mask)) for turn in turns]
+            status = status if trajectory.failure else UNTRAINED
         seqlen = turns[-1].end if turns else 0
         prompt_len = trajectory.prompt_len(path)
         ids = [] if tokenizer is None else [token for turn in turns for token in turn.ids.tolist()]

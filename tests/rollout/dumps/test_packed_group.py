@@ -22,6 +22,7 @@ from areal_lite.rollout.dumps.packed_group import pack_group, row_json, unpack_g
 from areal_lite.rollout.episodes.partial_rollout import record_answers, sampled_group
 from areal_lite.servers.client.answer import take_recorded
 from areal_lite.tools.replay.dump_reader import read_group
+from areal_lite.tools.verify.verify_episodes import outcome_is_consistent
 from tests.api.test_turn_tree import as_interactions, as_rows, conversations, sequences
 
 
@@ -70,8 +71,12 @@ def test_a_packed_group_is_dumped_like_the_group_itself(data: st.DataObject, mad
     assert text_of(arrived, row) == text_of(group, row_json(group.data))
 
 
-@given(trajectory=trajectories(0))
-def test_all_that_was_sampled_in_an_episode_that_trains_is_in_its_lines(trajectory: Trajectory) -> None:
+@given(trajectory=trajectories(0), cancelled=st.booleans())
+def test_all_that_was_sampled_in_an_episode_that_trains_is_in_its_lines(
+    trajectory: Trajectory, cancelled: bool
+) -> None:
+    if cancelled and trajectory.sequences:  # its group was, after its end
+        trajectory.status, trajectory.failure = EpisodeStatus.CANCELLED, Failure(FailureKind.CANCELLED, "", "stopped")
     group = Group(
         task_id="a", group_id="b", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[trajectory], finished_at=1e9
     )
@@ -82,8 +87,10 @@ def test_all_that_was_sampled_in_an_episode_that_trains_is_in_its_lines(trajecto
         assert [line["status"] for line in lines] == ["failed"]
         return
     assert {turn["turn_idx"] for line in lines for turn in line["turns"]} == set(range(len(trajectory.turns)))
-    assert [line["status"] for line in lines] == ["accepted"] * count + ["untrained"] * (len(lines) - count)
+    ended = ["cancelled"] * len(lines) if cancelled else ["accepted"] * count + ["untrained"] * (len(lines) - count)
+    assert [line["status"] for line in lines] == ended
     for line in lines[count:]:
+        assert not [*outcome_is_consistent(line)]
         assert line["reward"] is None and not any(any(turn["loss_mask"]) for turn in line["turns"])
         assert line["turns"][-1]["role"] == "assistant"
 
