@@ -1,4 +1,5 @@
-"""How costs grow: episodes in flight, episodes of a run, turns, rows, sequence length, servers.
+"""How costs grow: episodes in flight, episodes of a run, turns, rows, sequence length, also by ranks that read one
+sequence together, servers.
 
     python benchmarks/growth.py [--only turns servers] [--sizes 1 1000] [--episodes 1000000] [--draw docs/growth.svg]
 

@@ -126,10 +126,12 @@ def _one_by_one(
     for queries, keys in zip(pairwise(segments.query_ends.tolist()), pairwise(segments.key_ends.tolist()), strict=True):
         q = query[slice(*queries)].transpose(0, 1)
         k, v = (heads[slice(*keys)].transpose(0, 1) for heads in (key, value))
-        bias: Any = causal_lower_right(q.shape[1], k.shape[1])
+        # Torch's bias reserves memory for each pair; is_causal, which it becomes for as many keys as queries, does not.
+        bias: Any = None if q.shape[1] == k.shape[1] else causal_lower_right(q.shape[1], k.shape[1])
         if window is not None and window < k.shape[1]:
             bias = causal_window(q.shape[1], k.shape[1], window, q.device)
-        parts.append(F.scaled_dot_product_attention(q[None], k[None], v[None], bias, scale=scale, enable_gqa=True))
+        options: dict[str, Any] = {"is_causal": bias is None, "scale": scale, "enable_gqa": True}
+        parts.append(F.scaled_dot_product_attention(q[None], k[None], v[None], bias, **options))
     return torch.cat(parts, 2)[0].transpose(0, 1)
 
 

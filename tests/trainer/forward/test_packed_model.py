@@ -246,6 +246,21 @@ def test_a_kernel_that_groups_no_heads_gets_repeated_keys(
     torch.testing.assert_close(_by_kernel(query, key, value, segments, 0.125, window), expected)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_segment_without_a_prefix_needs_no_memory_for_pairs_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    segments, (query, key, value) = Segments.causal([7, 3]), torch.randn(3, 10, 2, 8)
+    limit = 7 if window is None else window
+    places = torch.arange(10)
+    after = places[:, None] - places
+    seen = (after >= 0) & (after < limit) & ((places[:, None] < 7) == (places < 7))
+    heads = (part.transpose(0, 1) for part in (query, key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads, seen).transpose(0, 1)
+    monkeypatch.delattr(ragged_attention, "causal_lower_right")
+    torch.testing.assert_close(_one_by_one(query, key, value, segments, None, window), expected)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_varlen_kernel_computes_what_segments_one_by_one_give() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
