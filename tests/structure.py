@@ -15,9 +15,15 @@ from typing import NamedTuple
 PACKAGE = "areal_lite"
 FILE_LINES, CLASS_METHODS, PARAMETERS, FOLDER_FILES = 400, 20, 6, 15
 SENTENCE_WORDS = 4
-TRAIN_LINES, CORE_LINES, ALL_LINES = 26_000, 36_000, 49_999
+TRAIN_LINES, CORE_LINES, ALL_LINES = 24_000, 34_000, 49_999
 TRAIN = f"{PACKAGE}.runs.entry_points"
 OUTSIDE_CORE = ("tools", "cli", "embedded", "environments")
+BESIDE_CORE = (
+    *("data/vision", "models/vision_model.py", "trainer/forward/packed_images.py", "api/image_span.py"),
+    *("data/supervised/image_rows.py", "models/parallel", "cluster"),
+    *("servers/client/teacher.py", "runs/older_policy.py"),
+)
+"""Rooms and files of images, meshes, Ray, teachers and older policies, which the first two limits do not count."""
 TEMPLATES = "tools/init/templates"
 
 ALLOWED: dict[str, str] = {
@@ -117,10 +123,14 @@ def _folders(root: Path, modules: dict[str, _Module]) -> Iterator[Violation]:
             yield Violation(folder, f"{folder}/__init__.py: begin with a docstring whose first paragraph is a sentence")
 
 
+_BESIDE = tuple(f"{PACKAGE}/{part}" for part in BESIDE_CORE)
+
+
 def _budgets(root: Path, modules: dict[str, _Module]) -> Iterator[Violation]:
     """Yield the sums of lines that are too large."""
-    core = {file: each for file, each in modules.items() if file.split("/")[1] not in OUTSIDE_CORE}
-    train = {file: modules[file] for file in reached(root, modules, TRAIN)}
+    counted = {file: each for file, each in modules.items() if not file.startswith(_BESIDE)}
+    core = {file: each for file, each in counted.items() if file.split("/")[1] not in OUTSIDE_CORE}
+    train = {file: counted[file] for file in reached(root, modules, TRAIN) & counted.keys()}
     without = f"{PACKAGE} without {', '.join(OUTSIDE_CORE)}"
     for name, part, most in (
         ("areal-lite train", train, TRAIN_LINES),
