@@ -16,7 +16,7 @@ from areal_lite.agents.session.chat_renderer import chat_renderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import record_counts
-from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.interaction import InteractionWithTokenLogpReward, pass_rewards_back
 from areal_lite.api.reward_value import as_reward
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import InferenceEngineConfig
@@ -98,22 +98,17 @@ class ArealOpenAI(AsyncOpenAI):
         self.set_reward(self._last_id(), reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> Interactions:
-        """Pass rewards back to earlier turns: ``r[i] += turn_discount * r[i + 1]``, from the last to the first.
+        """Pass rewards back to earlier turns (:func:`pass_rewards_back`), in the order of creation, across branches.
 
-        Turns count in the order of creation, across branches. A turn without a reward counts as 0; the last one must
-        have one, else it is a ValueError. The first turn's then holds all others, so it is the episode's reward. A
-        second call is a RuntimeError. Returns the interactions by completion id.
+        ValueError if the last turn has no reward; RuntimeError for a second call. Returns the interactions by
+        completion id.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was called before: a second call would discount twice")
         if self._interaction(self._last_id()).reward is None:
             raise ValueError("the last turn has no reward to pass back: call set_last_reward() first")
         self._discounted = True
-        following = 0.0
-        for interaction in reversed(self.session.interactions.values()):
-            following = interaction.reward = (interaction.reward or 0.0) + turn_discount * following
-        for interaction in self.session.interactions.values():
-            interaction.episode_reward = following
+        pass_rewards_back(list(self.session.interactions.values()), turn_discount)
         return dict(self.session.interactions)
 
     def export_interactions(self, style: Style = "individual") -> Interactions:

@@ -1,5 +1,6 @@
 """One captured request and answer, with its tokens and its reward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from areal_lite.api.io_struct import ModelResponse
@@ -21,6 +22,8 @@ class InteractionWithTokenLogpReward:
     messages: list[dict[str, Any]] = field(default_factory=list)
     output_message_list: list[dict[str, Any]] = field(default_factory=list)
     completion: Any = None
+    chat_template_type: str | None = None
+    """AReaL's, ignored: tokens tell which conversation continues which."""
     concat: bool = False
     """True if the sequence also trains the answers of all ancestors, False if only its own."""
     trained: bool = True
@@ -68,3 +71,13 @@ class InteractionWithTokenLogpReward:
             if reward is not None:
                 tensors[name] = torch.tensor([reward], dtype=torch.float32)
         return tensors
+
+
+def pass_rewards_back(turns: Sequence[InteractionWithTokenLogpReward], turn_discount: float) -> None:
+    """Set ``r[i] += turn_discount * r[i + 1]``, from the last turn to the first; one without a reward counts as 0. The
+    first turn's then holds all others, so it is the episode's reward."""
+    following = 0.0
+    for turn in reversed(turns):
+        following = turn.reward = (turn.reward or 0.0) + turn_discount * following
+    for turn in turns:
+        turn.episode_reward = following

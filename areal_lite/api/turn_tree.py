@@ -51,9 +51,19 @@ def trajectory_of(
                     trajectory.extras.pop("multi_modal_input", None)  # pixels, which the spans name
                     for sequence in sequences:
                         sequence.images = _images_of(sequence, calls)
+        for sequence in sequences:
+            _forget_placeholders(sequence)
         trajectory.join_rewards(TurnRewards())
     link_turns(trajectory, chains, calls)
     return trajectory
+
+
+def _forget_placeholders(sequence: TokenSequence) -> None:
+    """Drop log-probs and versions that were not recorded: 0 and -1 at every trained token, as AReaL marks them."""
+    if sequence.logprobs is not None and sequence.versions is not None and _any(sequence.loss_mask):
+        recorded = (sequence.versions >= 0) | (sequence.logprobs != 0)
+        if not _any(recorded & sequence.loss_mask):
+            sequence.logprobs = sequence.versions = None
 
 
 def link_turns(trajectory: Trajectory, chains: Sequence[Chain], calls: Sequence[ModelResponse]) -> None:

@@ -121,6 +121,11 @@ class EngineLifecycle(InferenceEngine):
         return self._client.pool.servers
 
     @property
+    def addresses(self) -> list[str]:
+        """HOST:PORT of the servers, for workflows of AReaL's that call them past the engine."""
+        return [server.url.partition("://")[2] for server in self.servers]
+
+    @property
     def running_loop(self) -> LoopThread:
         """The loop that all calls run on; a ConfigError if the engine is not initialized."""
         if self._loop is None:

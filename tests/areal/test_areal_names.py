@@ -76,7 +76,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
 AREAL_IMPORTS = [
     "api.alloc_mode", "engine", "engine.sglang_remote", "engine.vllm_remote", "experimental.agent_service.worker",
-    "experimental.camel.openai_model", "experimental.openai.cache", "experimental.workflow.multi_turn_v2",
+    "experimental.camel.openai_model", "experimental.workflow.multi_turn_v2",
     "infra.async_task_runner", "infra.controller.rollout_controller", "infra.launcher.local", "infra.platforms",
     "infra.rpc.rtensor", "infra.sandbox", "infra.scheduler.local", "infra.scheduler.slurm",
     "infra.staleness_manager", "dataset.gsm8k", "reward.geometry3k", "trainer.rl_trainer", "trainer.sft_trainer",
