@@ -78,10 +78,13 @@ class RayConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OlderPolicyConfig:
-    """An older version of the policy on a server of its own, as an opponent: it answers the agent older-policy."""
+    """An older version of the policy on a server of its own, as an opponent or a judge: it answers the agent
+    older-policy."""
 
-    every_steps: Positive = 50
-    """Steps after which it gets the newest weights."""
+    every_steps: Positive | None = 50
+    """Steps after which it gets the newest weights. Null: it keeps those that the run began with."""
+    max_concurrent_requests: Positive | None = None
+    """Requests that it gets at once from all episodes; others wait. Null: no limit."""
     addresses: list[str] = field(default_factory=list)
     """HOST:PORT of its running servers, of rollout.backend. Empty: the run starts one, as server says."""
 

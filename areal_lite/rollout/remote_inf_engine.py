@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin
@@ -80,6 +81,8 @@ class RemoteInfEngine(EngineLifecycle):
     turn_discount = 1.0  # of ``rollout.turn_rewards: sum``
     older: "RemoteInfEngine | None" = None
     """Where an older version of the policy answers the calls of the agent ``OLDER_POLICY``."""
+    older_share: AbstractAsyncContextManager[Any] = nullcontext()
+    """Entered by each of these calls while it runs; a semaphore limits their number."""
     place_metrics: Callable[[], dict[str, float]] = dict  # of the nodes of servers and workers
 
     def _recipe(
@@ -125,7 +128,8 @@ class RemoteInfEngine(EngineLifecycle):
         if (episode := episode_context.current().episode) is not None:
             episode.server = None
         try:
-            return await self.older.running_loop.acall(self.older._client.generate(req))
+            async with self.older_share:
+                return await self.older.running_loop.acall(self.older._client.generate(req))
         finally:
             episode_context.leave(outside)
 

@@ -1,5 +1,6 @@
 """The inference engine of a run, with the servers behind it if no running ones are named, and its metrics."""
 
+import asyncio
 import importlib
 import logging
 import os
@@ -70,7 +71,10 @@ def generating_engine(
                 faults=replace(rollout.faults, outage_patience_s=patience),
             )
         engine = stack.enter_context(RemoteInfEngine(rollout, model_path=config.model_path, places=places))
-        engine.older = older
+        if older is not None and config.older_policy is not None:
+            engine.older = older
+            if (limit := config.older_policy.max_concurrent_requests) is not None:
+                engine.older_share = asyncio.Semaphore(limit)
         if nodes is not None:
             engine.place_metrics = nodes.metrics
         if config.trainer.advantage == "turn_returns":  # the one estimator with a discount per turn

@@ -1,4 +1,4 @@
-"""The older version of the policy that a run keeps on a server of its own, as an opponent in self-play."""
+"""The older version of the policy that a run keeps on a server of its own, as an opponent in self-play or a judge."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,19 +20,19 @@ from areal_lite.servers.weights.weight_folder import version_name
 class OlderPolicy:
     """Every rank calls its methods; ``engine`` is the first rank's, None on the others."""
 
-    every_steps: int
+    every_steps: int | None
     publish: Publish
     weights_dir: Path
     engine: RemoteInfEngine | None
 
     def follow(self, step: int) -> None:
         """Load the weights of ``step`` if they are due."""
-        if step % self.every_steps == 0:
+        if self.every_steps is not None and step % self.every_steps == 0:
             self._load(self.publish(step))
 
     def resume(self, step: int) -> None:
         """Load the weights that it had at ``step``; those of ``step`` if they are gone."""
-        version = step - step % self.every_steps
+        version = 0 if self.every_steps is None else step - step % self.every_steps
         if version in (0, step):
             return  # its server has started with them, or :meth:`follow` has loaded them
         folder = self.weights_dir / version_name(version)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 import pytest
 import yaml
+from openai import AsyncOpenAI
 from areal_lite.api.engine_api import OLDER_POLICY
 from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.entry_points import run_training
+from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.tools.verify.verify import check_run
 
 EVERY = 2
+
+
+class Judged:
+    """Answers, and has the older policy read the answer; longer judgements are better."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Return the length of the judgement."""
+        async with AsyncOpenAI(**extra_kwargs) as client:
+            ask = partial(client.chat.completions.create, model="default", max_completion_tokens=4)
+            answer = (await ask(messages=[{"role": "user", "content": "Answer."}])).choices[0].message.content
+            question = [{"role": "user", "content": f"How good is {answer}?"}]
+            judgement = await ask(messages=question, metadata={"agent": OLDER_POLICY})
+        assert judgement.usage is not None
+        return float(judgement.usage.completion_tokens)
 
 
 class Crash(Exception):
@@ -72,6 +89,39 @@ def test_the_older_version_stays_behind_never_trains_and_is_there_after_a_resume
     for line, turn in older:
         assert {*turn["versions"]} == {line["start_version"] - line["start_version"] % EVERY}
         assert (line["status"], line["reward"], {*turn["loss_mask"]}) == ("untrained", None, {0})
+    assert check_run(config.run_dir).findings == []
+
+
+def test_a_judge_keeps_the_first_weights_and_its_share_of_requests(
+    run_yaml: Path, asked: set[tuple[int, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = 0, []
+    generate = EngineClient.generate
+
+    async def counted(self: EngineClient, req: Any) -> Any:
+        nonlocal running
+        is_judge = req.metadata.get("agent") == OLDER_POLICY
+        running += is_judge
+        most.append(running)
+        try:
+            return await generate(self, req)
+        finally:
+            running -= is_judge
+
+    monkeypatch.setattr(EngineClient, "generate", counted)
+    own = ["workflow=tests.e2e.test_self_play.Judged", "workflow_kwargs={}", "eval_dataset=null", "save_model=false"]
+    judge = ["older_policy.every_steps=null", "older_policy.max_concurrent_requests=1"]
+    config = load_config(run_yaml, [*own, *judge, "trainer.total_steps=3", "checkpoint.every_steps=1"])
+
+    def crash(step: int, metrics: Any) -> None:
+        if step == 2 and "train/loss" in metrics:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run_training(config, on_step=crash)
+    run_training(config)
+    assert {versions for _, tokens in asked for versions in tokens} == {0}
+    assert {version for version, _ in asked} == {0, 1, 2} and max(most) == 1
     assert check_run(config.run_dir).findings == []
 
 
