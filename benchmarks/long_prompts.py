@@ -1,6 +1,6 @@
 """Delay of the episodes' event loop while agents hold prompts of 128k tokens.
 
-    python benchmarks/long_prompts.py [--tokens 131072] [--episodes 8] [--turns 6] [--model FOLDER]
+    python benchmarks/long_prompts.py [--tokens 131072] [--episodes 8] [--turns 6] [--isolation process] [--model FOLDER]
 
 Eight agents with the plain OpenAI SDK run at once in one engine against a stub server (a process of its own); each has
 a first message of its own of so many tokens, and each further turn sends the whole history again with a short message.
@@ -24,6 +24,7 @@ from openai import AsyncOpenAI
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngine, InferenceEngineConfig, RolloutWorkflow
+from areal_lite.config.rollout_config import AgentsConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from benchmarks.engine_throughput import wait_for
@@ -80,6 +81,7 @@ def delays(model: str, port: int, args: Any, tokens: int, folder: str) -> tuple[
         tokenizer_path=model,
         max_concurrent_rollouts=args.episodes + 1,
         gconfig=GenerationHyperparameters(max_new_tokens=64, max_tokens=2 * tokens + 100_000),
+        agents=AgentsConfig(isolation=args.isolation),
         dump_to_file=True,
         fileroot=folder,
     )
@@ -103,6 +105,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--episodes", type=int, default=8)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--isolation", choices=("inline", "thread", "process"), default="inline")
     parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

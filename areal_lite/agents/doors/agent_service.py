@@ -23,6 +23,8 @@ from areal_lite.agents.session.request_fields import RequestError
 
 MAX_BODY_BYTES = 64 * 2**20
 """Room for several images in base64."""
+_LARGE_BODY = 2**16
+"""Bytes of a body whose JSON takes the SDK and the service milliseconds; other episodes run between two of these."""
 _ENDED_KEPT = 10_000
 _HEADERS = {"x-should-retry": "false"}
 """SDKs must not retry: the engine client has the only retry loop."""
@@ -111,6 +113,7 @@ class AgentService:
     def __init__(self) -> None:
         self._sessions: dict[bytes, ChatSession] = {}
         self._ended: dict[bytes, None] = {}
+        self._turn = asyncio.Lock()
 
     def open(self, session: ChatSession) -> str:
         """Return a new key for ``session``; the service stores only its digest."""
@@ -146,6 +149,8 @@ class AgentService:
             try:
                 if len(body) > MAX_BODY_BYTES:
                     raise RequestError(f"the body has {len(body)} bytes: at most {MAX_BODY_BYTES}", status=413)
+                if is_large := len(body) > _LARGE_BODY:
+                    await self._alone()
                 call = api(body, session)
             except RequestError as error:
                 session.refusal = error
@@ -154,9 +159,17 @@ class AgentService:
                 return _json({_COUNTED[path]: await session.count_tokens(call.request)})
             if call.request.options.stream:
                 return Reply(200, STREAM_HEADERS, await EventBody(call).begin())
-            return _json(call.reply(await session.answer(call.request, call.id)))
+            reply = _json(call.reply(await session.answer(call.request, call.id)))
+            if is_large:
+                await self._alone()
+            return reply
         except RequestError as error:
             return error_reply(path, error)
+
+    async def _alone(self) -> None:
+        """Return in a pass of the event loop in which no other large request goes on."""
+        async with self._turn:
+            await asyncio.sleep(0)
 
     def _session(self, key: str) -> ChatSession:
         digest = _digest(key)

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 import orjson
 from areal_lite.agents.parsers.answer_parser import AnswerParser, answer_parser
@@ -27,6 +29,8 @@ _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
 _LONG_TEXT = 20_000
 """Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
+_tokenizing = ThreadPoolExecutor(min(32, max(1, len(os.sched_getaffinity(0)) - 1)), thread_name_prefix="tokenizer")
+"""Leaves the event loop a core of its own."""
 _PROMPTS_KEPT = 256
 """Rendered prompts kept in memory: the episodes of a group begin with the same one."""
 
@@ -197,7 +201,7 @@ class ChatRenderer:
         try:
             if len(text) < _LONG_TEXT:
                 return self._encode(text)
-            return await asyncio.to_thread(self._encode, text)
+            return await asyncio.get_running_loop().run_in_executor(_tokenizing, self._encode, text)
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise RequestError(f"the messages cannot be tokenized: {error}"[:500], param="messages") from error
 

@@ -124,7 +124,7 @@ class Answer:
 def said_full(response: ModelResponse, window: int, wanted_tokens: int) -> bool:
     """Say if an answer, of up to ``wanted_tokens``, ended because it filled the window; return whether it did. Callers
     ask until it has been said once."""
-    prompt, answer = len(response.input_tokens), len(response.output_tokens)
+    prompt, answer = response.input_len, response.output_len
     full = prompt + answer >= window
     if response.stop_reason != "length" or not (full or answer < wanted_tokens):
         return False
