@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 import pytest
 from areal_lite.agents.doors import completions
+from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.session import chat_request
 from areal_lite.agents.session.chat_renderer import ChatRenderer
@@ -29,6 +30,41 @@ def test_other_tasks_run_while_a_prompt_of_two_megabytes_is_tokenized() -> None:
         return turns
 
     assert asyncio.run(play()) > 50  # 3 if the tokenizer holds the GIL
+
+
+@pytest.mark.parametrize(("characters", "together"), [(100_000, 1), (100, 6)])
+def test_large_requests_go_on_one_at_a_time(monkeypatch: pytest.MonkeyPatch, characters: int, together: int) -> None:
+    read: list[int] = []
+    answered: list[int] = []
+    passes = 0
+    load = completions.json_object
+
+    def note(body: bytes) -> Any:
+        read.append(passes)
+        return load(body)
+
+    monkeypatch.setattr(completions, "json_object", note)
+    service = AgentService()
+
+    async def ask() -> None:
+        engine = ScriptedEngine(lambda request: "short")
+        session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters(max_tokens=10**6))  # type: ignore[arg-type]
+        headers = {"authorization": f"Bearer {service.open(session)}"}
+        body = orjson.dumps({"messages": [{"role": "user", "content": "a" * characters}]})
+        reply = await service.handle("POST", "/v1/chat/completions", headers, body)
+        assert reply.status == 200
+        answered.append(passes)
+
+    async def play() -> None:
+        nonlocal passes
+        asking = asyncio.gather(*(ask() for _ in range(6)))
+        while not asking.done():
+            await asyncio.sleep(0)
+            passes += 1
+
+    asyncio.run(play())
+    for each in (read, answered):
+        assert max(each.count(number) for number in each) == together
 
 
 @pytest.mark.parametrize("begins_alike", [True, False])
