@@ -24,7 +24,7 @@ that never ends), trickle (one whose end does not come), older (first weights sw
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "other id": lambda reply: reply["meta_info"].update(id="another"),
     "other prompt": lambda reply: reply["meta_info"].update(prompt_tokens=reply["meta_info"]["prompt_tokens"] + 1),
-    "first newer": lambda reply: _label_first(reply, "99"),
+    "first newer": lambda reply: _label_first(reply, "99999"),
     "negative version": lambda reply: _label_first(reply, "-7"),
     "fraction": lambda reply: _label_first(reply, 3.7),
     "30 digits": lambda reply: _label_first(reply, "9" * 30),
