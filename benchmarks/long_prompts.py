@@ -1,6 +1,6 @@
 """Delay of the episodes' event loop while agents hold prompts of 128k tokens.
 
-    python benchmarks/long_prompts.py [--tokens 131072] [--episodes 8] [--turns 6] [--isolation process] [--model FOLDER]
+    python benchmarks/long_prompts.py [--tokens 131072] [--episodes 8] [--turns 6] [--isolation process] [--model DIR]
 
 Eight agents with the plain OpenAI SDK run at once in one engine against a stub server (a process of its own); each has
 a first message of its own of so many tokens, and each further turn sends the whole history again with a short message.

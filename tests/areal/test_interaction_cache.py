@@ -4,14 +4,14 @@ from __future__ import annotations
 from typing import Any
 import pytest
 import torch
+from areal_lite.experimental.openai.cache import InteractionCache
+from areal_lite.experimental.openai.types import InteractionWithTokenLogpReward
 from openai import AsyncOpenAI
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.config.rollout_config import InferenceEngineConfig
-from areal_lite.experimental.openai.cache import InteractionCache
-from areal_lite.experimental.openai.types import InteractionWithTokenLogpReward
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.stub_server import StubServer, StubThread
 
@@ -102,7 +102,8 @@ class PastTheEngine(RolloutWorkflow):
 
 def test_a_workflow_that_asks_the_server_past_the_engine_runs() -> None:
     with StubThread(StubServer()) as stub:
-        with RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=[stub.address])) as engine:
+        config = InferenceEngineConfig(backend="sglang", addresses=[stub.address])
+        with RemoteInfEngine(config) as engine:
             assert engine.addresses == [stub.address]
             (group,) = engine.rollout_batch([{}], PastTheEngine())
     assert group.error is None and group.rewards == [1.0]
