@@ -59,7 +59,6 @@ test-environments: install
 
 # Ray's own cluster of several nodes on this machine.
 test-ray: install
-	$(BIN)/python -m pip install -q -e '.[ray]' -c constraints.txt
 	$(TEST_ENV) $(BIN)/python -m pytest -m ray -s tests/cluster
 
 # The page of areal-lite view in Chromium, which the system provides: apt-get install chromium.

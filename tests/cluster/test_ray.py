@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,9 +14,9 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 from areal_lite.tools.verify.verify import check_run
+from tests.cluster.ray_runs import command, until_step, variables
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
-REPOSITORY = Path(__file__).parents[2]
 TIMED = re.compile("seconds|timing/|perf/|per_second|ms_per|mfu|latency|/started|memory|rollout/lead|wait")
 
 
@@ -32,14 +31,6 @@ def cluster() -> Iterator[Any]:
         cluster.add_node(num_cpus=2)
     yield cluster
     cluster.shutdown()
-
-
-def command(run_yaml: Path, *changes: str) -> list[str]:
-    return [sys.executable, "-m", "areal_lite", "train", str(run_yaml), "trainer.deterministic=true", *changes]
-
-
-def variables(**changed: str) -> dict[str, str]:
-    return {**{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}, "PYTHONPATH": str(REPOSITORY), **changed}
 
 
 def train(run_yaml: Path, trial: str, *changes: str) -> tuple[Path, str]:
@@ -88,26 +79,6 @@ def test_resources_that_do_not_exist_are_one_sentence_at_once(run_yaml: Path, cl
     assert done.returncode == 64
     (line,) = [line for line in done.stderr.splitlines() if "the run wants" in line]
     assert "the run wants 5 CPUs and 0 GPUs for server-0; the cluster has 3 nodes with 2 CPUs and 0 GPUs, 2" in line
-
-
-def until_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(f"step {step:>4}  reward"):
-            return
-    raise AssertionError(process.stderr and process.stderr.read())
-
-
-def test_nothing_is_left_when_the_run_is_killed(run_yaml: Path) -> None:
-    words = command(run_yaml, "launch=ray", "rollout.workers=2", "trainer.total_steps=100000")
-    with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, text=True) as process:
-        until_step(process, 1)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert {"raylet", "gcs_server"} <= {each.name() for each in family}
-        assert len(family) > 6
-        process.kill()
-        _, alive = psutil.wait_procs(family, timeout=5)
-        assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 def programs_on_nodes() -> list[psutil.Process]:
