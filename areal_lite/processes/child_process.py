@@ -52,9 +52,11 @@ def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
         pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise ConfigError(f"{name} cannot be sent to a process: {error}. {hint}") from None
-    # What multiprocessing passes to a spawned child: import path, arguments, where the main script is.
+    # What multiprocessing passes to a spawned child: arguments, where the main script is. Its import path and its
+    # folder it has from its command, because they may be others on another machine.
     preparation: dict[str, Any] = {**spawn.get_preparation_data("child")}
-    preparation.pop("authkey", None)
+    for key in ("authkey", "sys_path", "dir", "orig_dir"):
+        preparation.pop(key, None)
     main_keys = {"init_main_from_name", "init_main_from_path"} & preparation.keys()
     if b"__main__" not in pickled:
         for key in main_keys:  # running the script in every process may load torch

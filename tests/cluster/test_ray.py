@@ -94,6 +94,34 @@ def nodes_with(part: str) -> set[int]:
     return {parent.pid for each in programs for parent in each.parents() if parent.name() == "raylet"}
 
 
+AGENT = '''
+from tests.e2e.agents import LetterAgent
+
+
+class Agent(LetterAgent):
+    def __init__(self, seen):
+        self.seen = seen
+
+    async def run(self, data, **extra_kwargs):
+        with open(self.seen, "a") as file:
+            file.write(__file__ + "\\n")
+        return await super().run(data, **extra_kwargs)
+'''
+
+
+def test_a_copied_folder_has_the_workflow_that_nodes_run(run_yaml: Path, cluster: Any, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "copied_agent.py").write_text(AGENT)
+    words = command(run_yaml, "launch=ray", "rollout.workers=2", "trainer.total_steps=1", "eval_dataset=null")
+    words += [f"ray.address={cluster.address}", f"ray.runtime_env={{working_dir: {code}}}"]
+    words += ["workflow=copied_agent.Agent", f"workflow_kwargs={{seen: {tmp_path / 'seen'}}}"]
+    done = subprocess.run(words, env=variables(), cwd=code, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    files = set((tmp_path / "seen").read_text().splitlines())
+    assert files and all("runtime_resources" in file and file.endswith("copied_agent.py") for file in files)
+
+
 def test_a_worker_on_a_node_that_is_lost_is_started_elsewhere(run_yaml: Path, cluster: Any) -> None:
     words = command(run_yaml, "launch=ray", "rollout.workers=2", "trainer.total_steps=8", "trial_name=lost")
     words += [f"ray.address={cluster.address}", "cluster.n_nodes=3"]
