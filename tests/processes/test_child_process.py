@@ -1,10 +1,12 @@
 """What is sent to a child process: loaded there by name, without running the main script again."""
 
 from __future__ import annotations
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 import pytest
+from areal_lite.processes.child_process import pickled_object
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
@@ -33,3 +35,16 @@ def test_a_script_that_would_run_again_in_every_process_is_refused(what: str, tm
         )
         assert (done.returncode != 0) == refused, done.stderr
         assert (f"lives in {script}, which every process would run again as a whole" in done.stderr) == refused
+
+
+def test_an_object_is_loaded_in_the_folder_and_from_the_paths_of_its_process(tmp_path: Path) -> None:
+    sent = pickled_object(tmp_path, name="it", hint="")
+    program = """
+import os, pickle, sys
+from multiprocessing import spawn
+before = os.getcwd(), [*sys.path]
+spawn.prepare(pickle.loads(bytes.fromhex(sys.argv[1])))
+assert (os.getcwd(), sys.path) == before
+"""
+    words = [sys.executable, "-c", program, pickle.dumps(sent.preparation).hex()]
+    subprocess.run(words, cwd=tmp_path, check=True)
