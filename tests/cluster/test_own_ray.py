@@ -4,7 +4,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 import psutil
-from tests.cluster.ray_runs import command, until_step, variables
+from tests.e2e.run_commands import command, until_step, variables
 
 
 def test_nothing_is_left_when_the_run_is_killed(run_yaml: Path) -> None:

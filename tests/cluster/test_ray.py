@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 from areal_lite.tools.verify.verify import check_run
-from tests.cluster.ray_runs import command, until_step, variables
+from tests.e2e.run_commands import command, until_step, variables
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 TIMED = re.compile("seconds|timing/|perf/|per_second|ms_per|mfu|latency|/started|memory|rollout/lead|wait")
@@ -94,7 +94,7 @@ def nodes_with(part: str) -> set[int]:
     return {parent.pid for each in programs for parent in each.parents() if parent.name() == "raylet"}
 
 
-AGENT = '''
+AGENT = """
 from tests.e2e.agents import LetterAgent
 
 
@@ -106,7 +106,7 @@ class Agent(LetterAgent):
         with open(self.seen, "a") as file:
             file.write(__file__ + "\\n")
         return await super().run(data, **extra_kwargs)
-'''
+"""
 
 
 def test_a_copied_folder_has_the_workflow_that_nodes_run(run_yaml: Path, cluster: Any, tmp_path: Path) -> None:

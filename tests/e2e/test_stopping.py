@@ -18,6 +18,7 @@ from aiohttp import web
 from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from tests.e2e.run_commands import until_step
 from tests.fork_server import children as children_of
 from tests.stub_server import StubThread
 
@@ -42,14 +43,6 @@ def start(run_yaml: Path, *overrides: str, launcher: Sequence[str] = ()) -> subp
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
-
-
-def until_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(f"step {step:>4}  reward"):
-            return
-    raise AssertionError(process.stderr and process.stderr.read())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

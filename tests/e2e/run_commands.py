@@ -1,4 +1,4 @@
-"""Runs with Ray as a user starts them: commands in processes of their own."""
+"""Runs as a user starts them: commands in processes of their own."""
 
 from __future__ import annotations
 import os
