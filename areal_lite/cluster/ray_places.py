@@ -79,8 +79,12 @@ class RayPlace:
         self._facts = self._actor.facts.remote(self._model_path)
 
     @property
+    def node(self) -> str:
+        return f" on node {self.host}"
+
+    @property
     def where(self) -> str:
-        return f" on node {self.host}" + (f", log {self.log_path}" if self.log_path else "")
+        return self.node + (f", log {self.log_path}" if self.log_path else "")
 
     def _ask(self, answer: Any) -> Any:
         """Return what the actor answers; raises OSError if it is lost or does not start."""

@@ -24,8 +24,13 @@ class Place(Protocol):
     """Where one program of the run starts, and starts again after its end; its CPUs and GPUs are reserved."""
 
     @property
+    def node(self) -> str:
+        """Node of the place, for the end of a name; empty without a cluster."""
+        ...
+
+    @property
     def where(self) -> str:
-        """Node and log of the place, for the end of a name; empty on this machine."""
+        """The same with the log of the place."""
         ...
 
     def listen_at(self, host: str, port: int) -> tuple[str, int]:
@@ -45,7 +50,7 @@ class Place(Protocol):
 
 
 class _Here:
-    where = ""
+    node = where = ""
 
     def listen_at(self, host: str, port: int) -> tuple[str, int]:
         return host, port

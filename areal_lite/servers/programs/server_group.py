@@ -141,7 +141,7 @@ class ServerGroup:
             uptime_s += time.monotonic() - up_since
             restart = uptime_s - deaths_at[-MAX_RESTARTS] > RESTART_WINDOW_S
             deaths_at.append(uptime_s)
-            if not self._mark_down(server, error or f"{server.name} {cause_of_death(code)}", restart=restart):
+            if not self._mark_down(server, error or f"{server.full_name} {cause_of_death(code)}", restart=restart):
                 return
             try:
                 server.wait_until_ready()
@@ -178,6 +178,6 @@ class ServerGroup:
     def _mark_up(self, server: ServerProcess, former: str) -> None:
         with self._changed:
             if not self._stopping:
-                logger.warning("%s is up again at %s", server.name, server.address)
+                logger.warning("%s is up again at %s", server.full_name, server.address)
                 if self._engine is not None and server.address != former:  # on another node
                     self._engine.move_server(former, server.address)

@@ -62,6 +62,12 @@ class ServerProcess(ABC):
     def pid(self) -> int | None:
         return None if self._child is None else self._child.pid
 
+    @property
+    def full_name(self) -> str:
+        """Its name, in a cluster with its node and log."""
+        node = self._place.node
+        return f"{self.name}{node} (log {self.log_path})" if node else self.name
+
     def poll(self) -> int | None:
         return self.wait(0)
 

@@ -24,6 +24,7 @@ from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, Mod
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.processes.place import HERE
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs import server_group
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
@@ -272,6 +273,17 @@ def test_a_killed_server_comes_back_with_the_newest_weights_and_answers_wait_for
     assert "was killed by signal 9, which the kernel sends when memory runs out" in down
     assert down.endswith("Restarting it")
     assert up == f"server sglang-0 is up again at {addresses[0]}"
+
+
+def test_a_server_on_a_node_is_named_with_its_node_and_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(type(HERE), "node", " on node n")
+    with servers(tmp_path) as group:
+        kill(group)
+        group.until_up()
+    name = f"server sglang-0 on node n (log {group._servers[0].log_path})"
+    assert [text.startswith(name) for text in caplog.messages if "sglang-0" in text][-2:] == [True, True]
 
 
 def test_the_other_servers_answer_while_one_is_restarted(tmp_path: Path) -> None:
