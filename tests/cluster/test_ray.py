@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 import psutil
@@ -85,12 +86,19 @@ def programs_on_nodes(*nodes: psutil.Process) -> list[psutil.Process]:
     """Return all processes of this package below those of the nodes, by default of every node."""
     every = nodes or [each for each in psutil.process_iter(["name"]) if each.info["name"] == "raylet"]
     below = [each for node in every for each in node.children(recursive=True)]
-    return [each for each in below if "areal_lite" in " ".join(each.cmdline())]
+    return [each for each in below if "areal_lite" in words_of(each)]
+
+
+def words_of(process: psutil.Process) -> str:
+    """Return the command line of a process; nothing of one that has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def nodes_with(part: str) -> set[int]:
     """Return the process of each node that runs a program whose command line has this part."""
-    programs = [each for each in programs_on_nodes() if part in " ".join(each.cmdline())]
+    programs = [each for each in programs_on_nodes() if part in words_of(each)]
     return {parent.pid for each in programs for parent in each.parents() if parent.name() == "raylet"}
 
 
@@ -148,7 +156,7 @@ def test_a_killed_rank_has_all_start_again_from_the_newest_checkpoint(run_yaml: 
     words = command(run_yaml, "rollout.workers=2", "trial_name=killed", *ranks)
     with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         until_step(process, 3)
-        of_run = [each for each in psutil.process_iter() if "trial_name=killed" in each.cmdline()]
+        of_run = [each for each in psutil.process_iter() if "trial_name=killed" in words_of(each)]
         (victim,) = [each for each in of_run if each.environ().get("RANK") == "1"]
         victim.kill()
         _, said = process.communicate(timeout=500)
@@ -222,7 +230,7 @@ def test_a_server_killed_meanwhile_is_started_again_and_the_weights_are_those_of
     env = variables(AREAL_LITE_CRASH_AT=crash, AREAL_LITE_CRASH_VICTIM=str(victim))
     with subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         until_step(process, 1)
-        (server,) = [each for each in programs_on_nodes() if "areal_lite.embedded" in " ".join(each.cmdline())]
+        (server,) = [each for each in programs_on_nodes() if "areal_lite.embedded" in words_of(each)]
         victim.write_text(str(server.pid))
         _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
