@@ -45,7 +45,7 @@ class EmbeddedProgram(ServerProcess):
         self._ready = -1
 
     def _launch(self, output: IO[bytes]) -> Program:
-        if self._place is not HERE:
+        if self.place is not HERE:
             return super()._launch(output)
         self._ready, report = os.pipe()
         command = [*self._command(), f"--ready-fd={report}"]
@@ -57,7 +57,7 @@ class EmbeddedProgram(ServerProcess):
     def _answers(self, deadline: float) -> bool:
         """Read the port that the child reports once it listens; if it ends, the pipe closes without one. No pipe leads
         to another node, so ask a server there."""
-        if self._place is not HERE:
+        if self.place is not HERE:
             return asked_until(self, deadline, lambda timeout_s: bool(ask(f"{self._url}/model_info", None, timeout_s)))
         poll = select.poll()
         poll.register(self._ready, select.POLLIN)

@@ -141,7 +141,7 @@ class ServerGroup:
             uptime_s += time.monotonic() - up_since
             restart = uptime_s - deaths_at[-MAX_RESTARTS] > RESTART_WINDOW_S
             deaths_at.append(uptime_s)
-            if not self._mark_down(server, error or f"{server.full_name} {cause_of_death(code)}", restart=restart):
+            if not self._mark_down(server, error or f"{_full_name(server)} {cause_of_death(code)}", restart=restart):
                 return
             try:
                 server.wait_until_ready()
@@ -178,6 +178,12 @@ class ServerGroup:
     def _mark_up(self, server: ServerProcess, former: str) -> None:
         with self._changed:
             if not self._stopping:
-                logger.warning("%s is up again at %s", server.full_name, server.address)
+                logger.warning("%s is up again at %s", _full_name(server), server.address)
                 if self._engine is not None and server.address != former:  # on another node
                     self._engine.move_server(former, server.address)
+
+
+def _full_name(server: ServerProcess) -> str:
+    """Return the name of a server, in a cluster with its node and log."""
+    node = server.place.node
+    return f"{server.name}{node} (log {server.log_path})" if node else server.name

@@ -28,7 +28,7 @@ class ServerProcess(ABC):
         self.config = config
         self.log_path = log_path
         self._port = port
-        self._place = place
+        self.place = place
         self._child: Program | None = None
         self._log: IO[bytes] | None = None
         self._log_start = 0
@@ -46,7 +46,7 @@ class ServerProcess(ABC):
         """Return whether the server answers requests; False if it ends, or at the monotonic ``deadline``."""
 
     def _launch(self, output: IO[bytes]) -> Program:
-        return self._place.start(self._command(), self._environment(), output)
+        return self.place.start(self._command(), self._environment(), output)
 
     @property
     def _url(self) -> str:
@@ -61,12 +61,6 @@ class ServerProcess(ABC):
     @property
     def pid(self) -> int | None:
         return None if self._child is None else self._child.pid
-
-    @property
-    def full_name(self) -> str:
-        """Its name, in a cluster with its node and log."""
-        node = self._place.node
-        return f"{self.name}{node} (log {self.log_path})" if node else self.name
 
     def poll(self) -> int | None:
         return self.wait(0)
@@ -86,7 +80,7 @@ class ServerProcess(ABC):
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._log = self.log_path.open("a+b")
         self._log_start = self._log.seek(0, os.SEEK_END)
-        host, self._port = self._place.listen_at(self.config.host, self._port)
+        host, self._port = self.place.listen_at(self.config.host, self._port)
         self.config = replace(self.config, host=host)
         self._child = self._launch(self._log)
 
