@@ -168,7 +168,7 @@ def pickled_host(env: str, kwargs: Mapping[str, Any], python: str) -> PickledObj
             f"workflow_kwargs.isolation is python:{python}, which cannot play env {env}: {last}. It needs Python 3.11, "
             "numpy, pydantic and the packages of the environment"
         ) from None
-    return host
+    return host._replace(preparation={})  # this interpreter's import paths are not for others
 
 
 def main(env: str) -> None:

@@ -52,11 +52,9 @@ def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
         pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise ConfigError(f"{name} cannot be sent to a process: {error}. {hint}") from None
-    # What multiprocessing passes to a spawned child: arguments, where the main script is. Its import path and its
-    # folder it has from its command, because they may be others on another machine.
+    # What multiprocessing passes to a spawned child: import path, arguments, where the main script is.
     preparation: dict[str, Any] = {**spawn.get_preparation_data("child")}
-    for key in ("authkey", "sys_path", "dir", "orig_dir"):
-        preparation.pop(key, None)
+    preparation.pop("authkey", None)
     main_keys = {"init_main_from_name", "init_main_from_path"} & preparation.keys()
     if b"__main__" not in pickled:
         for key in main_keys:  # running the script in every process may load torch
@@ -69,6 +67,12 @@ def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
             "under `if __name__ == '__main__':`, or move what is sent to a module of its own"
         )
     return PickledObject(name, hashlib.sha256(pickled).digest(), preparation, pickled)
+
+
+def prepare(sent: PickledObject, *, elsewhere: bool) -> None:
+    """Prepare this process to load ``sent``; ``elsewhere``, import path and folder stay those of its command."""
+    left_out = ("sys_path", "dir", "orig_dir") if elsewhere else ()
+    spawn.prepare({key: value for key, value in sent.preparation.items() if key not in left_out})
 
 
 def _is_guarded(script: str) -> bool:

@@ -327,12 +327,13 @@ def tensor_dicts(draw: st.DrawFn) -> dict[str, Any]:
 
     mask = column(st.integers(0, 1), 0, torch.int32)
     mask[:, 0] = 0
+    versions = column(st.integers(-1, 9), -1, torch.int32)
     tensors = {
         "input_ids": column(st.integers(0, 3), 0, torch.int32),
         "attention_mask": present,
         "loss_mask": mask,
         "logprobs": column(st.floats(-9, 0, width=32), 0, torch.float32),
-        "versions": column(st.integers(-1, 9), -1, torch.int32),
+        "versions": torch.where(mask.bool(), versions.clamp(min=0), versions),  # -1: no trained token
         "rewards": torch.tensor(draw(st.lists(st.floats(-9, 9, width=32), min_size=count, max_size=count))),
         "names": [f"row {row}" for row in range(count)],
         "scores": torch.rand(count, 2),

@@ -1,6 +1,7 @@
 """What is sent to a child process: loaded there by name, without running the main script again."""
 
 from __future__ import annotations
+import os
 import pickle
 import subprocess
 import sys
@@ -37,14 +38,18 @@ def test_a_script_that_would_run_again_in_every_process_is_refused(what: str, tm
         assert (f"lives in {script}, which every process would run again as a whole" in done.stderr) == refused
 
 
-def test_an_object_is_loaded_in_the_folder_and_from_the_paths_of_its_process(tmp_path: Path) -> None:
+def test_elsewhere_an_object_is_loaded_in_the_folder_and_from_the_paths_of_its_process(tmp_path: Path) -> None:
     sent = pickled_object(tmp_path, name="it", hint="")
     program = """
 import os, pickle, sys
-from multiprocessing import spawn
+from areal_lite.processes.child_process import prepare
 before = os.getcwd(), [*sys.path]
-spawn.prepare(pickle.loads(bytes.fromhex(sys.argv[1])))
+sent, folder = pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2]
+prepare(sent, elsewhere=True)
+assert str(pickle.loads(sent.pickled)) == before[0]
 assert (os.getcwd(), sys.path) == before
+prepare(sent, elsewhere=False)
+assert os.getcwd() == folder
 """
-    words = [sys.executable, "-c", program, pickle.dumps(sent.preparation).hex()]
-    subprocess.run(words, cwd=tmp_path, check=True)
+    words = [sys.executable, "-c", program, pickle.dumps(sent).hex(), str(Path.cwd())]
+    subprocess.run(words, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})

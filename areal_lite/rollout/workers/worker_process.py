@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing import spawn
 from typing import Any, NoReturn
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
@@ -32,7 +31,7 @@ from areal_lite.data.vision.image_encoder import with_spans
 from areal_lite.errors import ConfigError
 from areal_lite.processes import token_socket
 from areal_lite.processes.channel import encode_reply, framed, read_message
-from areal_lite.processes.child_process import PickledObject
+from areal_lite.processes.child_process import PickledObject, prepare
 from areal_lite.rollout import garbage_collection
 from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow
@@ -65,8 +64,11 @@ class _RunningGroup:
 class WorkerProcess(InferenceEngine):
     """Runs groups until the socket closes or ``close`` arrives; the engine of their episodes."""
 
-    def __init__(self, connection: socket.socket, config: InferenceEngineConfig, log_levels: dict[str, int]) -> None:
+    def __init__(
+        self, connection: socket.socket, config: InferenceEngineConfig, log_levels: dict[str, int], *, elsewhere: bool
+    ) -> None:
         self.config = config
+        self._elsewhere = elsewhere
         self.ended = threading.Event()
         self._version = 0
         self._groups: dict[int, _RunningGroup] = {}
@@ -106,7 +108,7 @@ class WorkerProcess(InferenceEngine):
         self._workflows[sent.key] = asyncio.get_running_loop().create_task(loading)
 
     def _load(self, sent: PickledObject) -> RolloutWorkflow:
-        spawn.prepare(sent.preparation)
+        prepare(sent, elsewhere=self._elsewhere)
         workflow, kwargs = pickle.loads(sent.pickled)  # nosec B301 # sent by the run's process
         return resolve_workflow(workflow, kwargs, self.config)
 
@@ -262,7 +264,9 @@ def main(descriptor: int | None = None) -> None:
         settings = read_message(unbuffered)
     assert settings is not None
     (sent,) = pickle.loads(settings)  # nosec B301 # sent by the run's process
-    spawn.prepare(sent.preparation)
-    WorkerProcess(connection, *pickle.loads(sent.pickled)).ended.wait()  # nosec B301 # sent by the run's process
+    elsewhere = descriptor is None
+    prepare(sent, elsewhere=elsewhere)
+    arguments = pickle.loads(sent.pickled)  # nosec B301 # sent by the run's process
+    WorkerProcess(connection, *arguments, elsewhere=elsewhere).ended.wait()
     sys.stdout.flush()
     os._exit(0)  # an orderly exit takes seconds where torch is loaded, and waits for threads of episodes

@@ -583,7 +583,7 @@ class Line:
         self.socket, theirs = socket.socketpair()
         self._file = self.socket.makefile("rb")
         self.config = InferenceEngineConfig(**config)
-        self.process = WorkerProcess(theirs, self.config, {"areal_lite.of_a_worker": 37})
+        self.process = WorkerProcess(theirs, self.config, {"areal_lite.of_a_worker": 37}, elsewhere=False)
 
     def send(self, *messages: tuple[Any, ...]) -> None:
         """Send messages at once."""
