@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 import asyncio
+import os
 from typing import Any
 import orjson
 import pytest
@@ -9,7 +10,7 @@ from areal_lite.agents.doors import completions
 from areal_lite.agents.doors.agent_service import AgentService
 from areal_lite.agents.doors.completions import ChatCompletions
 from areal_lite.agents.session import chat_request
-from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_renderer import ChatRenderer, _tokenizers
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.config.generation import GenerationHyperparameters
 from tests.agents.scripted_engine import ScriptedEngine, create, tokenizer
@@ -30,6 +31,16 @@ def test_other_tasks_run_while_a_prompt_of_two_megabytes_is_tokenized() -> None:
         return turns
 
     assert asyncio.run(play()) > 50  # 3 if the tokenizer holds the GIL
+
+
+def test_a_fork_tokenizes_in_threads_of_its_own() -> None:
+    assert _tokenizers().submit(int).result(10) == 0
+    if (child := os.fork()) == 0:
+        try:
+            os._exit(_tokenizers().submit(int).result(10))
+        finally:  # its thread never came
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(("characters", "together"), [(100_000, 1), (100, 6)])

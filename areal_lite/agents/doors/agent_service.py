@@ -135,7 +135,10 @@ class AgentService:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         key = key_in_path or headers.get("x-api-key") or headers.get("x-goog-api-key") or bearer
+        is_large = len(body) > _LARGE_BODY
         try:
+            if is_large:
+                await self._alone()
             session = self._session(key)
             if path in (_MODELS, f"{_MODELS}/default"):
                 _require(method, "GET", path)
@@ -149,8 +152,6 @@ class AgentService:
             try:
                 if len(body) > MAX_BODY_BYTES:
                     raise RequestError(f"the body has {len(body)} bytes: at most {MAX_BODY_BYTES}", status=413)
-                if is_large := len(body) > _LARGE_BODY:
-                    await self._alone()
                 call = api(body, session)
             except RequestError as error:
                 session.refusal = error

@@ -29,8 +29,6 @@ _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
 _LONG_TEXT = 20_000
 """Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
-_tokenizing = ThreadPoolExecutor(min(32, max(1, len(os.sched_getaffinity(0)) - 1)), thread_name_prefix="tokenizer")
-"""Leaves the event loop a core of its own."""
 _PROMPTS_KEPT = 256
 """Rendered prompts kept in memory: the episodes of a group begin with the same one."""
 
@@ -40,6 +38,15 @@ class Rendered(NamedTuple):
 
     ids: list[int]
     images: Images = ()
+
+
+@functools.cache
+def _tokenizers() -> ThreadPoolExecutor:
+    """Return the threads that tokenize long texts; they leave the event loop a core of its own."""
+    return ThreadPoolExecutor(min(32, max(1, len(os.sched_getaffinity(0)) - 1)), thread_name_prefix="tokenizer")
+
+
+os.register_at_fork(after_in_child=_tokenizers.cache_clear)  # a fork has no threads
 
 
 class ChatRenderer:
@@ -201,7 +208,7 @@ class ChatRenderer:
         try:
             if len(text) < _LONG_TEXT:
                 return self._encode(text)
-            return await asyncio.get_running_loop().run_in_executor(_tokenizing, self._encode, text)
+            return await asyncio.get_running_loop().run_in_executor(_tokenizers(), self._encode, text)
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise RequestError(f"the messages cannot be tokenized: {error}"[:500], param="messages") from error
 
