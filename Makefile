@@ -52,10 +52,16 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 	touch $@
 
 # Every task of the libraries behind env: PREFIX:NAME, which it installs. UPDATE_TABLE=1 writes docs/environments.md.
-test-environments: install
+# AREAL_LITE_DOCKER_IMAGE=debian:12, or another image with bash, adds tasks in containers.
+test-environments: install .venv-verifiers/installed
 	$(BIN)/python -m pip install -q -e '.[environments]' -c constraints.txt
 	-$(BIN)/python -m pip install -q scienceworld skyrl-gym
-	$(TEST_ENV) $(BIN)/python -m pytest -m "environments or not environments" -s tests/environments tests/tools/env_check
+	$(TEST_ENV) AREAL_LITE_VERIFIERS_PYTHON=.venv-verifiers/bin/python $(BIN)/python -m pytest -m "environments or not environments" -s tests/environments tests/tools/env_check
+
+.venv-verifiers/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q verifiers==0.4.0 uv
+	touch $@
 
 # Ray's own cluster of several nodes on this machine.
 test-ray: install

@@ -278,7 +278,7 @@ def trl_config(folder: str, steps: int, **options: Any) -> Any:
 def rows(task: Task, seed: int, size: int) -> list[dict[str, Any]]:
     """Return the rows that the task's config makes."""
     import workflows.largest_number
-    from areal_lite.environments.reasoning_gym import ReasoningGymTask
+    from areal_lite.environments.adapters.reasoning_gym import ReasoningGymTask
 
     if task.path == LARGEST:
         return workflows.largest_number.rows(seed=seed, size=size)  # type: ignore[return-value]
@@ -287,8 +287,8 @@ def rows(task: Task, seed: int, size: int) -> list[dict[str, Any]]:
 
 def scorer(task: Task) -> Callable[[str, dict[str, Any]], float]:
     """Return the reward of an answer to a row: that of our runs."""
-    from areal_lite.environments.reasoning_gym import final_answer
-    from areal_lite.environments.reasoning_gym import score as score_of
+    from areal_lite.environments.adapters.reasoning_gym import final_answer
+    from areal_lite.environments.adapters.reasoning_gym import score as score_of
 
     if task.path == LARGEST:
         return lambda text, row: float(re.findall(r"\d+", text)[-1:] == [row["answer"]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 from openai import AsyncOpenAI
 from areal_lite.api import AsyncRewardWrapper
-from areal_lite.environments.reasoning_gym import final_answer, score
+from areal_lite.environments.adapters.reasoning_gym import final_answer, score
 
 SYSTEM = (
     "Think step by step, then give the final answer between <answer> and </answer>, with no explanation inside. "

@@ -22,19 +22,27 @@ OWN = "env"
 
 class _Adapter(NamedTuple):
     place: str
-    """Module in this room, and class."""
+    """Module in adapters, and class."""
     install: str = "'areal-lite[environments]'"
     has_rows: bool = True
+    elsewhere: bool = False
+    """Its library is rather installed in another interpreter, so rows are numbers without a look at it."""
 
 
 ADAPTERS = {
     "gymnasium": _Adapter("gymnasium.GymnasiumGame"),
+    "harbor": _Adapter("harbor.HarborTask"),
     "mcp": _Adapter("mcp.McpServer", has_rows=False),
     "openenv": _Adapter("openenv.OpenEnvServer", install="aiohttp"),
     "reasoning-gym": _Adapter("reasoning_gym.ReasoningGymTask", install="reasoning_gym"),
     "scienceworld": _Adapter("scienceworld.ScienceWorldTask", install="scienceworld, and Java"),
     "skyrl-gym": _Adapter("skyrl_gym.SkyRLGymEnvironment", install="skyrl-gym", has_rows=False),
     "textarena": _Adapter("textarena.TextArenaGame"),
+    "verifiers": _Adapter(
+        "verifiers.VerifiersTaskset",
+        install="verifiers, best in an interpreter of its own, and name that: workflow_kwargs.isolation=python:PATH",
+        elsewhere=True,
+    ),
 }
 
 
@@ -66,7 +74,8 @@ def rows(path: str, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of an environment, ``size`` from number ``seed`` on; raises ConfigError. An environment without
     rows of its own gets numbers, from which the seeds of its episodes follow."""
     env = path.removeprefix(f"{OWN}:")
-    made, name = _found(env, where="dataset path")
+    adapter = ADAPTERS.get(_prefix(env, where="dataset path"))
+    made, name = (None, []) if adapter and adapter.elsewhere else _found(env, where="dataset path")
     try:
         if (own := getattr(made, "rows", None)) is not None:
             return list(own(*name, **kwargs))
@@ -90,7 +99,7 @@ def _found(env: str, *, where: str) -> tuple[Any, list[str]]:
     prefix = _prefix(env, where=where)
     if prefix == OWN:
         return load_object(env, where=where), []
-    module, _, name = f"{__package__}.{ADAPTERS[prefix].place}".rpartition(".")
+    module, _, name = f"{__package__}.adapters.{ADAPTERS[prefix].place}".rpartition(".")
     try:
         made = getattr(importlib.import_module(module), name)
     except ImportError as error:

@@ -140,7 +140,7 @@ def test_textarena_tells_each_player_what_is_new_and_rewards_all_at_the_end() ->
 
 
 def test_a_reasoning_gym_answer_is_scored_and_the_solution_has_full_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("areal_lite.environments.reasoning_gym")
+    module = pytest.importorskip("areal_lite.environments.adapters.reasoning_gym")
     monkeypatch.setattr(module, "_scorer", lambda timeout_s: AsyncRewardWrapper(module.score, in_process=True))
     row = rows("reasoning-gym:chain_sum", {"size": 1, "seed": 4})[0]
     environment: Any = environment_maker("reasoning-gym:chain_sum", {"instruction": "A number only."})()
@@ -169,7 +169,7 @@ def test_scienceworlds_side_by_side_are_as_alone_and_their_simulators_serve_agai
     pytest.importorskip("scienceworld")
     if shutil.which("java") is None:
         pytest.skip("Java is not installed")
-    from areal_lite.environments.scienceworld import ScienceWorldTask
+    from areal_lite.environments.adapters.scienceworld import ScienceWorldTask
 
     games = [
         ("scienceworld:boil", ("look around", "wait", "inventory"), 1),

@@ -69,7 +69,7 @@ def test_a_wrong_prefix_is_an_error_of_the_key(load: Any) -> None:
 
 def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
-    monkeypatch.delitem(sys.modules, "areal_lite.environments.textarena", raising=False)
+    monkeypatch.delitem(sys.modules, "areal_lite.environments.adapters.textarena", raising=False)
     with pytest.raises(
         ConfigError, match=r"textarena:X needs a package: .*textarena.*; pip install 'areal-lite.environments.'"
     ):
@@ -93,5 +93,5 @@ def test_held_out_rows_of_an_environment_must_not_be_training_rows() -> None:
 @pytest.mark.parametrize("adapter", catalog.ADAPTERS)
 def test_each_prefix_has_its_class(adapter: str) -> None:
     module, _, name = catalog.ADAPTERS[adapter].place.partition(".")
-    source = (Path(catalog.__file__).parent / f"{module}.py").read_text()
+    source = (Path(catalog.__file__).parent / f"adapters/{module}.py").read_text()
     assert f"class {name}:" in source and f"``{adapter}:" in source.splitlines()[0]

@@ -306,7 +306,7 @@ def test_the_seed_follows_from_the_run_and_the_row_alone(play: Any) -> None:
 def test_an_environment_that_is_not_there_is_refused_with_the_fix() -> None:
     for env, says in (
         ("gymnasim:X-v0", r"env is 'gymnasim:X-v0': did you mean gymnasium:X-v0\?"),
-        ("zzz:X", "the prefixes are gymnasium, mcp"),
+        ("zzz:X", "the prefixes are gymnasium, harbor, mcp"),
         ("textarena:", "the prefixes are"),
         ("tests.environments.games.Nothing", "has no 'Nothing'"),
     ):

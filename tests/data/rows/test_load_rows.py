@@ -38,7 +38,7 @@ def test_a_task_that_cannot_be_created_says_why(path, kwargs, message):
 
 def test_a_missing_reasoning_gym_is_named_in_the_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.delitem(sys.modules, "areal_lite.environments.reasoning_gym", raising=False)  # imported by other tests
+    monkeypatch.delitem(sys.modules, "areal_lite.environments.adapters.reasoning_gym", raising=False)
     with pytest.raises(ConfigError, match="pip install reasoning_gym"):
         load(SUM, kwargs={"seed": 1})
 

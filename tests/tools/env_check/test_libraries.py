@@ -32,7 +32,7 @@ def report(env: str) -> Report:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("areal_lite.environments.reasoning_gym")
+    module = pytest.importorskip("areal_lite.environments.adapters.reasoning_gym")
     monkeypatch.setattr(module, "_scorer", lambda timeout_s: AsyncRewardWrapper(module.score, in_process=True))
 
 

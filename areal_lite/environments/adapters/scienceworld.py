@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 from scienceworld import ScienceWorldEnv
 from scienceworld.constants import ID2TASK
+from areal_lite.environments.adapters.task_split import is_held_out
 from areal_lite.environments.environment import Step
 from areal_lite.errors import ConfigError
 
-_HELD_OUT, _MOST_ACTIONS = 1_000_000, 100
+_MOST_ACTIONS = 100
 # Java numbers its objects at random, and a room would list what it holds in another order to each member of a group.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
 
@@ -47,7 +48,7 @@ class ScienceWorldTask:
         while not self._idle:  # one that is cancelled here leaves a simulator to the others
             await asyncio.to_thread(self._start_one)
         self._world = self._idle.pop()
-        return str(await self._asked(self._begin, int(row.get("number", 0)) >= _HELD_OUT, seed))
+        return str(await self._asked(self._begin, is_held_out(int(row.get("number", 0))), seed))
 
     async def step(self, action: str) -> Step:
         assert self._world is not None
