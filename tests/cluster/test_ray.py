@@ -82,10 +82,15 @@ def test_resources_that_do_not_exist_are_one_sentence_at_once(run_yaml: Path, cl
     assert "the run wants 5 CPUs and 0 GPUs for server-0; the cluster has 3 nodes with 2 CPUs and 0 GPUs, 2" in line
 
 
-def programs_on_nodes(*nodes: psutil.Process) -> list[psutil.Process]:
-    """Return all processes of this package below those of the nodes, by default of every node."""
-    every = nodes or [each for each in psutil.process_iter(["name"]) if each.info["name"] == "raylet"]
-    below = [each for node in every for each in node.children(recursive=True)]
+def process_of(node: Any) -> int:
+    """Return the process that a node of a cluster is."""
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def programs_on_nodes(cluster: Any) -> list[psutil.Process]:
+    """Return all processes of this package on the nodes of a cluster."""
+    nodes = [psutil.Process(process_of(node)) for node in cluster.list_all_nodes()]
+    below = [each for node in nodes for each in node.children(recursive=True)]
     return [each for each in below if "areal_lite" in words_of(each)]
 
 
@@ -96,9 +101,9 @@ def words_of(process: psutil.Process) -> str:
     return ""
 
 
-def nodes_with(part: str) -> set[int]:
+def nodes_with(part: str, cluster: Any) -> set[int]:
     """Return the process of each node that runs a program whose command line has this part."""
-    programs = [each for each in programs_on_nodes() if part in words_of(each)]
+    programs = [each for each in programs_on_nodes(cluster) if part in words_of(each)]
     return {parent.pid for each in programs for parent in each.parents() if parent.name() == "raylet"}
 
 
@@ -135,8 +140,8 @@ def test_a_worker_on_a_node_that_is_lost_is_started_elsewhere(run_yaml: Path, cl
     words += [f"ray.address={cluster.address}", "cluster.n_nodes=3"]
     with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         until_step(process, 3)
-        nodes = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
-        lost = nodes_with("rollout.workers.worker_process") - nodes_with("areal_lite.embedded")
+        nodes = {process_of(node): node for node in cluster.worker_nodes}
+        lost = nodes_with("rollout.workers.worker_process", cluster) - nodes_with("areal_lite.embedded", cluster)
         cluster.remove_node(nodes[(lost & nodes.keys()).pop()], allow_graceful=False)
         _, said = process.communicate(timeout=300)
     cluster.add_node(num_cpus=2)
@@ -214,7 +219,7 @@ def test_a_driver_killed_in_the_midst_of_a_file_leaves_no_program_and_resumes(
     words = command(run_yaml, "trial_name=driver", "rollout.workers=2", *six_steps(cluster))
     done = subprocess.run(words, env=variables(AREAL_LITE_CRASH_AT=crash), capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    left = programs_on_nodes()
+    left = programs_on_nodes(cluster)
     _, alive = psutil.wait_procs(left, timeout=5)
     assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     train(run_yaml, "driver", *six_steps(cluster))
@@ -230,7 +235,7 @@ def test_a_server_killed_meanwhile_is_started_again_and_the_weights_are_those_of
     env = variables(AREAL_LITE_CRASH_AT=crash, AREAL_LITE_CRASH_VICTIM=str(victim))
     with subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         until_step(process, 1)
-        (server,) = [each for each in programs_on_nodes() if "areal_lite.embedded" in words_of(each)]
+        (server,) = [each for each in programs_on_nodes(cluster) if "areal_lite.embedded" in words_of(each)]
         victim.write_text(str(server.pid))
         _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
@@ -249,12 +254,11 @@ def test_a_head_killed_meanwhile_ends_all_programs_and_the_same_command_resumes(
     own = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
     victim, pipe = tmp_path / "victim", subprocess.PIPE
     victim.write_text(str(own.head_node.all_processes["gcs_server"][0].process.pid))
-    raylet = psutil.Process(own.head_node.all_processes["raylet"][0].process.pid)
     words = command(run_yaml, "rollout.workers=2", "trial_name=head", *six_steps(own))
     env = variables(AREAL_LITE_CRASH_AT=crash, AREAL_LITE_CRASH_VICTIM=str(victim))
     with subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         until_step(process, 1)
-        programs = programs_on_nodes(raylet)
+        programs = programs_on_nodes(own)
         assert len(programs) == 3
         _, said = process.communicate(timeout=120)
     assert process.returncode in (0, 75), said  # 0 if its last steps were done before it missed the head
@@ -274,8 +278,7 @@ def test_a_lost_head_ends_all_programs_and_the_same_command_resumes(run_yaml: Pa
     pipe = subprocess.PIPE
     with subprocess.Popen(words, env=variables(), stdout=pipe, stderr=pipe, text=True) as process:
         until_step(process, 2)
-        raylet = psutil.Process(own.head_node.all_processes["raylet"][0].process.pid)
-        programs = programs_on_nodes(raylet)
+        programs = programs_on_nodes(own)
         assert len(programs) == 3
         own.head_node.all_processes["gcs_server"][0].process.kill()
         _, said = process.communicate(timeout=30)
