@@ -107,9 +107,10 @@ def check_sandbox(sandbox: str) -> None:
     """Start a box and end it; raises ConfigError with the fix if that fails."""
     if sandbox == "none":
         return
-    command = boxed(sandbox, ["true"], tempfile.gettempdir(), {}, ProcessLimits())[0]
     try:
-        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        with tempfile.TemporaryDirectory() as folder:
+            command = boxed(sandbox, ["true"], folder, {}, ProcessLimits())[0]
+            subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         problem = (getattr(error, "stderr", "") or str(error)).strip()
         fix = _FIXES[sandbox.partition(":")[0]]

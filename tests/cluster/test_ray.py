@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 import json
+import os
 import re
 import signal
 import subprocess
@@ -231,6 +232,7 @@ def test_a_server_killed_meanwhile_is_started_again_and_the_weights_are_those_of
     run_yaml: Path, cluster: Any, uninterrupted: dict[str, bytes], crash: str, tmp_path: Path
 ) -> None:
     victim, pipe = tmp_path / "victim", subprocess.PIPE
+    os.mkfifo(victim)  # the run waits at the crash point for the server's id
     words = command(run_yaml, "trial_name=served", "rollout.workers=2", *six_steps(cluster))
     env = variables(AREAL_LITE_CRASH_AT=crash, AREAL_LITE_CRASH_VICTIM=str(victim))
     with subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True) as process:

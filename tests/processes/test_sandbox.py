@@ -213,6 +213,7 @@ def test_a_container_is_removed_however_its_program_ends(tmp_path: Path, monkeyp
     )
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
     done = run("only-in-the-image", kind="docker:x", variables={"KEY": "s3"})
     assert (done.returncode, done.stdout, done.command) == (0, "noise\n", ["only-in-the-image"])
 
