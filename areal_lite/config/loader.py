@@ -77,8 +77,7 @@ class _Loaded(NamedTuple):
 
 
 def _load(path: str | Path, overrides: Sequence[str], root: type[Any], opened: Opener | None = None) -> _Loaded:
-    text = read_text(Path(path), opened)
-    values = parse_yaml(text, where=str(path))
+    values = parse_yaml(read_text(Path(path), opened), where=str(path))
     if values is None:
         required = ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
         raise ConfigError(f"{path}: the file is empty: write a mapping with at least {required}")

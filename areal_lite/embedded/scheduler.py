@@ -44,31 +44,24 @@ class _Prefill:
     past: int
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Runs requests on a model, step by step; the methods before ``can_step`` are commands between two steps."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        eos_ids: frozenset[int],
-        decode: Decode,
-        limits: BatchLimits,
-        weight_version: str,
-        keep_prefixes: bool,
-    ) -> None:
-        """Begin without requests. ``eos_ids`` end an output; with ``keep_prefixes``, later requests reuse the KV of
-        finished ones, in the slots of ``runner`` beyond ``max_running_requests``."""
-        self.runner = runner
-        self.weight_version = weight_version
-        self.limits = limits
+    runner: ModelRunner
+    eos_ids: frozenset[int]
+    """They end an output."""
+    decode: Decode
+    limits: BatchLimits
+    weight_version: str
+    keep_prefixes: bool
+    """Later requests reuse the KV of finished ones, in the slots of ``runner`` beyond ``max_running_requests``."""
+
+    def __post_init__(self) -> None:
         self.generated_tokens = 0
         self.paused = False
         self.running: list[GenerationRequest] = []
         self.waiting: deque[GenerationRequest] = deque()
-        self._eos_ids = eos_ids
-        self._decode = decode
-        self._keep_prefixes = keep_prefixes
         self._retained: dict[int, npt.NDArray[np.int64]] = {}  # slot -> ids of its KV; oldest first
         self._stale_kv: set[GenerationRequest] = set()  # running on KV of earlier weights
         self.changed: list[GenerationRequest] = []
@@ -240,13 +233,13 @@ class Scheduler:
 
     def _extend(self, requests: list[GenerationRequest], logits: torch.Tensor) -> None:
         """Sample one token for each of these running requests and remove those that are done."""
-        sampled = sample(logits, requests, self._eos_ids)
+        sampled = sample(logits, requests, self.eos_ids)
         for i, request in enumerate(requests):
             if request.top_logprobs_num:
                 request.output_top_logprobs.append(sampled.top[i])
             request.append(sampled.tokens[i], sampled.logprobs[i], self.weight_version)
             self.generated_tokens += 1
-            reason = _finish_reason(request, self._eos_ids, self._decode)
+            reason = _finish_reason(request, self.eos_ids, self.decode)
             if reason is not None:
                 self._finish(request, reason)
             elif request.stream:
@@ -263,7 +256,7 @@ class Scheduler:
         """Remove a request from the batch: retain its KV, and move the last request into its slot."""
         slot, last = self.running.index(request), len(self.running) - 1
         columns = len(request.prompt) + max(len(request.output_ids) - 1, 0)
-        if self._keep_prefixes and request not in self._stale_kv and columns >= _MIN_SHARED_PREFIX:
+        if self.keep_prefixes and request not in self._stale_kv and columns >= _MIN_SHARED_PREFIX:
             self._retain(slot, np.asarray(request.keys[:columns], dtype=np.int64))
         self._stale_kv.discard(request)
         if slot != last:

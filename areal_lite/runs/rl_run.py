@@ -22,6 +22,7 @@ from areal_lite.errors import ServerError
 from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.models.truncation import Truncation
+from areal_lite.runs import training_run
 from areal_lite.runs.engine_stack import generating_engine, thread_budget, with_scalars
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
@@ -31,17 +32,6 @@ from areal_lite.runs.rollout_driver import RolloutDriver
 from areal_lite.runs.run_data import WorkflowChoice, tokenizer_path, training_data, with_steps
 from areal_lite.runs.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
 from areal_lite.runs.stopping import Stopped, interruptible, stop_together
-from areal_lite.runs.training_run import (
-    RunFiles,
-    StepMetrics,
-    Summary,
-    TrainingRun,
-    give_images,
-    open_run_files,
-    summary_of_finished,
-    with_dtypes,
-    with_prefix,
-)
 from areal_lite.servers.programs.server_program import gpu_groups
 from areal_lite.servers.weights.publisher import Publish, weight_publisher
 from areal_lite.trainer.learner import OnSkip
@@ -56,7 +46,7 @@ T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class RLRun(TrainingRun[Evaluation]):
+class RLRun(training_run.TrainingRun[Evaluation]):
     config: RunConfig
     trainer: PolicyTrainer
     driver: RolloutDriver | None  # None on ranks other than the first
@@ -67,7 +57,7 @@ class RLRun(TrainingRun[Evaluation]):
     _last_record: tuple[float, float] = field(init=False, default=(0.0, 0.0))
     """Moment of the last record, on the monotonic clock, and the tokens generated until then."""
 
-    def run(self) -> Summary[Evaluation]:
+    def run(self) -> training_run.Summary[Evaluation]:
         """Train up to ``total_steps`` and save the model; servers that were running before get the weights first."""
         if self.start.checkpoint is None:
             if self.config.rollout.addresses or (self.config.older_policy and self.config.older_policy.addresses):
@@ -137,7 +127,7 @@ class RLRun(TrainingRun[Evaluation]):
             engine = self.driver.metrics()
             (since, before), self._last_record = self._last_record, (now, engine["rollout/generated_tokens"])
             metrics = {
-                **with_prefix("train", metrics),
+                **training_run.with_prefix("train", metrics),
                 "timing/rollout_wait_s": generated - began,
                 "timing/weight_update_s": now - trained,
                 "timing/step_s": now - began,
@@ -145,7 +135,7 @@ class RLRun(TrainingRun[Evaluation]):
                 "perf/generated_tokens_per_second": (self._last_record[1] - before) / (now - (since or began)),
                 **engine,
             }
-            record = StepMetrics(with_scalars(metrics, self.driver.scalars()))
+            record = training_run.StepMetrics(with_scalars(metrics, self.driver.scalars()))
             record.total_steps = self.total_steps
             record.top_cause = self.driver.engine.failures.top_cause()
             self.record_step(record, began=began)
@@ -188,18 +178,18 @@ def run_rl(
     *,
     workflow: WorkflowChoice | None = None,
     make_run: Callable[..., RLRun] = RLRun,
-) -> Summary[Evaluation]:
+) -> training_run.Summary[Evaluation]:
     """Train a policy; call it on every rank, after the ranks have joined. ``make_run`` may return a subclass."""
-    config = with_dtypes(config)
+    config = training_run.with_dtypes(config)
     data = training_data(config, workflow) if Ranks.current().rank == 0 else None
     if config.trainer.total_epochs is not None:
         config = with_steps(config, broadcast_json(data and len(data.dataset)))
     start = find_start(config, config.trainer.steps)
     if start.is_done:
-        return summary_of_finished(config, start)
+        return training_run.summary_of_finished(config, start)
     driver = RolloutDriver(config, start, data) if data is not None else None
     with ExitStack() as stack:
-        files = stack.enter_context(open_run_files(config, start, on_step))
+        files = stack.enter_context(training_run.open_run_files(config, start, on_step))
         disable_progress_bar()  # type: ignore[no-untyped-call]
         load = cache(partial(open_trainer, config, files, stack))
         # Servers measure the free memory of a GPU while they start, and it may be the trainer's.
@@ -239,7 +229,7 @@ def num_devices(config: RunConfig) -> int:
     return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
 
 
-def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> PolicyTrainer:
+def open_trainer(config: RunConfig, files: training_run.RunFiles, stack: ExitStack) -> PolicyTrainer:
     """Return the policy trainer of a run; with ``dump_training`` it writes training facts until ``stack`` closes."""
     logger.info("loading %s into the trainer", config.model_path)
     writes = config.dump_training and Ranks.current().rank == 0
@@ -264,5 +254,5 @@ def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = 
         on_skip=on_skip,
         on_facts=on_facts,
     )
-    give_images(trainer, config.model_path, config.run_dir)
+    training_run.give_images(trainer, config.model_path, config.run_dir)
     return trainer

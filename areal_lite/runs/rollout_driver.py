@@ -131,8 +131,7 @@ class RolloutDriver:
         kwargs = self._workflow.kwargs(self._config, self._config.rollout.gconfig.new(greedy=True))
         rows = [dict(group.data) for group in groups]
         greedy = self.engine.rollout_batch(rows, self._workflow.workflow, kwargs, group_size=1, is_eval=True)
-        answered = [answer for answer in greedy if answer.rewards]
-        apply_reward_model(self._reward_model, answered, self._config)
+        apply_reward_model(self._reward_model, [answer for answer in greedy if answer.rewards], self._config)
         for group, answer in zip(groups, greedy, strict=True):
             rewards = answer.rewards or group.rewards
             group.baseline = sum(rewards) / len(rewards)

@@ -80,7 +80,6 @@ def image_prompt(tokenizer: Any, encoder: ImageEncoder) -> tuple[list[int], Imag
 
     file = io.BytesIO()
     Image.new("RGB", (64, 48), (200, 40, 40)).save(file, "PNG")
-    parts = [{"type": "image"}, {"type": "text", "text": "Which colour?"}]
-    messages = [{"role": "user", "content": parts}]
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which colour?"}]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return encoder.expanded(tokenizer.encode(text, add_special_tokens=False), [encoder.stored(file.getvalue())])

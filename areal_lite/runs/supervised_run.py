@@ -20,17 +20,9 @@ from areal_lite.errors import ConfigError
 from areal_lite.files.model_path import check_image_model, check_model_path
 from areal_lite.models.parallel.ranks import join_ranks
 from areal_lite.models.policy_model import check_mesh, check_scorable, resolve_device
+from areal_lite.runs import training_run
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.stopping import interruptible, stop_together
-from areal_lite.runs.training_run import (
-    Summary,
-    TrainingRun,
-    give_images,
-    open_run_files,
-    summary_of_finished,
-    with_dtypes,
-    with_prefix,
-)
 from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer, SupervisedTrainer
@@ -45,7 +37,7 @@ _CLASSES: dict[type[SupervisedConfig], tuple[type[BaseDataset], type[SupervisedT
 
 
 @dataclass(kw_only=True)
-class SupervisedRun(TrainingRun[dict[str, float]]):
+class SupervisedRun(training_run.TrainingRun[dict[str, float]]):
     trainer: SupervisedTrainer[Any]
     loader: ResumableLoader
     held_out: BaseDataset | None
@@ -56,7 +48,7 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
             began, self.under_way = time.monotonic(), self.step + 1
             metrics = self.trainer.train_step(next(batches))
             self.step += 1
-            self.record_step(with_prefix("train", metrics), began=began)
+            self.record_step(training_run.with_prefix("train", metrics), began=began)
             self.save_if_due()
             stop_together()
             self.evaluate_if_due()
@@ -68,7 +60,7 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
             with interruptible() if alone else nullcontext():
                 metrics = self.trainer.evaluate(self.held_out[number] for number in range(len(self.held_out)))
             stop_together()
-            self.record_evaluation(metrics, with_prefix("eval", metrics))
+            self.record_evaluation(metrics, training_run.with_prefix("eval", metrics))
 
     def data_state(self) -> dict[str, bytes]:
         return {_LOADER_FILE: json.dumps(self.loader.state_dict()).encode()}
@@ -79,7 +71,7 @@ def run_supervised(
     *,
     on_step: OnStep | None = None,
     make_run: Callable[..., SupervisedRun] = SupervisedRun,
-) -> Summary[dict[str, float]]:
+) -> training_run.Summary[dict[str, float]]:
     """Run supervised training; ``on_step`` sees every record of metrics.jsonl, ``make_run`` may return a subclass.
     Under torchrun all ranks call it; the first one writes and has the metrics. Raises ConfigError, before a model is
     loaded, for anything that cannot work, and Stopped on a signal, after the current update and its checkpoint."""
@@ -88,7 +80,7 @@ def run_supervised(
     check_image_model(config.model_path, trains_vision=config.trainer.vision == "train")
     check_scorable(config.model_path)
     check_mesh(config.model_path, config.trainer)
-    config = with_dtypes(config)
+    config = training_run.with_dtypes(config)
     logger.info("checking the rows")
     _, make_trainer = _CLASSES[type(config)]
     train, held_out = datasets(config)
@@ -104,12 +96,12 @@ def run_supervised(
     total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
     start = find_start(config, total_steps)
     if start.is_done:
-        return summary_of_finished(config, start)
+        return training_run.summary_of_finished(config, start)
     if start.checkpoint is not None:
         loader.load_state_dict(json.loads((start.checkpoint / _LOADER_FILE).read_bytes()))
     device, sp_size, tp_size = resolve_device(config.trainer.device), config.trainer.sp_size, config.trainer.tp_size
     joined = join_ranks(device, sp_size=sp_size, tp_size=tp_size)
-    with joined, open_run_files(config, start, on_step) as files:
+    with joined, training_run.open_run_files(config, start, on_step) as files:
         logger.info("loading %s", config.model_path)
         trainer = make_trainer(
             config.trainer,
@@ -118,7 +110,7 @@ def run_supervised(
             total_steps=total_steps,
             on_skip=files.record_skipped_update,
         )
-        give_images(trainer, config.model_path, config.run_dir)
+        training_run.give_images(trainer, config.model_path, config.run_dir)
         return make_run(
             config=config,
             files=files,

@@ -157,7 +157,7 @@ def test_the_workflows_own_sampling_is_followed() -> None:
         await client.chat.completions.create(
             messages=[{"role": "user", "content": "?"}], temperature=0.3, top_p=0.9, max_completion_tokens=200
         )
-        gconfig = client.session._engine.requests[0].gconfig  # type: ignore[attr-defined]
+        gconfig = client.session.engine.requests[0].gconfig  # type: ignore[attr-defined]
         assert (gconfig.temperature, gconfig.top_p, gconfig.max_tokens) == (0.3, 0.9, 100)
         assert gconfig.max_new_tokens < 100
 

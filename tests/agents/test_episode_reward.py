@@ -109,7 +109,7 @@ def test_only_the_chosen_agents_train() -> None:
         columns = sequence.columns()
         texts[str(agents)] = (
             key,
-            session._renderer.tokenizer.decode(columns["input_ids"][columns["loss_mask"]], skip_special_tokens=True),
+            session.renderer.tokenizer.decode(columns["input_ids"][columns["loss_mask"]], skip_special_tokens=True),
         )
 
     assert texts == {

@@ -82,8 +82,7 @@ class ChatCompletions(Api):
 
         content = []
         for text, logprob, top in _tokens(answer, self.session):
-            others = [token(other, value) for other, value in top]
-            content.append({**token(text, logprob), "top_logprobs": others})
+            content.append({**token(text, logprob), "top_logprobs": [token(other, value) for other, value in top]})
         return {"content": content, "refusal": None}
 
 

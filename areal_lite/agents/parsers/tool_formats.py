@@ -9,17 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from areal_lite.agents.parsers.call_json import (
-    NAME,
-    ToolCall,
-    call_with_arguments,
-    dump_json,
-    is_name,
-    read_calls,
-    read_json,
-    skip_space,
-    typed_value,
-)
+from areal_lite.agents.parsers import call_json
+from areal_lite.agents.parsers.call_json import ToolCall, call_with_arguments, dump_json, is_name, read_json
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Declared tools: name -> JSON schemas of the parameters by their names."""
@@ -118,7 +109,7 @@ def llama3(text: str, tools: Tools) -> Iterator[Part]:
         yield from _calls(body, "<|python_tag|>" + body)
 
 
-_MISTRAL_NAME = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(\[ARGS\])?\s*")
+_MISTRAL_NAME = re.compile(rf"\s*({call_json.NAME})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(\[ARGS\])?\s*")
 
 
 def mistral(text: str, tools: Tools) -> Iterator[Part]:
@@ -168,7 +159,7 @@ def fenced_json(text: str, tools: Tools) -> Iterator[Part]:
     position = 0
     while (opening := _FENCE.search(text, position)) is not None:
         end = _body_end(text, opening.end(), "```", "```")
-        calls = read_calls(text[opening.end() : end])
+        calls = call_json.read_calls(text[opening.end() : end])
         after = min(end + 3, len(text))
         if calls and all(call.name in tools for call in calls):
             yield text[position : opening.start()]
@@ -180,7 +171,7 @@ def fenced_json(text: str, tools: Tools) -> Iterator[Part]:
 
 
 def _calls(body: str, whole: str) -> Sequence[Part]:
-    return read_calls(body) or [Unreadable(whole)]
+    return call_json.read_calls(body) or [Unreadable(whole)]
 
 
 def _blocks(text: str, opening: str, closing: str) -> Iterator[tuple[str, str, str]]:
@@ -199,7 +190,7 @@ def _body_end(text: str, start: int, closing: str, opening: str) -> int:
     """Return where a block's body ends: after its JSON, in whose texts markers may stand, or at the next marker."""
     found = read_json(text, start)
     if found is not None:
-        end = skip_space(text, found[1])
+        end = call_json.skip_space(text, found[1])
         if end == len(text) or text.startswith((closing, opening), end):
             return end
     return _first(text, start, closing, opening)
@@ -219,10 +210,10 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 def _values(argument: re.Pattern[str], text: str, start: int, schemas: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Return the arguments from ``start`` on, each a match of key and value, and where they end."""
     values: dict[str, Any] = {}
-    position = skip_space(text, start)
+    position = call_json.skip_space(text, start)
     while (found := argument.match(text, position)) is not None:
         key = found[1].strip()
-        values[key] = typed_value(found[2], schemas.get(key))
+        values[key] = call_json.typed_value(found[2], schemas.get(key))
         position = found.end()
     return values, position
 

@@ -36,39 +36,35 @@ class ChatAnswer:
     response: ModelResponse
 
 
+@dataclass
 class AnswerReader:
     """Reads one answer; with ``on_text``, calls it with each piece of text that is sure to be in the message."""
 
-    def __init__(
-        self,
-        renderer: ChatRenderer,
-        request: ChatRequest,
-        prompt: list[int],
-        gconfig: GenerationHyperparameters,
-        on_text: Callable[[Piece], None] | None,
-    ) -> None:
-        self._renderer = renderer
-        self._request = request
-        self._tools = request.tools if request.parse_tools else None
-        self._skip_special_tokens = gconfig.skip_special_tokens
-        self._stops = [*(gconfig.stop or []), *(request.options.stop or [])]
-        self._parser = None if request.prompts else renderer.answer_parser
-        self._prompt = prompt
+    renderer: ChatRenderer
+    request: ChatRequest
+    prompt: list[int]
+    gconfig: GenerationHyperparameters
+    on_text: Callable[[Piece], None] | None
+
+    def __post_init__(self) -> None:
+        self._tools = self.request.tools if self.request.parse_tools else None
+        self._stops = [*(self.gconfig.stop or []), *(self.request.options.stop or [])]
+        self._parser = None if self.request.prompts else self.renderer.answer_parser
         self._stream: TextStream | None = None
-        if on_text is not None:
+        if self.on_text is not None:
             regions = self._parser.regions(self._tools, self._prefill) if self._parser else None
-            self._stream = TextStream(self._decode, on_text, stops=self._stops, regions=regions)
+            self._stream = TextStream(self._decode, self.on_text, stops=self._stops, regions=regions)
 
     @functools.cached_property
     def _prefill(self) -> str:
         """The end of the prompt, if it may have the beginning of the answer; under a grammar there is no reasoning."""
-        is_read = self._parser and self._parser.reads_prefill and not self._request.grammar
-        return self._renderer.decode(self._prompt[-_PREFILL_TOKENS:]) if is_read else ""
+        is_read = self._parser and self._parser.reads_prefill and not self.request.grammar
+        return self.renderer.decode(self.prompt[-_PREFILL_TOKENS:]) if is_read else ""
 
     def on_tokens(self, ids: Sequence[int], _: Sequence[float]) -> None:
         assert self._stream is not None
-        if not (self._tools and self._request.grammar):  # the answer is a call as bare JSON
-            self._stream.feed([token for token in ids if token not in self._renderer.stop_ids])
+        if not (self._tools and self.request.grammar):  # the answer is a call as bare JSON
+            self._stream.feed([token for token in ids if token not in self.renderer.stop_ids])
 
     def read(self, response: ModelResponse, answer_id: str) -> ChatAnswer:
         text = self._decode(response.output_tokens, ended=True)
@@ -77,7 +73,7 @@ class AnswerReader:
             text = text.partition(stopped_by)[0]
         parsed = ParsedAnswer(text)
         if self._parser is not None:
-            bare_json = bool(self._request.grammar)
+            bare_json = bool(self.request.grammar)
             parsed = self._parser.parse(text, self._tools, prefill=self._prefill, bare_json=bare_json)
         if self._stream is not None:
             self._stream.finish(parsed.content, parsed.reasoning)
@@ -92,27 +88,22 @@ class AnswerReader:
         )
 
     def _decode(self, ids: list[int], *, ended: bool = False) -> str:
-        skips, tools = self._skip_special_tokens, self._request.parse_tools
-        return self._renderer.visible_text(ids, skip_special_tokens=skips, tools=tools, ended=ended)
+        skips, tools = self.gconfig.skip_special_tokens, self.request.parse_tools
+        return self.renderer.visible_text(ids, skip_special_tokens=skips, tools=tools, ended=ended)
 
 
+@dataclass
 class TextStream:
     """Sends the text of an answer while it is sampled, as far as the finished message will begin with it."""
 
-    def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        send: Callable[[Piece], None],
-        *,
-        stops: Sequence[str] = (),
-        regions: TextRegions | Regions | None = None,
-    ) -> None:
-        self.sent = ""
-        self.reasoning = ""
-        self._decode = decode
-        self._send = send
-        self._stops = stops
-        self._regions = regions or TextRegions()
+    decode: Callable[[list[int]], str]
+    send: Callable[[Piece], None]
+    stops: Sequence[str] = ()
+    regions: TextRegions | Regions | None = None
+
+    def __post_init__(self) -> None:
+        self.sent = self.reasoning = ""
+        self._regions = self.regions or TextRegions()
         self._ids: list[int] = []
         self._context = 0
         """Ids before it are decoded for good; those from it to ``_decoded`` give the next ones their context."""
@@ -125,13 +116,13 @@ class TextStream:
         self._ids.extend(ids)
         if self._closed:
             return
-        before = self._decode(self._ids[self._context : self._decoded])
-        text = self._decode(self._ids[self._context :])
+        before = self.decode(self._ids[self._context : self._decoded])
+        text = self.decode(self._ids[self._context :])
         if len(text) <= len(before) or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return  # the middle of a character
         self._context, self._decoded = self._decoded, len(self._ids)
         self._waiting += text[len(before) :]
-        sure, self._closed = text_before(self._waiting, self._stops)
+        sure, self._closed = text_before(self._waiting, self.stops)
         self._waiting = self._waiting[len(sure) :]
         try:
             self._regions.feed(sure)
@@ -149,8 +140,8 @@ class TextStream:
 
     def _send_rest(self, content: str, reasoning: str) -> None:
         if reasoning != self.reasoning and reasoning.startswith(self.reasoning):
-            self._send(Piece(reasoning[len(self.reasoning) :], is_reasoning=True))
+            self.send(Piece(reasoning[len(self.reasoning) :], is_reasoning=True))
             self.reasoning = reasoning
         if content != self.sent and content.startswith(self.sent):
-            self._send(Piece(content[len(self.sent) :]))
+            self.send(Piece(content[len(self.sent) :]))
             self.sent = content

@@ -88,10 +88,10 @@ class ChatHistory:
             before, sampled = answer.model_response.prompt, answer.model_response.output_tokens
             ids, length = id(before.ids), before.length
             if ids not in in_common:
-                in_common[ids] = _shared_length(prompt, before.ids)
+                in_common[ids] = shared_length(prompt, before.ids)
             common = min(in_common[ids], length)
             if common == length:
-                common += _shared_length(prompt[length : length + len(sampled)], sampled)
+                common += shared_length(prompt[length : length + len(sampled)], sampled)
             if common > shared:
                 shared, left = common, length + len(sampled) - common
         return left
@@ -159,7 +159,8 @@ class ChatHistory:
         return path
 
 
-def _shared_length(first: list[int], second: list[int]) -> int:
+def shared_length(first: list[int], second: list[int]) -> int:
+    """Return how many ids the two begin with in common."""
     low, high = 0, min(len(first), len(second))
     while low < high:  # slices compare without a step of Python for each of 100,000 ids
         middle = (low + high + 1) // 2

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 from areal_lite.agents.session.chat_answer import AnswerReader, ChatAnswer, Piece
@@ -51,22 +52,17 @@ class _Prompt(NamedTuple):
     is_fork: bool  # it renders an answer from text
 
 
+@dataclass(eq=False)
 class ChatSession:
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        renderer: ChatRenderer,
-        gconfig: GenerationHyperparameters,
-        *,
-        agent_samples: bool = False,
-        prompt_ids: list[int] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._prompt_ids = prompt_ids
-        self._renderer = renderer
-        self._agent_samples = agent_samples
-        stop_ids = dict.fromkeys([*(gconfig.stop_token_ids or []), *renderer.stop_ids])
-        self._gconfig = gconfig.new(stop_token_ids=list(stop_ids) or None)
+    engine: InferenceEngine
+    renderer: ChatRenderer
+    gconfig: GenerationHyperparameters
+    agent_samples: bool = False
+    prompt_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        stop_ids = dict.fromkeys([*(self.gconfig.stop_token_ids or []), *self.renderer.stop_ids])
+        self.gconfig = self.gconfig.new(stop_token_ids=list(stop_ids) or None)
         self._names = AgentNames()
         self._closed = False
         self._context = episode_context.current()
@@ -75,7 +71,7 @@ class ChatSession:
         self._left: set[asyncio.Task[None]] = set()
         """Those whose clients have left."""
         self.history = ChatHistory()
-        self.images = RequestImages(renderer.images)
+        self.images = RequestImages(self.renderer.images)
         self.interactions = self.history.interactions
         self.responses: dict[str, dict[str, Any]] = {}
         """Replies of the Responses API, by id; an agent may read and delete them."""
@@ -163,20 +159,20 @@ class ChatSession:
         prefix, images, parent, is_fork = await self._find_prompt(request)
         prompt = prefix.tolist()
         text_of_choice = None if on_text is None else functools.partial(on_text, index)
-        reader = AnswerReader(self._renderer, request, prompt, self._gconfig, text_of_choice)
+        reader = AnswerReader(self.renderer, request, prompt, self.gconfig, text_of_choice)
         gconfig = request.options.gconfig(
-            self._gconfig,
+            self.gconfig,
             request.grammar,
             choice=index % request.options.n,
             prompt_tokens=len(prompt),
-            agent_samples=self._agent_samples,
+            agent_samples=self.agent_samples,
         )
         asked = ModelRequest(
             input_ids=prompt,
             prefix=prefix,
             images=images,
             gconfig=gconfig,
-            tokenizer=self._renderer.tokenizer,
+            tokenizer=self.renderer.tokenizer,
             top_logprobs=request.options.top_logprobs,
             metadata={"agent": agent},
             on_tokens=None if on_text is None else reader.on_tokens,
@@ -213,7 +209,7 @@ class ChatSession:
         self, call: asyncio.Task[ModelResponse], rid: str, finish: Callable[[ModelResponse], ChatAnswer]
     ) -> None:
         """Record what was sampled of an answer whose client has left: it closed the stream, or its time was over."""
-        if not await self._engine.cut_short(rid):
+        if not await self.engine.cut_short(rid):
             call.cancel()
         with contextlib.suppress(Exception):  # an error that nobody waits for
             if (response := await call).output_tokens:
@@ -223,7 +219,7 @@ class ChatSession:
     async def _generate(self, request: ModelRequest) -> ModelResponse:
         try:
             with attributed_to(FailureKind.ENGINE):
-                return await self._engine.agenerate(request)
+                return await self.engine.agenerate(request)
         except ConfigError as error:
             code = "context_length_exceeded" if isinstance(error, ContextOverflowError) else None
             raise RequestError(str(error)[:500], param="messages", code=code) from error
@@ -244,42 +240,42 @@ class ChatSession:
             self.history.record(request, interaction)
         else:
             ids = answer.response.input_tokens + answer.response.output_tokens
-            self.history.record_untemplated(self._renderer.decode(ids), interaction)
+            self.history.record_untemplated(self.renderer.decode(ids), interaction)
 
     async def _find_prompt(self, request: ChatRequest) -> _Prompt:
         if request.prompts:
             parent, rest = self.history.longest_untemplated(request.prompts[0])
-            added = list(rest) if isinstance(rest, list) else await self._renderer.plain(rest, begins=parent is None)
+            added = list(rest) if isinstance(rest, list) else await self.renderer.plain(rest, begins=parent is None)
             return _extended(parent, Rendered(added), False)
         parent, known = self.history.longest_recorded(request)
         if request.begun is not None:
             if parent is not None and known == len(request.messages) and parent.model_response.stop_reason in CUT:
                 return _extended(parent, Rendered([]), False)
             before = await self._find_prompt(request.without_last())
-            ids = before.prefix.extended(await self._renderer.plain(request.begun, begins=False))
+            ids = before.prefix.extended(await self.renderer.plain(request.begun, begins=False))
             return before._replace(prefix=TokenPrefix(ids.ids, ids.length, before.prefix.num_accepted))
         new, rendered = request.messages[known:], Rendered([])
         if parent is not None:
             recorded = parent.model_response
             ended = recorded.stop_reason not in CUT
             try:
-                rendered = await self._renderer.continuation(
+                rendered = await self.renderer.continuation(
                     recorded.output_tokens, ended, new, request.tools, request.template_kwargs
                 )
             except RequestError:  # templates that reject or drop parts of a conversation: render the whole one
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
                 parent, new = None, request.messages
         first = parent is None and not self.interactions
-        if first and self._prompt_ids is not None and not image_parts(new):
-            rendered = Rendered(list(self._prompt_ids))  # it grows with the conversation
+        if first and self.prompt_ids is not None and not image_parts(new):
+            rendered = Rendered(list(self.prompt_ids))  # it grows with the conversation
         elif parent is None:
-            rendered = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)
+            rendered = await self.renderer.prompt(request.messages, request.tools, request.template_kwargs)
         is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
         return _extended(parent, rendered, is_fork)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone, special tokens included."""
-        return [self._renderer.decode([token]) for token in ids]
+        return [self.renderer.decode([token]) for token in ids]
 
 
 def _extended(parent: InteractionWithTokenLogpReward | None, new: Rendered, is_fork: bool) -> _Prompt:

@@ -138,8 +138,7 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[inner]
     if kind == "array":
         return tensors[inner].numpy()
-    items = _from_json(inner, tensors)
-    return {"float": float, "tuple": tuple, "dict": dict}[kind](items)
+    return {"float": float, "tuple": tuple, "dict": dict}[kind](_from_json(inner, tensors))
 
 
 class BatchCache:

@@ -16,18 +16,8 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
-from areal_lite.data.chat.chat_template import (
-    PROBE,
-    ChatTemplate,
-    EndMark,
-    EndOfTurn,
-    Message,
-    content_like,
-    end_mark_after,
-    left_out,
-    special_ids,
-    turn_end,
-)
+from areal_lite.data.chat import chat_template
+from areal_lite.data.chat.chat_template import PROBE, ChatTemplate, EndMark, EndOfTurn, Message, content_like
 from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
 from areal_lite.errors import ConfigError
 
@@ -175,7 +165,7 @@ def _forms(messages: Sequence[Message]) -> list[Sequence[Message]]:
 
 
 def _sequences(messages: Sequence[Message], template: ChatTemplate) -> list[ChatText]:
-    mark = end_mark_after(template, messages)
+    mark = chat_template.end_mark_after(template, messages)
     turns = _turns(messages, template, mark)
     shortfalls = frozenset[Shortfall]().union(*(turn.shortfalls for turn in turns))
     sequences = []
@@ -204,7 +194,7 @@ def _turns(messages: Sequence[Message], template: ChatTemplate, mark: EndMark | 
         if not _is_written(answer, text[start:]) and i:  # its beginning may be in the prompt
             before = min(start, len(os.path.commonprefix([text, template.write_first(messages, i)])))
         shortfalls = _shortfalls(i, message, text[before:])
-        end, is_marked = turn_end(template.tokenizer, text[start:], mark)
+        end, is_marked = chat_template.turn_end(template.tokenizer, text[start:], mark)
         if not is_marked:
             shortfalls.add(Shortfall.NO_END_MARK)
         if not is_prompted:
@@ -271,7 +261,7 @@ def _shortfalls(i: int, message: Message, written: str) -> set[Shortfall]:
     content = message.get("content")
     if not _is_written(answer, written) or (isinstance(content, list) and content and str(content) in written):
         if not calls:
-            raise left_out(f"messages[{i}]", f"its text {answer.strip()[:60]!r}")
+            raise chat_template.left_out(f"messages[{i}]", f"its text {answer.strip()[:60]!r}")
         shortfalls.add(Shortfall.NO_TEXT_WITH_CALLS)
     return shortfalls
 
@@ -339,7 +329,7 @@ def tokens_of(tokenizer: Any, rendered: ChatText) -> ChatTokens:
         return _never_first(ids, mask)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = encoded["input_ids"]
-    special = special_ids(tokenizer, len(tokenizer))
+    special = chat_template.special_ids(tokenizer, len(tokenizer))
     starts = [start for start, _ in spans]
     last_end = 0
     for token, (start, end) in zip(ids, encoded["offset_mapping"], strict=True):

@@ -51,8 +51,7 @@ def text_table(files: Sequence[Path], cache: Path) -> "Dataset":
 
     # The table is made again when a file's size or modification time changes.
     state = [(str(file.resolve()), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
-    name = hashlib.sha256(repr(state).encode()).hexdigest()[:32]
-    target = cache / "tables" / f"{name}.arrow"
+    target = cache / "tables" / f"{hashlib.sha256(repr(state).encode()).hexdigest()[:32]}.arrow"
     return Dataset.from_file(str(cached_file(target, lambda path: _write(path, files))))
 
 

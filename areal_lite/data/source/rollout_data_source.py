@@ -92,8 +92,7 @@ class RolloutDataSource:
                 self._returned[:0] = taken
                 raise
             groups = [list(group) for group in taken]  # a hand-out is known by its list
-            for group in groups:
-                self._owed[group_index_of(group)] = group
+            self._owed |= {group_index_of(group): group for group in groups}
             return groups
 
     def rollout_input(self, group: SampleGroup) -> dict[str, Any]:

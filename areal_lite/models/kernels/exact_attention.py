@@ -5,6 +5,7 @@ token: each query is computed on its own, over its keys in whole blocks. The oth
 in every pass of :func:`whole_rows`, which callers keep. Slower than plain attention.
 """
 
+from contextlib import suppress
 from typing import Any
 import torch
 from torch import Tensor
@@ -64,11 +65,9 @@ def read_exactly(model: Any) -> bool:
     ids = torch.arange(1, MIN_ROWS + 1)[None]
     with short_windows(model, MIN_ROWS // 2):
         plain = model(input_ids=ids, use_cache=False).logits
-        try:
+        with suppress(RuntimeError, TypeError, ValueError):
             decoder.set_attn_implementation(EXACT)  # a vision tower keeps its own
             if torch.allclose(model(input_ids=ids, use_cache=False).logits, plain, atol=1e-3, rtol=1e-3):
                 return True
-        except (RuntimeError, TypeError, ValueError):
-            pass
     decoder.set_attn_implementation(before)
     return False

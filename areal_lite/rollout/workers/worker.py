@@ -24,17 +24,7 @@ from areal_lite.errors import ServerError
 from areal_lite.processes.channel import MAX_MESSAGE, BrokenMessageError
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.processes.place import HERE, Place, Program, how_ended
-from areal_lite.rollout.workers.messages import (
-    REPORTS,
-    RESPONSE_FIELDS,
-    EpisodeReply,
-    PromptPlace,
-    ReadColumns,
-    Reader,
-    read_end,
-    read_report,
-    request,
-)
+from areal_lite.rollout.workers import messages
 
 START_S = 120.0
 CLOSE_S = 10.0  # seconds for a worker to close what its episodes shared
@@ -70,7 +60,7 @@ class WorkerGroup:
         known += ids
         return TokenPrefix(known, length, num_accepted)
 
-    def finish(self, was_stopped: bool, failure: Failure | None, replies: Sequence[EpisodeReply] = ()) -> None:
+    def finish(self, was_stopped: bool, failure: Failure | None, replies: Sequence[messages.EpisodeReply] = ()) -> None:
         """Take over what its episodes left; none if the worker died."""
         for member_idx, reply in enumerate(replies):
             episode, trajectory = self.member(member_idx), reply.trajectory
@@ -124,7 +114,7 @@ class Worker:
             self.end = f"worker {self._number} could not be started ({error})"
             self.ended.set()
             return False
-        reader = Reader(self._on_message, self._on_disconnect, max_bytes=MAX_MESSAGE)
+        reader = messages.Reader(self._on_message, self._on_disconnect, max_bytes=MAX_MESSAGE)
         self._transport = await reader.read_from(connection)
         self.send(settings)
         self.send("version", self._engine.get_version())
@@ -143,7 +133,7 @@ class Worker:
 
     def send(self, *message: Any) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(request(*message))
+            self._transport.write(messages.request(*message))
 
     def run(self, workflow: PickledObject, data: bytes, context: EpisodeContext, deadline: float) -> WorkerGroup:
         if workflow.key not in self._workflows:
@@ -160,8 +150,8 @@ class Worker:
         return group
 
     def _on_message(self, body: memoryview) -> None:
-        kind, *arguments = read_report(body)
-        if kind not in REPORTS:  # the process runs users' code and chooses the kind
+        kind, *arguments = messages.read_report(body)
+        if kind not in messages.REPORTS:  # the process runs users' code and chooses the kind
             raise BrokenMessageError(f"a worker reports nothing of the kind {kind!r:.80}")
         getattr(self, f"_on_{kind}")(*arguments)
 
@@ -176,7 +166,7 @@ class Worker:
         member_idx: int,
         call: ModelRequest,
         streams: bool,
-        place: PromptPlace | None,
+        place: messages.PromptPlace | None,
     ) -> None:
         group = None if key is None else self.groups.get(key)
         if group is not None and place is not None:
@@ -194,7 +184,7 @@ class Worker:
         answer: tuple[Any, ...] | Exception
         try:
             response = await self._engine.agenerate(request)
-            answer = tuple(getattr(response, name) for name in RESPONSE_FIELDS)
+            answer = tuple(getattr(response, name) for name in messages.RESPONSE_FIELDS)
         except Exception as error:
             answer = _sendable(error)
         self.send("answer", call_id, answer)
@@ -207,13 +197,13 @@ class Worker:
         if (task := self._calls.get(call_id)) is not None:
             task.cancel()
 
-    def _on_ended(self, key: int, counts: dict[str, float], left: Any, columns: ReadColumns) -> None:
+    def _on_ended(self, key: int, counts: dict[str, float], left: Any, columns: messages.ReadColumns) -> None:
         for name, count in counts.items():
             self._shared.counts[name] = self._shared.counts.get(name, 0.0) + count - self._counts.get(name, 0.0)
         self._counts = counts
         group = self.groups.pop(key)
         try:
-            group.finish(*read_end(left, columns))
+            group.finish(*messages.read_end(left, columns))
         except Exception as error:  # its workflow returned what breaks the record
             group.finish(False, replace(Failure.of(error), kind=FailureKind.OUTPUT))
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine, Row
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
@@ -26,26 +27,20 @@ logger = logging.getLogger(__name__)
 START_TRIES = 3  # times in a row that a worker may die before it is ready
 
 
+@dataclass(eq=False)
 class Workers:
     """The workers of one engine, on its event loop, each at its place ``worker-NUMBER``.
 
     ``on_broken`` gets the error if a worker cannot be started.
     """
 
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        config: InferenceEngineConfig,
-        shared: SharedResources,
-        *,
-        on_broken: Callable[[Exception], None],
-        places: Places = here,
-    ) -> None:
-        self._engine = engine
-        self._config = config
-        self._shared = shared
-        self._on_broken = on_broken
-        self._places = places
+    engine: InferenceEngine
+    config: InferenceEngineConfig
+    shared: SharedResources
+    on_broken: Callable[[Exception], None]
+    places: Places = here
+
+    def __post_init__(self) -> None:
         self._workers: list[Worker] = []  # those that run, ready or not
         self._ready = asyncio.Event()  # set while at least one is ready
         self._keepers: list[asyncio.Task[None]] = []
@@ -53,7 +48,7 @@ class Workers:
 
     async def open(self) -> None:
         """Start all workers and wait until they are ready."""
-        loop, config = asyncio.get_running_loop(), self._config
+        loop, config = asyncio.get_running_loop(), self.config
         levels = {name: logging.getLogger(name).level for name in ("", "areal_lite")}
         settings = pickled_object((config, levels), name="the rollout section", hint="Or set rollout.workers: 1")
         started = [loop.create_future() for _ in range(config.workers)]
@@ -98,9 +93,9 @@ class Workers:
         return failure
 
     async def _keep(self, number: int, settings: PickledObject, started: asyncio.Future[None]) -> None:
-        failed_starts, place = 0, self._places(f"worker-{number}")
+        failed_starts, place = 0, self.places(f"worker-{number}")
         while not self._closing:
-            worker = Worker(number, self._engine, self._shared, place)
+            worker = Worker(number, self.engine, self.shared, place)
             self._workers.append(worker)
             is_ready = await worker.open(settings)
             if is_ready:
@@ -121,5 +116,5 @@ class Workers:
                     f"{worker.end} before it was ready, {START_TRIES} times in a row: its output"
                     f"{place.where or ' above'} says why"
                 )
-                self._on_broken(error) if started.done() else started.set_exception(error)
+                self.on_broken(error) if started.done() else started.set_exception(error)
                 return

@@ -20,17 +20,8 @@ from areal_lite.errors import ServerError
 from areal_lite.processes.deadlines import Deadlines
 from areal_lite.servers.client.connections import Connector, Reply
 from areal_lite.servers.client.model_identity import read_config
-from areal_lite.servers.dialects import Dialect
-from areal_lite.servers.dialects.dialect import (
-    Chunk,
-    ControlCall,
-    ErrorReply,
-    GenerationCall,
-    ServerInfo,
-    ServerLimits,
-    reported,
-    update_error,
-)
+from areal_lite.servers.dialects import Dialect, dialect
+from areal_lite.servers.dialects.dialect import ErrorReply, GenerationCall, ServerInfo, ServerLimits, reported
 from areal_lite.servers.dialects.reply_reader import Receiver, ReplyReader
 from areal_lite.servers.pool.server_pool import Server
 
@@ -111,7 +102,7 @@ class ServerRequests:
 
     async def generate(
         self, server: Server, body: bytes, reader: ReplyReader, *, headers: Mapping[str, str] | None = None
-    ) -> Chunk:
+    ) -> dialect.Chunk:
         """Send one generation and return its reply, which ``reader`` reads, a stream as it arrives; raises ErrorReply
         for a status that is not 200."""
         request = _Request(server)
@@ -228,11 +219,11 @@ class ServerRequests:
             raise kind(f"{server.url}{path} said HTTP {status}: {_message(text)}")
         return text
 
-    async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
+    async def control(self, server: Server, call: dialect.ControlCall, *, timeout_s: float | None = None) -> None:
         """Send a request of the control plane; raises as :meth:`ask`, and RefusedError if the reply is a failure."""
         text = await self.ask(server, "POST", call.path, call.body, timeout_s=timeout_s)
         with contextlib.suppress(orjson.JSONDecodeError):
-            if (error := update_error(orjson.loads(text))) is not None:
+            if (error := dialect.update_error(orjson.loads(text))) is not None:
                 raise RefusedError(f"{server.url}{call.path}: {error}")
 
 

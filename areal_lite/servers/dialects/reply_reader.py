@@ -5,6 +5,7 @@ complete, however the bytes are split.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 import orjson
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, GenerationCall, ServerLimits, TopLogprobs
@@ -16,17 +17,17 @@ class ReceiverError(Exception):
     """The receiver of tokens raised ``__cause__``; no fault of the server."""
 
 
+@dataclass
 class ReplyReader:
     """Reads the reply to ``call``; ``version`` labels tokens whose version the server does not report."""
 
-    def __init__(
-        self, dialect: Dialect, call: GenerationCall, receive: Receiver | None, *, version: int, limits: ServerLimits
-    ) -> None:
-        self._dialect = dialect
-        self.call = call
-        self._receive = receive
-        self._version = version
-        self._limits = limits
+    dialect: Dialect
+    call: GenerationCall
+    receive: Receiver | None
+    version: int
+    limits: ServerLimits
+
+    def __post_init__(self) -> None:
         self._rest = b""
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -54,10 +55,10 @@ class ReplyReader:
             reply = orjson.loads(text)
         except orjson.JSONDecodeError as error:
             raise BadResponse(f"a reply that is not JSON ({error})") from None
-        new = self._dialect.parse(reply, len(self), top_logprobs=self.call.top_logprobs)
+        new = self.dialect.parse(reply, len(self), top_logprobs=self.call.top_logprobs)
         if new is None:
             return
-        self._limits.check_reply(new, self.call, self._tokens, self._version)
+        self.limits.check_reply(new, self.call, self._tokens, self.version)
         self.model = new.model
         count = len(self) + len(new.tokens)
         self._tokens += new.tokens
@@ -65,15 +66,15 @@ class ReplyReader:
         self._top_logprobs += new.top_logprobs
         versions = new.versions
         if versions is None:
-            versions = [self._version] * len(new.tokens)
+            versions = [self.version] * len(new.tokens)
             self.reports_versions = self.reports_versions and not new.tokens
         elif len(versions) == count:
             self.reports_versions = True
         self._versions[count - len(versions) :] = versions  # of all tokens, they correct what was assumed before
         self.finish = new.finish
-        if new.tokens and self._receive is not None:
+        if new.tokens and self.receive is not None:
             try:
-                self._receive(new.tokens, new.logprobs)
+                self.receive(new.tokens, new.logprobs)
             except Exception as error:
                 raise ReceiverError from error
 

@@ -16,16 +16,10 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from areal_lite.config.server_config import ServerConfig, check_server
 from areal_lite.errors import ArealLiteError, ServerError
 from areal_lite.processes.place import Places, here
+from areal_lite.servers.programs import server_program
 from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProgram
 from areal_lite.servers.programs.server_process import ServerProcess, cause_of_death
-from areal_lite.servers.programs.server_program import (
-    RouterProgram,
-    ServedModel,
-    ServerProgram,
-    check_programs,
-    gpu_groups,
-    server_ports,
-)
+from areal_lite.servers.programs.server_program import RouterProgram, ServedModel, ServerProgram, gpu_groups
 
 if TYPE_CHECKING:
     from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
@@ -40,7 +34,7 @@ STOP_SECONDS = 5.0
 def check_servers(config: ServerConfig, *, on_nodes: bool = False) -> None:
     """Check before anything starts that the servers can be, here or ``on_nodes`` of a cluster; raises ConfigError."""
     check_server(config)
-    check_programs(config)
+    server_program.check_programs(config)
     if not on_nodes:
         gpu_groups(config)
 
@@ -55,7 +49,7 @@ def make_servers(
     backend = config.backend or "embedded"
     servers: list[ServerProcess] = []
     groups = gpu_groups(config) if places is here else [None] * config.replicas  # on nodes, Ray names them
-    for number, (gpus, port) in enumerate(zip(groups, server_ports(config), strict=True)):
+    for number, (gpus, port) in enumerate(zip(groups, server_program.server_ports(config), strict=True)):
         name, log_path = f"server {backend}-{number}", log_dir / f"{backend}-{number}.log"
         reports_port = backend == "embedded" and not config.port
         env = config.env if gpus is None else config.env | {"CUDA_VISIBLE_DEVICES": gpus}

@@ -90,8 +90,7 @@ class ServerProgram(ServerProcess):
             variables.setdefault("SGLANG_VLM_CACHE_SIZE_MB", "0")  # a tower's features, which it keeps over updates
         if self._backend == "vllm":
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # routes of the control plane
-            path = filter(None, [str(_EXTENSION), variables.get("PYTHONPATH")])
-            variables["PYTHONPATH"] = os.pathsep.join(path)
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_EXTENSION), variables.get("PYTHONPATH")]))
         return variables
 
     def _answers(self, deadline: float) -> bool:

@@ -52,8 +52,7 @@ class BroadcastGroup:
         self.size = size
         self.backend = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.master_port: int = listener.getsockname()[1]
         self._store: Any = open_store(address, self.master_port, size, listener=listener.detach())
         """None after :meth:`close`, or a broadcast that failed."""

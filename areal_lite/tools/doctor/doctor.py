@@ -20,15 +20,12 @@ from areal_lite.tools.run.config import load_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a config of any kind of run")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override one value")
-    parser.add_argument(
-        "--from", dest="origin", choices=("verl", "slime", "areal"), help="CONFIG is of that system: what to write here"
-    )
-    parser.add_argument(
-        "--template", action="store_true", help="CONFIG is a model: does its chat template keep history byte for byte"
-    )
-    parser.add_argument("--json", action="store_true", help="with --from: print one JSON object")
+    add, origins = parser.add_argument, ("verl", "slime", "areal")
+    add("config", metavar="CONFIG.yaml", nargs="?", help="a config of any kind of run")
+    add("overrides", metavar="key=value", nargs="*", help="override one value")
+    add("--from", dest="origin", choices=origins, help="CONFIG is of that system: what to write here")
+    add("--template", action="store_true", help="CONFIG is a model: does its chat template keep history byte for byte")
+    add("--json", action="store_true", help="with --from: print one JSON object")
     parser.set_defaults(root=RunConfig)
 
 
@@ -114,7 +111,6 @@ def _check_run(path: str, overrides: Sequence[str], passes: Callable[[Findings],
     yield ok(f"{path}: {config.experiment_name}, kind {getattr(config, 'kind', 'reinforcement learning')}")
     from areal_lite.tools.doctor import doctor_model as model
     from areal_lite.tools.doctor import doctor_run as run
-    from areal_lite.tools.doctor.doctor_cluster import cluster_findings
     from areal_lite.tools.doctor.doctor_sandbox import sandbox_findings
 
     assert isinstance(config, RunConfig | SupervisedConfig)
@@ -123,7 +119,7 @@ def _check_run(path: str, overrides: Sequence[str], passes: Callable[[Findings],
         has_model and passes(model.tokenizer(config)),
         not isinstance(config, RunConfig) or passes(sandbox_findings(config.rollout.agents.sandbox)),
         passes(run.settings(config)),
-        passes(cluster_findings(config)),
+        passes(run.cluster(config)),
         passes(run.run_folder(config)),
         has_model and passes(model.room(config)),
     ]

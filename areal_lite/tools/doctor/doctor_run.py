@@ -1,4 +1,4 @@
-"""Checks of ``areal-lite doctor`` on a run: its folder and settings, then servers, an episode and a training step.
+"""Checks of ``areal-lite doctor`` on a run: folder, settings and nodes, then servers, an episode and a training step.
 
 They write to a temporary folder. Servers that were running before keep their weights.
 """
@@ -32,6 +32,8 @@ from areal_lite.tools.doctor.doctor_machine import Findings, ok, warning
 
 _GROUP = 2
 _ROWS = 8
+_CLOCK_S = 1.0
+"""Difference of clocks that is worth a warning: times in dumps and metrics are each node's own."""
 
 
 def run_folder(config: RunConfig | SupervisedConfig) -> Findings:
@@ -63,6 +65,26 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
     steps = config.trainer.total_steps if data.dataset is None else with_steps(config, len(data.dataset)).trainer.steps
     rows = f"{count} training rows, {len(driver.held_out):,} held out, {steps:,} steps"
     yield ok(f"workflow {config.workflow}, {rows}")
+
+
+def cluster(config: RunConfig | SupervisedConfig) -> Findings:
+    """Reserve all that a run with ``launch: ray`` wants, compare the nodes, and look at folder, clock and a port of
+    each."""
+    if config.launch != "ray":
+        return
+    from areal_lite.cluster.ray_places import bundles_of, rank_bundles, ray_places
+    from areal_lite.cluster.ray_session import check_ray
+
+    check_ray(config.ray)
+    bundles = [*rank_bundles(config), *bundles_of(config)]
+    with TemporaryDirectory() as logs, ray_places(config, Path(logs), bundles) as places:
+        yield ok(f"Ray at {places.address} has all that the run wants, with the code and the model of this machine")
+        blind = places.blind(Path(config.fileroot)) if Path(config.fileroot).is_dir() else []
+        for role, place in places.items():
+            host, port = place.listen_at("", 0)
+            ahead, sight = place.clock_s(), "does not see" if place.host in blind else "sees"
+            text = f"{role}: node {host} {sight} {config.fileroot}, port {port} is free, clock {ahead:+.1f} s"
+            yield warning(f"{text}: set the clocks") if abs(ahead) > _CLOCK_S else ok(text)
 
 
 def dry_run_findings(config: RunConfig | SupervisedConfig) -> Findings:

@@ -36,9 +36,8 @@ async def answers(subject: Subject) -> None:
         equal = [best.reward == other.reward for best, other in zip(own, others[policy], strict=True)]
         if (policy == "empty" and any(equal)) or all([*equal, len(equal) > 3]):
             gets = f"get {own[0].reward:g}, as much as solution(row), in {sum(equal)} of {len(own)} rows"
-            raise Defect(
-                "empty", f"{policy} answers {gets}", "compare the answer itself, and reward what is none with less"
-            )
+            fix = "compare the answer itself, and reward what is none with less"
+            raise Defect("empty", f"{policy} answers {gets}", fix)
     if place := _visible(own, others["copy"]):
         raise Defect("visible", f"the answer of each row {place}", "leave it out of what the model reads")
 

@@ -164,8 +164,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
 
     def group(self, run: str, group: str) -> list[Row]:
         """Return the rows of all episodes with the group id ``group``, by version, task and sample."""
-        term = Term(KEYS["group"], "=", group)
-        return list(self.run(run).select(term)) if is_utf8(group) else []
+        return list(self.run(run).select(Term(KEYS["group"], "=", group))) if is_utf8(group) else []
 
     def groups(self, filter: str = "", *, offset: int = 0, limit: int = 50) -> list[dict[str, Any]]:
         """Return the groups with a row that matches, over its matching rows, by run, version and group.

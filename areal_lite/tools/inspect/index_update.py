@@ -162,8 +162,7 @@ class IndexUpdate:
     def _read_chunk(self, path: str) -> bool:
         """Index the next chunk of a file; return True if the file may have more."""
         select = "SELECT id, size, mtime, inode, indexed, lines, guard FROM files WHERE path = ?"
-        found = self._connection.execute(select, (path,)).fetchone()
-        id, size, mtime, inode, indexed, lines, guard = found or _NEW
+        id, size, mtime, inode, indexed, lines, guard = self._connection.execute(select, (path,)).fetchone() or _NEW
         full = self._root if self._is_file else self._root / path
         try:
             status = os.stat(full)  # noqa: PTH116 -- Path.stat costs twice as much

@@ -108,8 +108,7 @@ def _probe_config(config: Trainable, folder: str) -> Trainable:
         changes |= {"rollout": replace(config.rollout, fileroot=folder), "rollout_cache": None}
         changes |= {"profile_steps": [], "memory_snapshot_steps": []}
         if (rows := config.eval_dataset) is not None:
-            count = min(rows.max_samples or MAX_HELD_OUT, MAX_HELD_OUT)
-            changes["eval_dataset"] = replace(rows, max_samples=count)
+            changes["eval_dataset"] = replace(rows, max_samples=min(rows.max_samples or MAX_HELD_OUT, MAX_HELD_OUT))
     return replace(config, **changes)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Self, cast
 from areal_lite.agents.agent_workflow import AgentWorkflow
+from areal_lite.agents.session.chat_history import shared_length
 from areal_lite.agents.session.chat_renderer import ChatRenderer, Rendered
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
@@ -216,8 +217,3 @@ class _SayingRenderer(ChatRenderer):
                 "--say out, or name a turn after a user message"
             )
         return [*messages[:last], {**messages[last], "content": self._say}, *messages[last + 1 :]]
-
-
-def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
+from areal_lite.agents.session.chat_history import shared_length
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.config.run_config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -31,7 +32,7 @@ from areal_lite.tools.inspect.dumps import Dumps, dataset_row
 from areal_lite.tools.inspect.episode_row import SCOPES
 from areal_lite.tools.inspect.episode_text import episode_text
 from areal_lite.tools.inspect.last_answer import CONFIG
-from areal_lite.tools.replay.branching_workflow import Continuation, Fork, shared_length
+from areal_lite.tools.replay.branching_workflow import Continuation, Fork
 from areal_lite.tools.replay.replay import load_copy
 from areal_lite.trainer.checkpoint.checkpoint import checkpoints
 
@@ -51,8 +52,7 @@ def continue_episode(options: argparse.Namespace, *, console: Console | None = N
     workflow = resolve_workflow(choice.workflow, kwargs, config.rollout)
     continuation = Continuation(workflow, fork, load_tokenizer(tokenizer_path(config)), say=options.say)
     check_startable(config)
-    source = options.address or config.model_path
-    said = f"{len(fork.kept)} answers come from the dump, the next from {source}"
+    said = f"{len(fork.kept)} answers come from the dump, the next from {options.address or config.model_path}"
     console.print(Text(printable(said)), soft_wrap=True)
     with run_directory(config, fresh=False, trains=False) as run_dir:
         task_id = next_task_id(run_dir)
@@ -91,9 +91,8 @@ def _episode(options: argparse.Namespace) -> tuple[Path, list[dict[str, Any]], d
 def _config(root: Path, options: argparse.Namespace) -> RunConfig:
     if not (root / CONFIG).is_file():
         raise ConfigError(f"{root} has no {CONFIG}, which names the agent: name the folder of a whole run")
-    addresses = [options.address] if options.address else []
-    overrides = [f"rollout.addresses={addresses}", *options.overrides]
-    config = load_copy(root, overrides, trial_name=f"{root.name}-continued")
+    addresses = f"rollout.addresses={[options.address] if options.address else []}"
+    config = load_copy(root, [addresses, *options.overrides], trial_name=f"{root.name}-continued")
     faults = replace(config.rollout.faults, on_error="drop_episode")
     rollout = replace(config.rollout, weight_update="auto", faults=faults)
     server = config.server
@@ -122,7 +121,7 @@ def _show(original: Sequence[Record], fork: Fork, runs: tuple[Path, Path], task_
         lines = list(dumps.records(dumps.rows(f"task={task_id}")))
 
     def shared(line: Record) -> int:
-        return shared_length([token for turn in line["turns"] for token in turn["ids"]], fork.first.prompt)
+        return shared_length([token for turn in line["turns"] for token in turn["ids"]], list(fork.first.prompt))
 
     branches = [max(each, key=shared) for _, each in itertools.groupby(lines, lambda line: line["member_idx"])]
     answer = fork.first.path[-1]

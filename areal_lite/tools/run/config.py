@@ -120,8 +120,7 @@ def help_text(root: type[Any], name: str, width: int = 80) -> str:
         return explain(name, [root], width)
     entries = list(describe_fields(root))
     sections = {entry.key for entry in entries if entry.type == "section"}
-    outside = [entry for entry in entries if entry.key.partition(".")[0] not in sections]
-    shown = entries if name == ALL else outside
+    shown = entries if name == ALL else [entry for entry in entries if entry.key.partition(".")[0] not in sections]
     return "\n".join(line for entry in shown for line in _entry(entry, width))
 
 

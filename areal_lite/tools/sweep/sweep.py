@@ -76,8 +76,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{names}: {other.verdict}; difference {other.difference} over {len(other.scores)} pairs of seeds")
     folder = variants[0].run_dirs[0].parent
     try:
-        runs = {variant.name: variant.run_dirs for variant in variants}
-        figure = means_figure(runs, level=options.level)
+        figure = means_figure({variant.name: variant.run_dirs for variant in variants}, level=options.level)
         print(f"curves: {save_figure(figure, options.out or folder / 'sweep.png')}")
     except ConfigError as error:
         print(f"no curves: {error}")

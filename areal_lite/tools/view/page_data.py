@@ -158,8 +158,7 @@ class Answers:
         timing = {name: "training" if name == "train/seconds_step" else phase(name) for name in phases}
         panels.insert(len(PANELS), {"title": "Seconds of a step", "unit": "seconds", "curves": timing})
         drawn = [panel for panel in panels if any(name in each for each in curves.values() for name in panel["curves"])]
-        known = sorted(name for name in names if "/" in name)
-        return {"runs": curves, "panels": drawn, "names": known}
+        return {"runs": curves, "panels": drawn, "names": sorted(name for name in names if "/" in name)}
 
     def diagnosis(self, filter: str) -> Json:
         """Return the findings of each run, and version, trained tokens and reward of its episodes."""

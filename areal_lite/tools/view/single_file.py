@@ -28,8 +28,7 @@ _UNSAFE = str.maketrans({each: f"\\u{ord(each):04x}" for each in "<>&\u2028\u202
 def export_page(paths: Sequence[Path], out: Path, *, filter: str = "") -> str:
     """Write the matching episodes of the runs in ``paths`` to ``out``, and return what was written."""
     with Dumps.open(*paths) as dumps:
-        answers = Answers(dumps, filter)
-        data = _data(answers, filter)
+        data = _data(Answers(dumps, filter), filter)
     if not data["rows"]:
         raise ConfigError(f"no episode matches the filter {filter!r}: nothing to export")
     page = page_with(data)

@@ -19,8 +19,7 @@ def index_episodes(episodes: Tensor) -> tuple[Tensor, Tensor]:
 def _reduce(values: Tensor, episodes: Tensor, how: str) -> Tensor:
     """Return ``[T]``, the sum, mean or largest of ``values`` in the token's episode."""
     index, counts = index_episodes(episodes)
-    per_episode = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
-    return per_episode[index]
+    return values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)[index]
 
 
 episode_sum, episode_mean, episode_max = (partial(_reduce, how=how) for how in ("sum", "mean", "amax"))

@@ -244,7 +244,7 @@ def test_a_slow_answer_is_not_a_slow_client() -> None:
     async def run() -> None:
         service = AgentService()
         session = new_session([])
-        session._engine = Slow(["fine"])  # type: ignore[assignment]
+        session.engine = Slow(["fine"])  # type: ignore[assignment]
         key = service.open(session)
         async with listening(service, request_timeout_s=0.1) as listener:
             (got,) = await send(listener, request(listener, key))
@@ -288,7 +288,7 @@ def test_a_client_that_hangs_up_ends_its_generation_without_a_stream() -> None:
 
         service = AgentService()
         session = new_session([])
-        session._engine = Endless([])  # type: ignore[assignment]
+        session.engine = Endless([])  # type: ignore[assignment]
         key = service.open(session)
         async with listening(service) as listener, asyncio.timeout(5):
             _, writer = await asyncio.open_connection("127.0.0.1", listener.port)

@@ -380,7 +380,7 @@ def test_concurrent_answers_to_one_history_are_branches_that_train_what_they_sha
 def test_the_work_of_a_turn_does_not_grow_with_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[int] = []
     session, _ = make_session(["ok"] * 200)
-    renderer = session._renderer
+    renderer = session.renderer
     encode = renderer._encode
     monkeypatch.setattr(renderer, "_encode", lambda text: rendered.append(len(text)) or encode(text))
 

@@ -329,7 +329,7 @@ def test_a_template_of_parts_alone_gets_parts(opened: Open) -> None:
     session, engine, store = opened()
     parts_only = CHAT_TEMPLATE.replace("{% if message['content'] is string %}{{ message['content'] }}{% else %}", "")
     engine.tokenizer.chat_template = parts_only.replace("{% endif %}{% endfor %}{% endif %}", "{% endif %}{% endfor %}")
-    session = ChatSession(engine, ChatRenderer(engine.tokenizer, images=session._renderer.images), session._gconfig)  # type: ignore[arg-type]
+    session = ChatSession(engine, ChatRenderer(engine.tokenizer, images=session.renderer.images), session.gconfig)  # type: ignore[arg-type]
     messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "ok"}, user(image())]
     ask(session, {"messages": messages[:1]}, {"messages": messages})
     assert engine.tokenizer.decode(engine.requests[0].input_ids).startswith("<|im_start|>user\nsay<|im_end|>")

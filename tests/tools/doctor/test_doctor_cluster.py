@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from areal_lite.cluster.ray_places import Bundle, RayPlaces
 from areal_lite.config.loader import load_config
-from areal_lite.tools.doctor.doctor_cluster import cluster_findings
+from areal_lite.tools.doctor import doctor_run
 
 RAY_YAML = Path(__file__).parents[3] / "configs/ray.yaml"
 
@@ -42,11 +42,11 @@ def test_each_program_has_a_line_with_its_node(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("areal_lite.cluster.ray_places.ray_places", ray_places)
     monkeypatch.setattr("areal_lite.cluster.ray_session.check_ray", lambda config: None)
     config = load_config(RAY_YAML, [f"fileroot={tmp_path}", "cluster.n_ranks=1"])
-    cluster, rank, worker = [finding.text for finding in cluster_findings(config)]
+    cluster, rank, worker = [finding.text for finding in doctor_run.cluster(config)]
     assert asked == ["rank-0", "server-0", "worker-0", "worker-1"]
     assert "Ray at 10.0.0.1:6379 has all that the run wants" in cluster
     assert f"rank-0: node 10.0.0.2 sees {tmp_path}, port 20001 is free, clock +0.1 s" in rank
     assert (
         f"worker-0: node 10.0.0.3 does not see {tmp_path}, port 20001 is free, clock -2.0 s: set the clocks" in worker
     )
-    assert not list(cluster_findings(load_config(RAY_YAML, ["launch=local"])))
+    assert not list(doctor_run.cluster(load_config(RAY_YAML, ["launch=local"])))
