@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import orjson
 import torch
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
-from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.data.vision.image_processor import load_image_processor
 from areal_lite.data.vision.image_store import ImagePixels, ImageStore
@@ -36,6 +35,9 @@ from areal_lite.trainer.checkpoint.snapshot import restore, snapshot
 from areal_lite.trainer.machine_metrics import memory_metrics
 from areal_lite.trainer.metrics import MetricsWriter, OnStep, start_tracking
 
+if TYPE_CHECKING:
+    from areal_lite.config.supervised_config import SupervisedConfig
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +49,7 @@ class StepMetrics(dict[str, float]):
 
 
 E = TypeVar("E")
-C = TypeVar("C", bound=RunConfig | SupervisedConfig)
+C = TypeVar("C", bound="RunConfig | SupervisedConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def with_dtypes(config: C) -> C:
     return replace(config, **changes)
 
 
-def summary_of_finished(config: RunConfig | SupervisedConfig, start: Start) -> Summary[Any]:
+def summary_of_finished(config: "RunConfig | SupervisedConfig", start: Start) -> Summary[Any]:
     """Return the summary of a run that has nothing left to do, and say so."""
     logger.info(
         "nothing to do: %s has trained all %d steps; raise their number to train longer, or set another trial_name",
@@ -109,7 +111,7 @@ class RunFiles:
 
 
 @contextmanager
-def open_run_files(config: RunConfig | SupervisedConfig, start: Start, on_step: OnStep | None) -> Iterator[RunFiles]:
+def open_run_files(config: "RunConfig | SupervisedConfig", start: Start, on_step: OnStep | None) -> Iterator[RunFiles]:
     """Lock the run's folder, start the trackers and open the files; call it after the ranks have joined."""
     run_dir, metrics, own, size = config.run_dir, None, None, Ranks.current().size
     if (wanted := config.cluster.n_ranks) not in (0, size):
@@ -137,7 +139,7 @@ def give_images(trainer: Any, model_path: str, run_dir: Path) -> None:
 class TrainingRun(ABC, Generic[E]):
     """A training run; a subclass defines :meth:`fit` and :meth:`evaluate`. All ranks make the same calls in order."""
 
-    config: RunConfig | SupervisedConfig
+    config: "RunConfig | SupervisedConfig"
     files: RunFiles
     start: Start
     trainer: Any  # a :class:`PolicyTrainer` or a :class:`SupervisedTrainer`

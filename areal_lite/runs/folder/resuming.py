@@ -17,13 +17,15 @@ The last rule compares the time of a file with that of a record: if the clock wa
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from areal_lite.config.dump import dump_config
 from areal_lite.config.run_config import RunConfig
-from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.errors import ConfigError
 
-_Config = RunConfig | SupervisedConfig
+if TYPE_CHECKING:
+    from areal_lite.config.supervised_config import SupervisedConfig
+
+_Config: TypeAlias = "RunConfig | SupervisedConfig"
 CHECKPOINTS = "checkpoints"
 
 
