@@ -1,6 +1,6 @@
 """From one line of a dump to one row of the index; a line of another shape is an error that says where.
 
-Reads schemas 1 and 2. A missing field is None, so that dumps of older versions are read too.
+A missing field is None.
 """
 
 import re

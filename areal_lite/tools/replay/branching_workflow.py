@@ -62,9 +62,7 @@ class Fork(NamedTuple):
     @classmethod
     def at(cls, lines: Sequence[Mapping[str, Any]], turn: int) -> Self:
         """Return the fork of an episode at a turn."""
-        turns = {each.get("turn_idx"): each for line in lines for each in line["turns"]}
-        if None in turns:
-            raise ConfigError("the dump has schema 1, which does not number turns: only schema 2 can be continued")
+        turns = {each["turn_idx"]: each for line in lines for each in line["turns"]}
         if turn not in turns:
             raise ConfigError(f"--turn {turn}: the episode has the turns {', '.join(map(str, sorted(turns)))}")
         calls = [_call(index, turns) for index, each in sorted(turns.items()) if each["role"] == "assistant"]

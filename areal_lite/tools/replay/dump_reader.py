@@ -19,11 +19,9 @@ from areal_lite.runs.folder.run_directory import BATCHES
 from areal_lite.tools.foreign_files import read_records
 
 
-def read_group(path: Path, *, oldest_schema: int = SCHEMA, root: Path | None = None) -> Group:
-    """Return the accepted part of a dumped group. ``oldest_schema`` 1 also reads schema 1, which has no branches: its
-    lines count as conversations of their own. ``root`` is a folder above the dump that no link may leave."""
-    lines = read_lines(path, oldest_schema=oldest_schema, root=root)
-    records = [record for record in lines if record["status"] == EpisodeStatus.ACCEPTED]
+def read_group(path: Path, *, root: Path | None = None) -> Group:
+    """Return the accepted part of a dumped group; ``root`` is a folder above the dump that no link may leave."""
+    records = [record for record in read_lines(path, root=root) if record["status"] == EpisodeStatus.ACCEPTED]
     if not records:
         raise ConfigError(f"{path} has no accepted episode: it is not the dump of a trained group")
     try:
@@ -49,7 +47,7 @@ def read_group(path: Path, *, oldest_schema: int = SCHEMA, root: Path | None = N
         raise ConfigError(f"{path} is damaged ({error!r}): restore it from a copy, or train the run again") from None
 
 
-def read_lines(path: Path, *, oldest_schema: int = SCHEMA, root: Path | None = None) -> list[dict[str, Any]]:
+def read_lines(path: Path, *, root: Path | None = None) -> list[dict[str, Any]]:
     """Return the lines of a dump; each must be whole and of a known schema."""
     try:
         records = list(read_records(path, root, whole=True))
@@ -57,7 +55,7 @@ def read_lines(path: Path, *, oldest_schema: int = SCHEMA, root: Path | None = N
         raise ConfigError(f"{error}. Restore it from a copy, or train the run again") from None
     for number, record in enumerate(records, 1):
         schema = record.get("schema") if "status" in record else None
-        if schema not in range(oldest_schema, SCHEMA + 1):
+        if schema != SCHEMA:
             raise ConfigError(
                 f"{path}, line {number} has schema {schema}, which lacks what the trainer needs; schema {SCHEMA} has "
                 "it: train the run again"
@@ -73,7 +71,6 @@ def _sequence(record: dict[str, Any]) -> TokenSequence:
             return None
         return np.concatenate([np.array(turn.get(name) or [absent] * len(turn["ids"]), dtype) for turn in turns])
 
-    path = (turn["turn_idx"] if record["schema"] > 1 else place for place, turn in enumerate(turns))
     calls = sum(turn["role"] == "assistant" for turn in turns)
     return TokenSequence(
         input_ids=column("ids", 0, np.int32),
@@ -82,7 +79,7 @@ def _sequence(record: dict[str, Any]) -> TokenSequence:
         versions=column("versions", -1, np.int32),
         token_rewards=column("rewards", 0.0, np.float32) if any("rewards" in turn for turn in turns) else None,
         reward=record["reward"],
-        place=(tuple(path), max(0, calls - 1)),
+        place=(tuple(turn["turn_idx"] for turn in turns), max(0, calls - 1)),
         images=tuple(span.moved(turn["start"]) for turn in turns for span in images_of(turn.get("images", []))),
     )
 
@@ -95,7 +92,6 @@ class TrainedBatches:
     max_staleness: int
     records: list[dict[str, Any]]
     files: dict[str, list[Path]] = field(repr=False)
-    oldest_schema: int = SCHEMA
 
     @classmethod
     def open(cls, run: Path, *, max_staleness: int) -> Self:
@@ -108,7 +104,6 @@ class TrainedBatches:
                 f"{run}/rollout has no dumps to train from: train the run again with rollout.dump_to_file=true"
             )
         if not (run / BATCHES).is_file():
-            read_lines(next(iter(files.values()))[0], root=run)  # a run of schema 1 has none
             raise ConfigError(
                 f"{run / BATCHES} is missing, so the groups of each step are unknown: name the folder of a run of "
                 "`areal-lite train` (rollout, eval and continue train nothing)"
@@ -126,7 +121,7 @@ class TrainedBatches:
         """Return the groups of a step, from 1 on; raises ConfigError."""
         record = self.records[step - 1]
         files = [self._file(step, task_id) for task_id in record["task_ids"]]
-        groups = [read_group(file, oldest_schema=self.oldest_schema, root=self.run) for file in files]
+        groups = [read_group(file, root=self.run) for file in files]
         for group, baseline in zip(groups, record.get("baselines", ()), strict=False):
             group.baseline = baseline
         # Groups may have been dumped before their older tokens were masked; without older tokens this masks nothing.

@@ -36,7 +36,7 @@ def columns_fit(record: Record) -> Iterator[str]:
     by_token = [number for turn in record["turns"] for number in turn.get("rewards") or ()]
     if by_token and differs(record.get("reward"), math.fsum(by_token)):
         yield f"the reward is {record['reward']}, and its tokens' rewards sum to {math.fsum(by_token)}"
-    if record["schema"] > 1 and record["prompt_len"] != (at if first_answer is None else first_answer):
+    if record["prompt_len"] != (at if first_answer is None else first_answer):
         yield f"prompt_len is {record['prompt_len']}, but the first answer begins at {first_answer}"
 
 
@@ -85,7 +85,7 @@ def outcome_is_consistent(record: Record) -> Iterator[str]:
             yield "it is accepted, and has an error"
     elif status not in ("rejected", "failed", "cancelled", UNTRAINED):
         yield f"its status is {status!r}"
-    elif record["schema"] > 1 and (status in ("rejected", UNTRAINED)) != (record.get("error_kind") is None):
+    elif (status in ("rejected", UNTRAINED)) != (record.get("error_kind") is None):
         yield f"it is {status}, and its kind of failure is {record.get('error_kind')}"
     trains = reward is not None or any(sum(turn["loss_mask"]) for turn in record["turns"])
     if status in ("failed", UNTRAINED) and trains:
@@ -122,8 +122,7 @@ def shared_turns_agree(group: DumpedGroup, run: Run) -> Iterator[str]:
     shared = ("role", "parent_idx", "start", "ids", "logprobs", "versions")
     episodes: dict[Any, list[Record]] = {}
     for record in group.records:
-        if record["schema"] > 1:
-            episodes.setdefault(record["member_idx"], []).append(record)
+        episodes.setdefault(record["member_idx"], []).append(record)
     for member, records in episodes.items():
         turns: dict[int, Any] = {}
         trained: dict[int, Sequence[int]] = {}

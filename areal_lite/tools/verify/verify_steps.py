@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 import orjson
 from areal_lite.api.trajectory import Group
@@ -246,28 +245,11 @@ def steps_fit_their_groups(run: Run) -> Iterator[str]:
 
 
 def _batches(run: Run, config: RunConfig) -> TrainedBatches | None:
-    """Return the groups of each step; None, with the reason noted, if they are unknown. Without ``batches.jsonl`` they
-    are known on-policy: the step after version ``v`` trains its accepted groups."""
-    bound = config.rollout.max_head_offpolicyness
+    """Return the groups of each step; None, with the reason noted, if they are unknown."""
     if (run.root / BATCHES).is_file():
-        return TrainedBatches.open(run.root, max_staleness=bound)
-    if bound:
-        if not fact_files(run.root):
-            cause = f"there is no {BATCHES}, and groups of a version may train in several steps; sums are checked"
-            run.unproved.append(f"rewards and advantages of each step: {cause}")
-        return None
-    sizes = {record["step"]: int(record["train/groups"]) for record in run.steps}
-    if sizes.keys() != set(range(1, len(sizes) + 1)):
-        return None  # another check finds it
-    records: list[dict[str, Any]] = [{"task_ids": []} for _ in sizes]
-    files: dict[str, list[Path]] = {}
-    for group in sorted(run.trained, key=lambda group: (isinstance(group.task, str), group.task)):
-        files.setdefault(f"{group.task}.jsonl", []).append(run.root / group.file)
-        if group.version is not None and group.version + 1 in sizes:
-            records[group.version]["task_ids"].append(group.task)
-    for step, size in sizes.items():  # a resumed run numbers its groups after those of the lost steps
-        records[step - 1]["task_ids"] = records[step - 1]["task_ids"][-size:]
-    return TrainedBatches(run.root, bound, records, files, oldest_schema=1)
+        return TrainedBatches.open(run.root, max_staleness=config.rollout.max_head_offpolicyness)
+    run.unproved.append(f"rewards and advantages of each step: there is no {BATCHES}; sums are checked")
+    return None
 
 
 def _algorithm(run: Run, config: RunConfig, *, have_baselines: bool) -> Any:

@@ -684,17 +684,6 @@ def test_the_batches_of_an_asynchronous_run_are_proved(
     assert any("there is no batches.jsonl" in text for text in check_run(run).unproved)
 
 
-def test_on_policy_steps_are_proved_without_batches_jsonl_and_from_schema_1(run: Path) -> None:
-    (run / BATCHES).unlink()
-    shutil.rmtree(run / "training")
-    for file in run.glob("*rollout/*/*.jsonl"):
-        edit(file, lambda lines: [line.update(schema=1) for line in lines])
-        edit(file, lambda lines: [turn.pop("turn_idx") for line in lines for turn in line["turns"]])
-    assert not findings(run)
-    an_answer_is_not_trained(run)
-    assert "step" in {name for name, _ in findings(run)}
-
-
 def test_an_asynchronous_run_has_no_finding_and_stale_groups_are_found(asynchronous_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(asynchronous_run, tmp_path / "t")
     assert not findings(run)
