@@ -248,7 +248,8 @@ def _batches(run: Run, config: RunConfig) -> TrainedBatches | None:
     """Return the groups of each step; None, with the reason noted, if they are unknown."""
     if (run.root / BATCHES).is_file():
         return TrainedBatches.open(run.root, max_staleness=config.rollout.max_head_offpolicyness)
-    run.unproved.append(f"rewards and advantages of each step: there is no {BATCHES}; sums are checked")
+    if not fact_files(run.root):
+        run.unproved.append(f"rewards and advantages of each step: there is no {BATCHES}; sums are checked")
     return None
 
 
