@@ -174,9 +174,7 @@ def ray_places(
     config: ExperimentConfig, log_dir: Path, bundles: Sequence[Bundle], later: Sequence[Bundle] = ()
 ) -> Iterator[RayPlaces]:
     """Yield the places of programs of ``config``, with their logs in ``log_dir``; raises ConfigError or ServerError.
-
-    ``later`` is what these programs themselves will reserve.
-    """
+    ``later`` is what these programs themselves will reserve."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with ray_session(config.ray, num_cpus=sum(bundle.cpus for bundle in (*bundles, *later))):
         import ray

@@ -1,7 +1,5 @@
-"""The Ray cluster that a run uses: one that somebody named, or a local one that it starts and stops.
-
-Ray on its own joins whatever cluster it finds on the machine, maybe another user's. A run never does.
-"""
+"""The Ray cluster that a run uses: a named one, or a local one that it starts and stops. Never whatever cluster Ray on
+its own finds on the machine, maybe another user's."""
 
 import importlib.util
 import logging
@@ -79,11 +77,8 @@ def runtime_env(config: RayConfig) -> dict[str, Any]:
 
 @contextmanager
 def ray_session(config: RayConfig, *, num_cpus: float) -> Iterator[None]:
-    """Connect this process to the cluster; a program that has connected itself keeps its connection.
-
-    ``num_cpus`` are those that the run reserves: a local Ray has at least as many, because the programs share this
-    machine with or without it.
-    """
+    """Connect this process to the cluster; a program that has connected itself keeps its connection. A local Ray has at
+    least the ``num_cpus`` that the run reserves: its programs share this machine with or without Ray."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anybody
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run`, each process would make an environment
@@ -136,9 +131,7 @@ def _watch_head(address: str, over: threading.Event) -> None:
 @contextmanager
 def _own_head(num_cpus: float) -> Iterator[str]:
     """Run a Ray of this machine and yield its address; all of it ends with this process, however that ends.
-
-    ``ray.init`` could start one too, but if this process is killed, agents of that Ray wait a minute for its head.
-    """
+    ``ray.init`` could start one too, but if this process is killed, agents of that Ray wait a minute for its head."""
     (port,) = free_ports(LOOPBACK, 1)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--port={port}", f"--num-cpus={num_cpus:g}", "--include-dashboard=false"]

@@ -101,10 +101,8 @@ async def start_over_tcp(
     start: Callable[[Mapping[str, str], OnEnd], Program], host: str, timeout_s: float, on_end: OnEnd
 ) -> tuple[Program, socket.socket]:
     """Start a program that calls :func:`.token_socket.connect`; return it with its connection to a port of ``host``.
-
     ``start`` gets the program's environment, in a thread. Raises OSError if it ends or stays silent; ``on_end`` is only
-    for the end of a program that is returned.
-    """
+    for the end of a program that is returned."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 

@@ -33,10 +33,8 @@ def refusal_of(headers: Mapping[str, str], *, has_body: bool, host_names: frozen
 def foreign_page_refusal(
     headers: Mapping[str, str], *, host_names: frozenset[str], is_document: bool
 ) -> Refusal | None:
-    """Return why a server of pages refuses a request; None if a program or one of its own pages sent it.
-
-    A document may be opened by a link on any page, which cannot read what it gets.
-    """
+    """Return why a server of pages refuses a request; None if a program or one of its own pages sent it. A document may
+    be opened by a link on any page, which cannot read what it gets."""
     host = headers.get("Host", "")
     if _name(host) not in host_names:
         return Refusal(403, f"the Host is {host[:80]!r}: use {sorted(host_names)[0]}")

@@ -12,8 +12,7 @@ its release frees nothing. The socket stays open until then, because an event lo
 Calls may come from the event loops of several threads: an engine's, and those that users run. Waiting calls therefore
 stand in a queue under a lock and are woken on their own loops; an ``asyncio.Semaphore`` belongs to one loop. A slot
 that is granted to a call which was cancelled in the same moment goes to the next one, and a loop that closed while it
-waited is passed over. What can still fail: a slot's process may die between two calls; the next call in it fails and
-says how it ended.
+waited is passed over. What can still fail: a process may die between two calls; the next call in it fails and says how.
 """
 
 import asyncio

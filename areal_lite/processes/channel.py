@@ -96,10 +96,8 @@ class MessageSplitter:
 
 
 def encode_reply(head: Any, columns: Sequence[bytes] = ()) -> bytes:
-    """Return the body of a child's message: ``head`` as JSON, then the bytes of ``columns``.
-
-    Numbers of numpy and torch become Python's; what has no JSON form becomes its ``repr``.
-    """
+    """Return the body of a child's message: ``head`` as JSON, then the bytes of ``columns``. Numbers of numpy and torch
+    become Python's; what has no JSON form becomes its ``repr``."""
     text = _ENCODER.encode([head, [len(column) for column in columns]]).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *columns))
 

@@ -27,10 +27,8 @@ from areal_lite.errors import ConfigError
 
 
 def main_command(module: str, *arguments: int | str, python: Sequence[str] = (sys.executable,)) -> list[str]:
-    """Return the command that calls ``main(*arguments)`` of ``module``; ``python`` ends with the interpreter.
-
-    This one finds modules where this process does; another one where it does itself, or beside this package.
-    """
+    """Return the command that calls ``main(*arguments)`` of ``module``; ``python`` ends with the interpreter. This one
+    finds modules where this process does; another one where it does itself, or beside this package."""
     others = f"['', *sys.path, {str(Path(__file__).parents[2])!r}]"
     path = "json.loads(sys.argv[1])" if python[-1] == sys.executable else others
     program = f"import json, sys; sys.path[:] = {path}; from {module} import main; main{arguments}"

@@ -8,10 +8,8 @@ Key = TypeVar("Key")
 
 
 class Deadlines(Generic[Key]):
-    """Calls ``on_expire(key)`` for each key still there ``timeout_s`` seconds after it was added.
-
-    Lives on the running event loop. Keys expire in the order in which they were added, so one timer serves them all.
-    """
+    """Calls ``on_expire(key)`` for each key still there ``timeout_s`` seconds after it was added. Lives on the running
+    event loop. Keys expire in the order in which they were added, so one timer serves them all."""
 
     def __init__(self, timeout_s: float, on_expire: Callable[[Key], None]) -> None:
         self._timeout_s = timeout_s

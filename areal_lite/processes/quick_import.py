@@ -12,11 +12,9 @@ _LAST = "transformers.modeling_utils"
 
 @contextmanager
 def quick_import() -> Iterator[None]:
-    """Import torch and transformers inside, and the garbage collector never scans what they make.
-
-    Its scans, with the last one at exit, took a third of the CPU time to start and stop a server. Does nothing if they
-    are loaded already: objects that are left out of collections are never freed if they form a cycle.
-    """
+    """Import torch and transformers inside, and the garbage collector never scans what they make. Its scans, with the
+    last one at exit, took a third of the CPU time to start and stop a server. Does nothing if they are loaded already:
+    objects that are left out of collections are never freed if they form a cycle."""
     if not gc.isenabled() or _LAST in sys.modules:
         yield
         return

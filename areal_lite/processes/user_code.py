@@ -12,11 +12,8 @@ _PACKAGES = ("/site-packages/", "/dist-packages/")
 
 
 def place_of(thread: threading.Thread) -> tuple[str, str] | None:
-    """Return the user's function that a thread runs and its innermost ``FILE:LINE`` there; None outside user code.
-
-    User code is neither the standard library nor an installed package nor areal_lite. The function is the outermost
-    one, as ``Class.method``.
-    """
+    """Return the outermost user function that a thread runs, as ``Class.method``, and the innermost ``FILE:LINE`` of
+    user code; None outside such code, which is neither the standard library nor an installed package nor areal_lite."""
     frame, users = sys._current_frames().get(thread.ident or 0), list[FrameType]()
     while frame is not None:
         file = frame.f_code.co_filename

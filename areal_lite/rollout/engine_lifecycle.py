@@ -56,8 +56,7 @@ class EngineLifecycle(InferenceEngine):
         )
 
     def initialize(self) -> Self:
-        """Start the event loop and reach the servers. They must answer, and serve the model in the protocol of the
-        config."""
+        """Start the event loop and reach the servers, which must serve the model in the protocol of the config."""
         if self._loop is not None:
             raise ConfigError("the engine is initialized already: call destroy() before a second initialize()")
         if self.config.dump_to_file:
@@ -84,8 +83,7 @@ class EngineLifecycle(InferenceEngine):
         return self
 
     def destroy(self) -> None:
-        """End all episodes as cancelled, write the dumps, close the connections, stop the loop. Dumps that could not be
-        written are a StorageError at the end."""
+        """End all episodes as cancelled, write dumps, disconnect, stop the loop; StorageError if dumps were lost."""
         if self._loop is None:
             return
         self._loop.end_failing()

@@ -151,14 +151,8 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
 
 
 def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evaluation:
-    """Run the workflow on the held-out rows and return the rewards.
-
-    eval_metrics.jsonl gets one record, which ``on_step`` sees.
-
-    Raises:
-        ConfigError: If there is no ``eval_dataset``.
-        EpisodeError: If no episode gave a reward.
-    """
+    """Run the workflow on the held-out rows and return the rewards. eval_metrics.jsonl gets one record, which
+    ``on_step`` sees. Raises ConfigError without an ``eval_dataset``, EpisodeError if no episode gave a reward."""
     section = held_out_rows(config)
     check_startable(config)
     rows = workflow_rows(config, section, is_train=False)
@@ -172,9 +166,8 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
 def _engine_alone(
     config: RunConfig, name: str, on_step: OnStep | None
 ) -> Iterator[tuple[RemoteInfEngine, dict[str, float]]]:
-    """Yield an engine without a trainer, and a dict for metrics beside those of the engine. They are one record in
-    ``NAME_metrics.jsonl`` when the context ends, also after an error. The file is not metrics.jsonl, because the folder
-    may hold a training run."""
+    """Yield an engine without a trainer, and a dict for more metrics. When the context ends, also by an error, all are
+    one record in ``NAME_metrics.jsonl``; not in metrics.jsonl, because the folder may hold a training run."""
     metrics: dict[str, float] = {}
     with run_directory(config, fresh=False, trains=False) as run_dir, generating_engine(config, run_dir) as engine:
         began = time.monotonic()

@@ -1,7 +1,6 @@
 """A reinforcement-learning run: :meth:`RLRun.fit` is the algorithm.
 
-The first rank also drives rollouts and owns engine, data source and files; the other ranks train on the batches it
-broadcasts.
+The first rank also drives rollouts and owns engine, data source and files; the others train on what it broadcasts.
 """
 
 import logging
@@ -89,8 +88,7 @@ class RLRun(training_run.TrainingRun[Evaluation]):
         return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
 
     def publish(self) -> None:
-        """Publish the weights as policy version ``step`` and have the servers load them. A run that is asked to stop
-        does not wait for the servers."""
+        """Publish the weights as version ``step`` for the servers to load; wait for them unless asked to stop."""
         self.files.check_start()
         if self.older is not None:
             self.older.follow(self.step)  # before episodes of this version start
@@ -100,8 +98,7 @@ class RLRun(training_run.TrainingRun[Evaluation]):
                 self.driver.engine.update_weights(weights)
 
     def compare_with_servers(self, *, warn_above: float | None = None) -> dict[str, float]:
-        """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`. With
-        ``warn_above`` the result is empty if no server answers."""
+        """Compare log-probs (:mod:`server_probe`); with ``warn_above`` the result is empty if no server answers."""
         prompt = probe_prompt(load_tokenizer(self.tokenizer_path))
 
         def ask(driver: RolloutDriver) -> list[Answer]:

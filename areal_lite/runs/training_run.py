@@ -1,8 +1,7 @@
 """The work around the steps of a training run: evaluate, record, save, stop, resume.
 
-Guarantees that a checkpoint captures a moment between two steps, data and weights alike, also when the run is
-stopped in the middle of a step, and that all ranks stop after the same step. The steps themselves are in
-``rl_run`` and ``supervised_run``.
+Guarantees that a checkpoint captures a moment between two steps, data and weights alike, even if the run is stopped
+within one, and that all ranks stop after the same step. The steps are in ``rl_run`` and ``supervised_run``.
 """
 
 import logging

@@ -1,10 +1,8 @@
 """Runs from Python: ``Trainer(...).train(...)`` blocks, ``await areal_lite.train(...)`` leaves an event loop free.
 
-Both take a workflow as a class or an instance, and make the run that ``areal-lite train`` makes.
-
-An awaited run works in a thread. In a notebook IPython shows progress and curves; elsewhere progress is printed.
-Cancelling the await, which interrupting a kernel does, stops the run after its current step, with a checkpoint if it
-makes any.
+Both take a workflow as a class or an instance, and make the run that ``areal-lite train`` makes. An awaited run works
+in a thread. In a notebook IPython shows progress and curves; elsewhere progress is printed. Cancelling the await, as
+interrupting a kernel does, stops the run after its current step, with a checkpoint if it makes any.
 """
 
 import asyncio

@@ -40,9 +40,8 @@ _MAX_DIGITS = 15  # longer numbers are names that a user chose
 
 
 class TrajectoryDumper:
-    """A queue of packed groups, and a process that writes them as text (:mod:`areal_lite.rollout.dumps.dump_writer`).
-    ``on_change`` is called by the thread when ``behind`` has ended or ``error`` is set; ``extra`` is written as
-    ``extra`` on every line."""
+    """A queue of packed groups, and a process that writes them as text (:mod:`.dump_writer`). Its thread calls
+    ``on_change`` when ``behind`` has ended or ``error`` is set. ``extra`` is the ``extra`` of every line."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 Towards the worker, a message is a pickled tuple. From the worker, which runs users' code, it is JSON: its kind and
 arguments, and arrays as bytes beside it, which it names by number (:func:`to_plain`). :func:`read_report` and
 :func:`from_plain` make our types of it and nothing else, with the types of values that the run counts on, so it never
-loads an object that an episode made. Turns and the model calls that they come from are not sent back: the run made the
-calls.
+loads an object that an episode made. Turns and their model calls are not sent back: the run made the calls.
 """
 
 import asyncio

@@ -29,10 +29,8 @@ START_TRIES = 3  # times in a row that a worker may die before it is ready
 
 @dataclass(eq=False)
 class Workers:
-    """The workers of one engine, on its event loop, each at its place ``worker-NUMBER``.
-
-    ``on_broken`` gets the error if a worker cannot be started.
-    """
+    """The workers of one engine, on its event loop, each at its place ``worker-NUMBER``. ``on_broken`` gets the error
+    if a worker cannot be started."""
 
     engine: InferenceEngine
     config: InferenceEngineConfig

@@ -1,8 +1,7 @@
 """The process of one rollout worker: runs whole groups of episodes on an event loop of its own.
 
-``worker_pool`` starts it and sends it groups. To the episodes it is the inference engine: their model
-calls go to the run's process, which has the servers. Guarantees that each group it gets is answered once, whatever its
-code does short of ending the process.
+``worker_pool`` starts it and sends it groups. To the episodes it is the inference engine: model calls go to the run's
+process, which has the servers. Guarantees one answer per group, whatever its code does short of ending the process.
 """
 
 import asyncio

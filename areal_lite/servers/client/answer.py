@@ -1,7 +1,5 @@
-"""The answer to one model request while it is sampled, over all generation calls that it takes, and as it is kept.
-
-Of the answers that an episode keeps, prompts that extend one share its ids, and a rerun takes them as its own.
-"""
+"""The answer to one model request while it is sampled, over all generation calls that it takes, and as it is kept. Of
+the answers that an episode keeps, prompts that extend one share its ids, and a rerun takes them as its own."""
 
 import asyncio
 import logging
@@ -122,8 +120,7 @@ class Answer:
 
 
 def said_full(response: ModelResponse, window: int, wanted_tokens: int) -> bool:
-    """Say if an answer, of up to ``wanted_tokens``, ended because it filled the window; return whether it did. Callers
-    ask until it has been said once."""
+    """Warn if an answer of up to ``wanted_tokens`` filled the window; return if it did. Callers ask until warned."""
     prompt, answer = response.input_len, response.output_len
     full = prompt + answer >= window
     if response.stop_reason != "length" or not (full or answer < wanted_tokens):

@@ -207,11 +207,8 @@ class EngineClient:
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
     async def interrupt(self, episodes: Sequence[Episode]) -> None:
-        """End the calls of these episodes and record the tokens they have sampled.
-
-        The calls never return, so the caller must cancel the episodes next. If a server does not answer in
-        time, the tokens of its calls are lost.
-        """
+        """End the calls of these episodes and record the tokens they have sampled. The calls never return, so the
+        caller must cancel the episodes next. Calls whose server does not answer in time lose their tokens."""
         chosen = {id(episode) for episode in episodes}
         for episode in episodes:
             episode.interrupted = True

@@ -53,8 +53,7 @@ class RequestSender:
 
     async def send(self, call: GenerationCall, answer: Answer) -> tuple[Chunk, int]:
         """Return the first usable reply, from ``answer.server`` if it can, and how often the call was sent. Waits while
-        no server takes requests. The reply of a stream that broke after its first token has the tokens that arrived and
-        is "aborted"."""
+        no server takes requests. A stream that broke after its first token is "aborted", with the tokens so far."""
         body = self._requests.dialect.generate_body(call)
         if self._router is not None:
             self._router.check_fields(body)

@@ -1,9 +1,8 @@
 """HTTP requests to inference servers. Each is sent once: retries and the choice of the server are the caller's.
 
-A request may take as long as it likes while its server sends something, to it or to others, every
-``request_timeout_s`` seconds. A reply that has begun is counted alone, and must come on: a whole one in that time, a
-stream with tokens (``min_stream_tokens_per_s``). A reply that cannot be trusted is never returned, and no more of it is
-read than what was asked for can take.
+A request may take any time while its server sends something, to it or to others, every ``request_timeout_s`` seconds. A
+reply that has begun is counted alone, and must come on: a whole one in that time, a stream with tokens
+(``min_stream_tokens_per_s``). A reply that cannot be trusted is never returned, nor read beyond what was asked for.
 """
 
 import asyncio
@@ -103,8 +102,7 @@ class ServerRequests:
     async def generate(
         self, server: Server, body: bytes, reader: ReplyReader, *, headers: Mapping[str, str] | None = None
     ) -> dialect.Chunk:
-        """Send one generation and return its reply, which ``reader`` reads, a stream as it arrives; raises ErrorReply
-        for a status that is not 200."""
+        """Send a generation and return what ``reader`` reads, a stream as it arrives; raises ErrorReply unless 200."""
         request = _Request(server)
         self._silences.add(request)
         reply: Reply | None = None

@@ -29,8 +29,7 @@ class Teacher:
     """Scores sequences on running servers, all of which serve one model with the ``tokenizer_path``'s vocabulary."""
 
     def __init__(self, config: TeacherConfig, *, tokenizer_path: str, patience_s: float) -> None:
-        """Compare the vocabularies; raises ConfigError if they differ, ServerError if a server is away for
-        ``patience_s``."""
+        """Compare vocabularies: ConfigError if they differ, ServerError if a server is away for ``patience_s``."""
         self._engine = InferenceEngineConfig(backend=config.backend, addresses=config.addresses)
         self._dialect = dialect_of(config.backend)
         self._servers = ServerPool(config.addresses, key="trainer.kl.teacher.addresses").servers

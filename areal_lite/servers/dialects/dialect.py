@@ -176,8 +176,7 @@ def _check_pairs(tokens: list[int], logprobs: list[float]) -> None:
 
 
 def checked_scores(pairs: Sequence[tuple[int, float | None]], input_ids: list[int]) -> list[float]:
-    """Return the log-prob of each of ``input_ids`` after the first, from ``(id, log-prob)`` of all of them; raises
-    BadResponse."""
+    """Return the log-probs of ``input_ids`` after the first, from all their ``(id, log-prob)``; raises BadResponse."""
     if [token for token, _ in pairs] != input_ids:
         raise BadResponse(f"log-probs of {len(pairs)} tokens, which are not the {len(input_ids)} that were sent")
     scores: list[Any] = [logprob for _, logprob in pairs[1:]]

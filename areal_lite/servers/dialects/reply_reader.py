@@ -1,7 +1,6 @@
 """One reply to its tokens, whole or as the bytes of a stream. Pure: the engine client does the I/O.
 
-Guarantees that the receiver of a stream gets each token of ``chunk()`` once, in order, as soon as its event is
-complete, however the bytes are split.
+Guarantees each token of ``chunk()`` once, in order, as soon as its event is complete, however the bytes are split.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,10 +17,8 @@ _LAST_TO_TOKENIZE_AGAIN = (0, 5, 12)  # the last SGLang that tokenizes the text 
 
 
 class SGLang:
-    """SGLang's log-probs are log-softmax of logits / temperature, before top-p, top-k and min-p.
-
-    Penalties, ``logit_bias`` and the mask of a grammar act on SGLang's logits before its log-probs; the embedded server
-    reports log-probs before them too.
+    """SGLang's log-probs are log-softmax of logits / temperature, after penalties, ``logit_bias`` and the mask of a
+    grammar, before top-p, top-k and min-p; the embedded server's are before all of these.
 
     SGLang's streams repeat all earlier tokens in every event, which is expensive for answers of many thousand tokens:
     start it with ``--incremental-streaming-output``. Both forms are understood.

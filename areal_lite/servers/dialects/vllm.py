@@ -168,9 +168,8 @@ class VLLM:
         return [_on_workers("load_received_weights"), *_name_version(version)]
 
     def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
-        """Return vLLM's options. Answers that stay on the server during updates keep their adapters: up to
-        ``max-loras`` are computed together, and one that falls out of ``max-cpu-loras`` is read again from its folder,
-        which ends vLLM if it is gone."""
+        """Return vLLM's options. Answers that stay on the server in updates keep their adapters: up to ``max-loras``
+        run together, and one beyond ``max-cpu-loras`` is reread from its folder, which ends vLLM if that is gone."""
         rank = next((rank for rank in _RANKS if rank >= shape.rank), shape.rank)
         return {"enable-lora": True, "max-lora-rank": rank, "max-loras": 4, "max-cpu-loras": 16}
 

@@ -1,7 +1,6 @@
 """Keeps every server at the state that the run wants: reachable, not paused, this model, the newest weights.
 
-Guarantees that a server gets requests only after it has acknowledged the newest version, and that no wait here outlives
-:meth:`Reconciler.close`.
+Guarantees that a server gets requests only after it acknowledged the newest version, and no wait outlives ``close``.
 
 A server's state is never set by the code that finds a fault. A failed request, an update, an examination and the watch
 only mark the server as down or behind; one task for each such server (``_bring_back``) compares it with what is wanted
@@ -18,8 +17,7 @@ Races, and where they end:
 
 - Newer weights arrive during a repair. ``_bring_back`` lets the server try again only if it has what is wanted after
   its load, which may no longer be what was wanted before it.
-- A server fails while its repair ends. Its task is still registered, so ``_repair`` begins no other; ``_on_end`` looks
-  once more after the task is gone.
+- A server fails as its repair ends. ``_repair`` starts no other while its task is registered; ``_on_end`` looks again.
 - A load lags behind the other servers in an update. The update does not wait for it beyond ``_until_enough``: the
   server is marked as behind, and the lock of its load makes the repair wait for it rather than load twice.
 

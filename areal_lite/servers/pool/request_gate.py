@@ -6,9 +6,8 @@ condition wakes everyone: with 8,000 requests and a server that comes back with 
 for a server and queue again. Here a server that has room wakes as many as it takes, the oldest first.
 
 That makes each wake-up a permit which must not be lost. A request that is woken and cancelled in the same turn of the
-loop has used up a permit that it will not use, so it passes it on (see ``until_usable``). A request that is woken and
-finds the room taken by a new one queues again, behind; it may be overtaken, but the one that overtook it wakes the next
-when it ends.
+loop will not use its permit, so it passes it on (see ``until_usable``). A request that is woken and finds the room
+taken by a new one queues again, behind; it may be overtaken, but the one that overtook it wakes the next when it ends.
 """
 
 import asyncio

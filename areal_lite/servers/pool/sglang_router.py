@@ -1,8 +1,7 @@
 """An sglang-router in front of the servers: generation goes to it, everything else to the servers themselves.
 
 The router's replies do not say which server wrote them, so a bad or outdated one makes every server be examined.
-Guarantees that a server which is down, behind or examined with old weights is removed from the router, and added again
-once it serves the newest.
+Guarantees that a server that is down, behind or found with old weights leaves the router until it serves the newest.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
 """The embedded server as a child process of a run or of own scripts, and settings of servers that are given one by one.
-
-Imports no torch.
-"""
+Imports no torch."""
 
 import os
 import select

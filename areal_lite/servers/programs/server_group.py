@@ -43,9 +43,7 @@ def make_servers(
     config: ServerConfig, model: ServedModel, log_dir: Path, *, program: str = EMBEDDED_PROGRAM, places: Places = here
 ) -> list[ServerProcess]:
     """Return the servers of a checked config and its router, if it has one; not yet started, with logs in ``log_dir``.
-
-    ``program`` is the module that an embedded server runs; ``places`` has one for each ``server-NUMBER``.
-    """
+    ``program`` is the module that an embedded server runs; ``places`` has one for each ``server-NUMBER``."""
     backend = config.backend or "embedded"
     servers: list[ServerProcess] = []
     groups = gpu_groups(config) if places is here else [None] * config.replicas  # on nodes, Ray names them

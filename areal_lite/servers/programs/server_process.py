@@ -16,10 +16,8 @@ _LEAKS = ("nanobind: ", "See https://nanobind", " - leaked", " - ... skipped")  
 
 
 class ServerProcess(ABC):
-    """One inference server at ``port``; ``start`` and ``stop`` it, or use a ``with`` statement.
-
-    It ends with this process, and on this machine keeps its address when it is started again after its end.
-    """
+    """One inference server at ``port``; ``start`` and ``stop`` it, or use a ``with`` statement. It ends with this
+    process, and on this machine keeps its address when it is started again after its end."""
 
     def __init__(
         self, name: str, config: ServerConfig, *, port: int, log_path: Path | None, place: Place = HERE

@@ -108,10 +108,8 @@ class ServerProgram(ServerProcess):
 
 
 class RouterProgram(ServerProcess):
-    """An sglang-router without servers; the engine gives it those that serve the newest weights.
-
-    It keeps an episode on one server, a new episode on that with the fewest, and tries nothing again itself.
-    """
+    """An sglang-router without servers; the engine gives it those that serve the newest weights. It keeps an episode on
+    one server, a new episode on that with the fewest, and tries nothing again itself."""
 
     def __init__(self, config: ServerConfig, *, log_path: Path) -> None:
         port, self._metrics_port = free_ports(config.host, 2)
@@ -159,9 +157,7 @@ def _check_installed(config: ServerConfig, module: str, why: str) -> None:
 
 def gpu_groups(config: ServerConfig) -> list[str] | list[None]:
     """Return CUDA_VISIBLE_DEVICES of each replica: groups of its tensor parallel size, the last GPUs of the machine.
-
-    None for each on a machine without GPUs.
-    """
+    None for each on a machine without GPUs."""
     gpus = [] if config.device == "cpu" else visible_gpus()
     if not gpus:
         return [None] * config.replicas

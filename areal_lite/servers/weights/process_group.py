@@ -1,7 +1,5 @@
 """A process group of a trainer, rank 0, and the processes of one inference server, over which weights are broadcast.
-
-The keys in its store are those of SGLang's groups, so that either end may be SGLang.
-"""
+The keys in its store are those of SGLang's groups, so that either end may be SGLang."""
 
 from datetime import timedelta
 from typing import Any, Literal

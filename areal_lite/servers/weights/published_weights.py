@@ -1,7 +1,5 @@
-"""A published version of the policy's weights. Each way in which servers take weights has its class here.
-
-A publisher makes one beside the trainer, and the weight loader has every server load it, some of them later.
-"""
+"""A published version of the policy's weights. Each way in which servers take weights has its class here. A publisher
+makes one beside the trainer, and the weight loader has every server load it, some of them later."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Published weights in shared memory, for servers on this machine: no file is written, hashed or read.
 
-A folder looks like one of ``weight_folder.publish_weights``, but its model.safetensors is a link to
-memory of this process, which is freed when the process ends, however it ends. Two folders take turns, so that a server
-which still reads a version never sees the next one being written.
+A folder looks like one of ``weight_folder.publish_weights``, but its model.safetensors links to memory of this process,
+freed however that ends. Two folders take turns, so a server still reading one never sees the next being written.
 """
 
 import json

@@ -1,7 +1,5 @@
 """Checks of ``areal-lite doctor`` on a run: folder, settings and nodes, then servers, an episode and a training step.
-
-They write to a temporary folder. Servers that were running before keep their weights.
-"""
+They write to a temporary folder. Servers that were running before keep their weights."""
 
 import math
 import sys
@@ -68,8 +66,7 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
 
 
 def cluster(config: RunConfig | SupervisedConfig) -> Findings:
-    """Reserve all that a run with ``launch: ray`` wants, compare the nodes, and look at folder, clock and a port of
-    each."""
+    """Reserve what a run with ``launch: ray`` wants, compare the nodes, and check folder, clock and a port of each."""
     if config.launch != "ray":
         return
     from areal_lite.cluster.ray_places import bundles_of, rank_bundles, ray_places

@@ -1,7 +1,6 @@
 """``areal-lite doctor --from``: what a config of verl, slime or AReaL means here, and where our defaults differ.
 
-Reads the other system's file as data: nothing that it names is imported or run. Guarantees that each of its keys is
-either compared or listed as not carried over.
+Reads that config as data: nothing it names is imported or run. Each key is compared or listed as not carried over.
 """
 
 import inspect
@@ -70,11 +69,8 @@ class Ported(NamedTuple):
 
 
 def ported(origin: str, path: str) -> Ported:
-    """Compare the config at ``path``: YAML, or a shell script with the arguments of its command.
-
-    Raises:
-        ConfigError: If it cannot be read, or holds no key of ``origin``.
-    """
+    """Compare the config at ``path``: YAML, or a shell script with the arguments of its command. Raises ConfigError if
+    it cannot be read, or holds no key of ``origin``."""
     given = _read(origin, Path(path))
     defaults = {at.key: at.default for _, at in ORIGINS[origin]}
     values = {key: None if value is UNUSED else value for key, value in defaults.items()} | given

@@ -30,10 +30,8 @@ async def begins(subject: Subject) -> None:
 
 
 async def repeats(subject: Subject) -> None:
-    """Play the same episodes again, after others, and side by side.
-
-    One cause makes several of these differ, so only the first difference is a defect.
-    """
+    """Play the same episodes again, after others, and side by side. One cause makes several of these differ, so only
+    the first difference is a defect."""
     seeded = "draw from random.Random(seed) of reset, and let neither the clock nor the order of a set decide"
     own = "keep what belongs to an episode on the object, which is made for each, not on the class or in the module"
     solved = [("oracle", 50)] if subject.has_solution else []

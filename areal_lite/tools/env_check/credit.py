@@ -43,10 +43,8 @@ async def answers(subject: Subject) -> None:
 
 
 def _visible(own: list[Play], copied: list[Play]) -> str:
-    """Return where the model can read the answer in every row; empty if nowhere.
-
-    That it stands anywhere is no defect: many questions list the answers to choose from, or ask to find one in a text.
-    """
+    """Return where the model can read the answer in every row; empty if nowhere. That it stands anywhere is no defect:
+    many questions list the answers to choose from, or ask to find one in a text."""
     bare = [re.sub(r"<[^>]*>", "", str(POLICIES["oracle"](play))).strip() for play in own]
     if len(set(bare)) < 2:
         return ""
@@ -97,9 +95,7 @@ async def failed_programs(subject: Subject) -> None:
 
 async def reward_files(subject: Subject) -> None:
     """Let the tools write a file, and put a 1 into those beside or below it that are read while an answer is judged.
-
-    The working directory is left alone, and what outlives the episode is put back.
-    """
+    The working directory is left alone, and what outlives the episode is put back."""
     tools = [(tool, names) for tool in subject.plays[0].tools if (names := _texts(tool))]
     if not tools:
         raise Skipped("it has no tool that takes text")

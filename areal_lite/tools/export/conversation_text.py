@@ -1,7 +1,6 @@
 """Recover the messages of a conversation from its text, for any chat template that allows it.
 
-Guarantees that the template renders the messages to exactly the text that was given, and that no message has a special
-token in it; otherwise there are none.
+Guarantees that the template renders the messages to exactly that text, with no special token in a message; else none.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """areal-lite init: a new project from a template.
 
 The templates are working projects, tested as they are: an agent, its task, a YAML, a test and a README; agents share
-the scripted model of their tests, and the task if they have none. They use the names ``my_agent`` and
-``path/to/model``, which are replaced.
+the tests' scripted model, and the task if they have none. ``my_agent`` and ``path/to/model`` in them are replaced.
 """
 
 import argparse

@@ -167,10 +167,8 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         return list(self.run(run).select(Term(KEYS["group"], "=", group))) if is_utf8(group) else []
 
     def groups(self, filter: str = "", *, offset: int = 0, limit: int = 50) -> list[dict[str, Any]]:
-        """Return the groups with a row that matches, over its matching rows, by run, version and group.
-
-        Keys: run, scope, version, group, task, lines, episodes, reward (mean of the rows), reward_min, reward_max,
-        finished, status (counts by status)."""
+        """Return the groups with matching rows, over these rows, by run, version and group. Keys: run, scope, version,
+        group, task, lines, episodes, reward (mean), reward_min, reward_max, finished, status (counts by status)."""
         expr = parse(filter)
         offset, limit = min(max(0, offset), MOST), min(limit, MOST)
         found: list[dict[str, Any]] = []

@@ -1,7 +1,5 @@
-"""From one line of a dump to one row of the index; a line of another shape is an error that says where.
-
-A missing field is None.
-"""
+"""From one line of a dump to one row of the index; a line of another shape is an error that says where. A missing field
+is None."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
-"""Plot the metrics.jsonl of one or several runs, or means over seeds; a run may still be in progress.
-
-Panels without data are left out. Metric names are those of docs/metrics.md.
-"""
+"""Plot the metrics.jsonl of one or several runs, or means over seeds; a run may still be in progress. Panels without
+data are left out. Metric names are those of docs/metrics.md."""
 
 import argparse
 import tomllib

@@ -1,7 +1,6 @@
 """``areal-lite rescore``: what another reward function gives to dumped episodes, against their rewards.
 
-Guarantees that nothing is written, that a failed reward is a failure and never a 0, and that a function which takes the
-dataset row gets the dumped one.
+Guarantees that nothing is written, a failed reward never counts as 0, and a function's dataset row is the dumped one.
 """
 
 import argparse

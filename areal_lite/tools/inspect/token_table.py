@@ -59,8 +59,7 @@ def decoder(root: Path) -> Callable[[int], str] | None:
 
 
 def first_token_difference(first: Record, second: Record) -> tuple[int, Token | None, Token | None] | None:
-    """Return the first index with different token ids or images, and both tokens, None for one whose sequence has
-    ended; None if all are equal."""
+    """Return the first index where ids or images differ, and both tokens (None past the end); None if all agree."""
     pairs = zip_longest(tokens(first), tokens(second))
     for index, (a, b) in enumerate(pairs):
         if a is None or b is None or (a.id, a.image) != (b.id, b.image):

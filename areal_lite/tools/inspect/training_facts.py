@@ -1,7 +1,5 @@
-"""Training facts beside the dump: what the trainer computed for the tokens of a dumped line.
-
-Reads :mod:`areal_lite.trainer.rl.token_facts`. A missing or unreadable file has no rows here; ``verify`` reports it.
-"""
+"""Training facts beside the dump: what the trainer computed for the tokens of a dumped line. Reads
+:mod:`areal_lite.trainer.rl.token_facts`. A missing or unreadable file has no rows here; ``verify`` reports it."""
 
 import contextlib
 import errno

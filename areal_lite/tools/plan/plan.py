@@ -1,8 +1,7 @@
 """areal-lite plan: predict what a run takes, from a few steps of the real run in a temporary folder.
 
-A prediction is what the probe took, plus the steps, evaluations and checkpoints that it left out at the cost of those
-that it measured after its warm-up. Start-up is measured once and not multiplied. :data:`UNKNOWN` lists what a short
-probe cannot see.
+A prediction is what the probe took, plus the steps, evaluations and checkpoints that it left out, at the cost of those
+measured after its warm-up. Start-up counts once. :data:`UNKNOWN` lists what a short probe cannot see.
 """
 
 import itertools

@@ -1,7 +1,6 @@
 """A run that measures itself, and may end early: seconds, tokens, memory and disk by step.
 
-The measured run is the real one, with its servers, episodes, updates, evaluations and checkpoints. Knows nothing of
-predictions; :mod:`areal_lite.tools.plan.plan` makes them.
+The measured run is the real one: servers, episodes, updates, evaluations, checkpoints. :mod:`.plan` makes predictions.
 """
 
 import os

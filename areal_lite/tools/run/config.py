@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 TOP, ALL = "run", "all"
 """Names for the keys outside of sections, and for all keys."""
 SPINS = "10000"
-"""Spins before a waiting torch thread sleeps, about half a millisecond: longer than from one operation to the next,
-which is then twice as fast."""
+"""Spins before a waiting torch thread sleeps, about 0.5 ms: longer than between operations, which get twice as fast."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,10 +124,8 @@ def help_text(root: type[Any], name: str, width: int = 80) -> str:
 
 
 def explain(key: str, roots: Sequence[type[Any]], width: int = 80) -> str:
-    """Return the help of one key: of a section all its keys, of a last part such as ``group_size`` every key with it.
-
-    A section in a section is one entry, which says how to list it.
-    """
+    """Return the help of one key: of a section all its keys, of a last part such as ``group_size`` every key with it. A
+    section in a section is one entry, which says how to list it."""
     known = {entry.key: entry for root in reversed(roots) for entry in describe_fields(root)}  # the first root wins
     found = [name for name in known if name == key or name.rpartition(".")[0] == key] or [
         name for name in known if name.endswith(f".{key}")

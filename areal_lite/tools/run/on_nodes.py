@@ -33,10 +33,8 @@ _ALONE = ["launch=local"] + [
 
 
 def train_on_ranks(config: Any, words: Sequence[str]) -> None:
-    """Have ``cluster.n_ranks`` ranks make the run of ``config``, whose command is ``words``; raises TrainingError.
-
-    The first rank prints where this process does, and has servers and rollout workers placed itself.
-    """
+    """Have ``cluster.n_ranks`` ranks make the run of ``config``, whose command is ``words``; raises TrainingError. The
+    first rank prints where this process does, and has servers and rollout workers placed itself."""
     check_ray(config.ray)
     with ray_places(config, config.run_dir / "logs", rank_bundles(config), bundles_of(config)) as places:
         _check_shared(config.run_dir, places)

@@ -1,7 +1,4 @@
-"""Console output of training runs: a progress bar on a terminal, one line per record elsewhere.
-
-Under torchrun only the first rank prints.
-"""
+"""Console output of training, of the first rank only: a progress bar on a terminal, one line per record elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self
@@ -61,8 +58,7 @@ class TrainingProgress:
 
 
 def _trouble(metrics: Mapping[str, float]) -> str:
-    """Return failed episodes with the top cause, and retried requests, so far, and the nodes of a cluster that live;
-    empty without any."""
+    """Return failed episodes with the top cause, retried requests and live nodes of a cluster; empty without any."""
     text, cause = "", getattr(metrics, "top_cause", "")
     if failed := metrics.get("rollout/failed_episodes"):
         text += f"  failed {failed:.0f}{f' (most: {cause})' if cause else ''}"

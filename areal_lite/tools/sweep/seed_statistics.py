@@ -44,10 +44,8 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 def compare_pairs(
     first: Sequence[float], second: Sequence[float], *, level: float = 0.95, lower_is_better: bool = False
 ) -> tuple[Verdict, Interval]:
-    """Return the verdict on ``second`` against ``first``, and the interval of second - first over the pairs.
-
-    The verdict is inconclusive if the interval holds 0.
-    """
+    """Return the verdict on ``second`` against ``first``, and the interval of second - first over the pairs. The
+    verdict is inconclusive if the interval holds 0."""
     interval = mean_interval([after - before for before, after in zip(first, second, strict=True)], level)
     if interval.low <= 0 <= interval.high:
         return Verdict.INCONCLUSIVE, interval
@@ -55,13 +53,8 @@ def compare_pairs(
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t distribution with ``freedom`` degrees of freedom.
-
-    Args:
-        probability: In [0.5, 1).
-
-    Source: T is sqrt(freedom) * tan(angle) for an angle with a density proportional to cos(angle) ** (freedom - 1).
-    """
+    """Return the quantile at ``probability`` in [0.5, 1) of Student's t with ``freedom`` degrees of freedom. Source: T
+    is sqrt(freedom) * tan(angle) for an angle with a density proportional to cos(angle) ** (freedom - 1)."""
     angles = np.linspace(0.0, np.pi / 2, 200_001)
     middles = (angles[:-1] + angles[1:]) / 2
     shares = np.concatenate([[0.0], np.cumsum(np.cos(middles) ** (freedom - 1))])

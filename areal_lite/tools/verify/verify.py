@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was found, not read and not proved; return 0 if the run is sound, 1 with findings, else 2 if a part
-    could not be read."""
+    """Print what was found, unread and unproved; return 0 if sound, 1 with findings, else 2 if a part is unread."""
     result = check_run(options.path, reward=options.reward, trust_config=options.trust_config)
     shown: Counter[str] = Counter()
     for name, finding in result.findings:

@@ -1,7 +1,5 @@
-"""Answers to the page's requests, as values that JSON can hold. Knows no HTTP.
-
-Ids and task numbers are text, because JavaScript rounds large integers.
-"""
+"""Answers to the page's requests, as values that JSON can hold. Knows no HTTP. Ids and task numbers are text, because
+JavaScript rounds large integers."""
 
 import base64
 import contextlib

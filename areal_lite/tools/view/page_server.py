@@ -1,7 +1,5 @@
-"""``areal-lite view``: serves the page on 127.0.0.1, to programs of this machine and to the page itself.
-
-Every answer forbids scripts, styles and connections that are not the page's own. Errors are ``{error, hint}``.
-"""
+"""``areal-lite view``: serves the page on 127.0.0.1, to programs of this machine and to the page itself. Every answer
+forbids scripts, styles and connections that are not the page's own. Errors are ``{error, hint}``."""
 
 import argparse
 import asyncio

@@ -17,8 +17,7 @@ from areal_lite.api.trajectory import TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Sequences sorted by their tokens, each without the prefix it shares with the one before it, the longest
-    shared."""
+    """Sequences sorted by tokens, each without the prefix it shares with the one before, the longest it shares."""
 
     sequences: tuple[int, ...]  # indices into the step's sequences
     shared: tuple[int, ...]  # prefix length that each shares with the one before it; 0 for the first

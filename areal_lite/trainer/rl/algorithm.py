@@ -1,7 +1,5 @@
 """The algorithm of a ``trainer:`` section: estimator, policy loss, correction. Arithmetic on flat tensors, no model.
-
-Guarantees that settings that cannot work fail before a model is loaded.
-"""
+Guarantees that settings that cannot work fail before a model is loaded."""
 
 import difflib
 import inspect
