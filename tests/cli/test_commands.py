@@ -37,7 +37,7 @@ def no_progress(total_steps):
     yield types.SimpleNamespace(on_step=None, last={{}}, console=types.SimpleNamespace(print=print))
 
 progress.TrainingProgress, progress.summary_table = no_progress, str
-progress.server_table = lambda metrics, addresses: None
+progress.server_table = lambda metrics, addresses, started: None
 
 def run_training(config, on_step):
     {body}

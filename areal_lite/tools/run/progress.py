@@ -69,8 +69,9 @@ def _trouble(metrics: Mapping[str, float]) -> str:
     return text
 
 
-def server_table(metrics: Mapping[str, float], addresses: Sequence[str]) -> Table | None:
-    """Return the figures of each server in the last record of a run; None without any."""
+def server_table(metrics: Mapping[str, float], addresses: Sequence[str], started: str | None = None) -> Table | None:
+    """Return the figures of each server in the last record of a run; None without any. ``started`` is the backend of a
+    run that started its own."""
     figures: dict[str, dict[str, float]] = {}
     for metric, value in metrics.items():
         if metric.startswith("servers/"):
@@ -83,7 +84,7 @@ def server_table(metrics: Mapping[str, float], addresses: Sequence[str]) -> Tabl
     headings = (Column(key.removeprefix("latency_").replace("_", " "), justify="right") for key in columns)
     table = Table(Column("server", no_wrap=True), *headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for index, server in figures.items():
-        name = addresses[int(index)] if named and index != "router" else index if addresses else "embedded"
+        name = addresses[int(index)] if named and index != "router" else index if addresses else started or "embedded"
         table.add_row(name, *(f"{server[c]:.2f}" if c.endswith("_s") else f"{server[c]:.0f}" for c in columns))
     return table
 

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         make_episodes(config, lambda step, metrics: last.update(metrics))
     finally:  # an error may be one of the servers
-        if table := server_table(last, config.rollout.addresses):
+        if table := server_table(last, config.rollout.addresses, config.server.backend):
             stdout_console().print(table)
     if is_first_rank():
         again = ["train", options.config, *options.overrides]

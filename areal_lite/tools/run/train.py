@@ -55,7 +55,7 @@ def train(config: Any) -> None:
         return
     if isinstance(config, RunConfig):
         progress.console.print(summary_table(summary))
-        if table := server_table(progress.last, config.rollout.addresses):
+        if table := server_table(progress.last, config.rollout.addresses, config.server.backend):
             progress.console.print(table)
         print(f"written to {summary.run_dir}")
     else:

@@ -105,3 +105,6 @@ def test_the_table_of_servers_names_a_router_and_the_servers_behind_it() -> None
     figures = {f"servers/{name}/requests": 1.0 for name in ("0", "1", "router")}
     names = [list(server_table(figures, addresses).columns[0].cells) for addresses in (["a:1", "b:2"], ["r:1"])]  # type: ignore[union-attr]
     assert names == [["a:1", "b:2", "router"], ["0", "1", "router"]]
+    for started, name in ((None, "embedded"), ("sglang", "sglang")):
+        table = server_table({"servers/0/requests": 1.0}, [], started)
+        assert table is not None and list(table.columns[0].cells) == [name]
