@@ -33,20 +33,19 @@ from areal_lite.processes.call_pool import CallPool
 class AgentWorkflow(RolloutWorkflow):
     """Runs any object with ``async def run(self, data, **extra_kwargs)`` as a workflow.
 
-    ``run`` gets ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client; they work together,
-    and ``base_url`` and ``api_key`` also alone, from any thread, process or language on this machine. SDK clients
-    made without arguments find them in the environment. ``workflow_context.get().agent`` has the same for
-    Anthropic's API, the environment of a subprocess, and ``run_process`` for an agent in another program.
+    ``run`` gets ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client; they work together, and
+    ``base_url`` and ``api_key`` also alone, from any thread, process or language on this machine. SDK clients made
+    without arguments find them in the environment. ``workflow_context.get().agent`` has the same for Anthropic's API,
+    the environment of a subprocess, and ``run_process`` for an agent in another program.
 
     ``config.agents.isolation`` says where ``run`` is called: on the event loop, in a thread or in a process. Only in
     the last two may it block; it may then also be a plain function, whose ``http_client`` is a sync one.
 
-    ``run`` returns the reward (:func:`rewarded`); None rejects the episode.
+    ``run`` returns the reward (:func:`rewarded`); None rejects the episode. One object runs all episodes, so it must
+    keep no state between them.
 
-    Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
-    temperature and top_p apply; ``config.eval_gconfig`` sets what it leaves out.
-
-    One object runs all episodes, so it must keep no state between them.
+    Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's temperature
+    and top_p apply; ``config.eval_gconfig`` sets what it leaves out.
     """
 
     def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
@@ -162,8 +161,7 @@ class AgentWorkflow(RolloutWorkflow):
 def rewarded(
     session: ChatSession, reward: Any, config: RewardsConfig, agents: Sequence[str] | None = None
 ) -> tuple[Interactions, dict[str, float]]:
-    """Return the sequences of an ended session with their rewards, those that train ``agents``, and the parts of the
-    reward by name.
+    """Return an ended session's sequences that train ``agents``, with rewards, and the parts of the reward by name.
 
     | ``run()`` returns | rewards |
     |---|---|

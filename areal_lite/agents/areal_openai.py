@@ -1,7 +1,6 @@
 """AReaL's client: an OpenAI SDK client that generates with the engine and keeps what it sampled.
 
-For workflows that call the model themselves. An agent with ``async run()`` uses the plain SDK. The nine parameters of
-``ArealOpenAI`` are AReaL's.
+For workflows that call the model. Agents with ``async run()`` use the plain SDK. The nine parameters are AReaL's.
 """
 
 from functools import partial
@@ -35,8 +34,7 @@ class ArealOpenAI(AsyncOpenAI):
         gconfig: Sampling parameters that a call does not set.
         engine_max_tokens: Maximum tokens of prompt and answer together; None is ``gconfig.max_tokens``.
         tool_call_parser: A name of ``rollout.agents.tool_parser``; None and other names are the run's.
-        reasoning_parser: "think" moves reasoning into ``reasoning_content``; with None and other names it stays in the
-            content, as in AReaL.
+        reasoning_parser: "think" moves reasoning into ``reasoning_content``; else it stays in the content, as in AReaL.
         chat_template_type: Ignored: a continued conversation is always one sequence.
         tools_in_system_prompt: For chat templates that do not render tools; None is the run's.
         prompt_ids: Tokens of the first request, in place of its rendered messages: ``raw_prompt_ids`` of the row.
@@ -81,9 +79,7 @@ class ArealOpenAI(AsyncOpenAI):
 
     def get_interaction(self, completion_id: str) -> InteractionWithTokenLogpReward:
         """Return the request and answer of a completion, with its tokens; KeyError if it is not one of this client's.
-
-        ``completion`` is a ChatCompletion; of a streamed answer and of other APIs, a dict with its ``id``.
-        """
+        ``completion`` is a ChatCompletion; of a streamed answer and of other APIs, a dict with its ``id``."""
         interaction = self._interaction(completion_id)
         if isinstance(interaction.completion, dict) and interaction.completion.get("object") == "chat.completion":
             interaction.completion = ChatCompletion.model_validate(interaction.completion)
@@ -100,8 +96,7 @@ class ArealOpenAI(AsyncOpenAI):
     def apply_reward_discount(self, turn_discount: float = 1.0) -> Interactions:
         """Pass rewards back to earlier turns (:func:`pass_rewards_back`), in the order of creation, across branches.
 
-        ValueError if the last turn has no reward; RuntimeError for a second call. Returns the interactions by
-        completion id.
+        Returns interactions by completion id. ValueError if the last turn has no reward, RuntimeError if called again.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was called before: a second call would discount twice")
@@ -112,11 +107,8 @@ class ArealOpenAI(AsyncOpenAI):
         return dict(self.session.interactions)
 
     def export_interactions(self, style: Style = "individual") -> Interactions:
-        """Return what ``arun_episode`` may return: sequences by completion id.
-
-        "individual": each answer with a reward is a sequence of its own. "concat": each conversation is a sequence
-        that trains all its answers, with the reward of the last one.
-        """
+        """Return what ``arun_episode`` may return: sequences by completion id. "individual": each answer with a reward
+        is one. "concat": each conversation is one that trains all its answers, with the reward of the last."""
         if not self._exported:
             record_counts(self.session.counts())
         self._exported = True

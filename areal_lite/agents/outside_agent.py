@@ -1,8 +1,7 @@
 """An agent that runs outside: a program takes an episode as a session, calls the model and sends the reward.
 
-``areal-lite serve CONFIG.yaml --train`` is ``train`` with this agent. An episode waits, within its own deadline, until
-a program takes it with ``POST /rl/start_session``, and then for the reward of ``POST /rl/end_session``. The same
-address serves the model.
+``areal-lite serve CONFIG.yaml --train`` is ``train`` with this agent. Within its own deadline, an episode waits for
+``POST /rl/start_session``, then for the reward of ``POST /rl/end_session``. The same address serves the model.
 """
 
 import asyncio

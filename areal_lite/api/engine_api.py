@@ -36,8 +36,7 @@ class InferenceEngine(ABC):
         """
 
     async def cut_short(self, rid: str) -> bool:
-        """Have the running call with this request id return the tokens that were sampled so far, with the stop reason
-        ``abort``; return whether the engine can."""
+        """Have call ``rid`` return its tokens so far, with the stop reason ``abort``; return whether the engine can."""
         return False
 
     @abstractmethod

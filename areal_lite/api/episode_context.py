@@ -13,8 +13,7 @@ from areal_lite.api.turn_tree import unfinished_trajectory
 
 @dataclass(slots=True, eq=False)
 class Episode(Recorded):
-    """A running episode, until it ends as a :class:`Trajectory`: its records and model calls, and what the engine needs
-    to make them."""
+    """A running episode, a :class:`Trajectory` at its end: records, model calls, and what the engine needs for them."""
 
     member_idx: int = 0
     calls: list[ModelResponse] = field(default_factory=list)

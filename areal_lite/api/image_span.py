@@ -83,8 +83,7 @@ def keyed_ids(ids: Sequence[int], images: Sequence[ImageSpan]) -> list[int]:
 
 
 def images_between(images: Iterable[ImageSpan], start: int, end: int) -> Images:
-    """Return the spans in the tokens ``start`` to ``end``, with offsets from ``start``. ValueError if one crosses an
-    end: an image is never cut."""
+    """Return the spans in tokens ``start`` to ``end``, offset from ``start``; ValueError if that would cut an image."""
     inside = tuple(span.moved(-start) for span in images if span.offset < end and span.end > start)
     for span in inside:
         if span.offset < 0 or span.end > end - start:

@@ -56,9 +56,8 @@ class ModelRequest:
     """Passed on to the response; ``agent`` names the agent that calls (``Turn.agent``)."""
     tokenizer: Any = None
     on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
-    """Called on the engine's event loop with new ids and their log-probs as the server sends them. Over all its calls
-    it gets each id of the answer once, in order; an exception it raises ends the request. None asks the server for the
-    whole answer at once, which costs less."""
+    """Called on the engine's event loop with new ids and their log-probs as the server sends them, each once and in
+    order. An exception it raises ends the request. None asks for the whole answer at once, which costs less."""
     top_logprobs: int = 0
     """Number of most likely tokens to report at each position."""
     prefix: TokenPrefix | None = None

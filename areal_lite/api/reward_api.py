@@ -32,12 +32,10 @@ class AsyncRewardWrapper:
 
     Args:
         reward_fn: A function at module level, a picklable callable, or a dotted path to one.
-        timeout_seconds: Limit on one call. The clock starts when a worker has loaded the function and
-            is given the call; waiting for a free worker is not counted.
+        timeout_seconds: Limit on one call, from when a worker that loaded the function gets it; waiting is not counted.
         max_workers: Processes; None takes half the cores, at least 2.
         max_retries: Retries after a failure of any kind.
-        in_process: Call the function on the event loop itself: for cheap, pure functions, also
-            lambdas. It cannot be timed out.
+        in_process: Call the function on the event loop: for cheap, pure functions, also lambdas. It cannot time out.
 
     Raises:
         ConfigError: If an argument is out of range, or the function cannot be sent to a worker.

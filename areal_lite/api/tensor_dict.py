@@ -11,8 +11,7 @@
 | episode_rewards | [B] | float | no | reward of the episode, if ``rewards`` are of turns or hold later turns' |
 | token_rewards | [B, T] | float | no | instead of rewards: a number for each token, whose sum is the reward |
 
-Other keys pass through: tensors and lists with B entries are merged, anything else is taken from the
-first. torch is loaded only when a dict is made or merged.
+Of other keys, tensors and lists with B entries are merged, else the first is taken. Only making and merging load torch.
 """
 
 import math
@@ -61,8 +60,7 @@ def is_interactions(returned: dict[str, Any]) -> bool:
 
 
 def split_rows(returned: dict[str, Any], counts: Sequence[int]) -> list[dict[str, Any] | None]:
-    """Split a merged dict into one dict per episode, of ``counts`` sequences each, in order; None for 0. Sequences
-    beyond the counts belong to the last episode."""
+    """Split a merged dict into one per episode, of ``counts`` sequences each, None for 0. The last takes any beyond."""
     whole = is_interactions(returned)
     total = len(returned) if whole else len(returned["input_ids"])
     parts: list[dict[str, Any] | None] = []

@@ -23,8 +23,7 @@ class RolloutWorkflow(ABC):
         """Run one episode on ``data``, one dataset row.
 
         Returns:
-            A tensor dict (keys and shapes in :mod:`areal_lite.api.tensor_dict`), a dict of
-            interactions by completion id, or None to reject the episode.
+            A tensor dict (:mod:`areal_lite.api.tensor_dict`), interactions by completion id, or None to reject it.
 
         An exception is a failure, recorded with its cause; it never becomes a reward of 0.
         """

@@ -30,8 +30,7 @@ _CHANGES_THE_RESULT = (
 
 
 class Checkpoint:
-    """The safetensors files of a directory, of which only the headers are read yet, under the names that their weights
-    have in the served ``model``; raises ConfigError."""
+    """A directory's safetensors by their names in the served ``model``, only headers read yet; raises ConfigError."""
 
     def __init__(self, path: Path, model: Any) -> None:
         self.path, self._model = path, model

@@ -83,8 +83,7 @@ class GenerationRequest:
         self.output_ids.append(token)
 
     def reply(self, decode: Decode, *, current_version: str) -> dict[str, Any]:
-        """Return the reply in the format of SGLang's ``/generate``, with the tokens so far, and ``current_version`` as
-        that of the weights if there are none."""
+        """Return the tokens so far as SGLang's ``/generate`` does; without any, the version is ``current_version``."""
         # Read first because it is written last: once it is set, nothing else changes.
         finished = self.finish_reason
         count = len(self.output_ids)

@@ -1,7 +1,6 @@
 """Constrained decoding: which ids may follow, so that an answer satisfies a JSON schema, a regex or a grammar.
 
-Guarantees that an answer that ends by itself satisfies its constraint. Imports llguidance with the first constrained
-request.
+Guarantees that an answer that ends by itself satisfies its constraint. Imports llguidance with the first one.
 """
 
 from functools import lru_cache
@@ -61,8 +60,7 @@ class GrammarCompiler:
         self._compiled = lru_cache(64)(self._compile)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a request, None if it is unconstrained. Raises BadRequest if the constraint is invalid,
-        or llguidance is missing."""
+        """Return a request's grammar, None if unconstrained; BadRequest if it is invalid or llguidance is missing."""
         constraint = params.constraint
         return None if constraint is None else self._compiled(*constraint).copy()
 

@@ -29,9 +29,8 @@ _KEPT_TOKENS = 2**15  # tokens of images whose embeddings are kept
 
 
 class ModelRunner:
-    """A causal language model with a slot cache. With ``exact`` a token that is alone in its batch gets the bits that
-    the trainer computes; with ``compiled`` operations are compiled where that makes decoding faster. A model that
-    reads images has an ``image_processor``."""
+    """A causal LM with a slot cache. With ``exact`` a token alone in its batch gets the trainer's bits; ``compiled``
+    compiles operations where that speeds up decoding. A model that reads images has an ``image_processor``."""
 
     def __init__(
         self,
@@ -86,16 +85,13 @@ class ModelRunner:
     def forward(
         self, slots: list[int], tokens: list[list[int]], past: list[int], images: Sequence[ImagePrompt | None] = ()
     ) -> Tensor:
-        """Run ``tokens`` after the first ``past`` columns of each of the ``slots``, and store their KV.
+        """Run ``tokens`` after ``past`` columns, store their KV, and return each slot's last logits ``[n, vocab]``.
 
         Args:
             slots: ``[n]``, all different.
             tokens: ``[n][<= q]`` ids, at least one per slot; if it ``pads``, a short list costs as much as the longest.
             past: ``[n]`` number of columns per slot that precede these tokens.
             images: ``[n]`` those of each slot's prompt; empty without any.
-
-        Returns:
-            ``[n, vocab]`` logits of each slot's last token.
         """
         decoder = self._decoder
         if decoder is not None and not decoder.pads:
@@ -147,8 +143,7 @@ class ModelRunner:
 
     def _with_images(self, ids: Tensor, positions: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
         """Return embeddings ``[n, q, width]`` with those of images, and positions, on three axes if the model has them;
-        without images ids and positions as they are. ``batch`` has, for each slot, its first token among all, its
-        tokens, past and images."""
+        without images, the inputs. ``batch`` has each slot's first token among all, tokens, past and images."""
         if not any(batch[-1]):
             return ids, positions
         embeddings: Tensor = self.model.get_input_embeddings()(ids)
@@ -179,8 +174,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:
-        """Check that the slot cache reproduces the model's attention. Raises ConfigError if prefill, extension and
-        decoding do not give the logits of one plain pass."""
+        """Raise ConfigError unless prefill, extension and decoding with slots give the logits of one plain pass."""
         plan, window = self.cache.plan, self.cache.plan.window
         try:
             with short_windows(self.model, 3):  # or so few tokens would not cross their border
@@ -242,8 +236,7 @@ class ModelRunner:
 
 
 def load_model(model_path: Path, *, dtype: torch.dtype, device: str) -> Any:
-    """Load a causal language model for inference. Raises ConfigError before the weights are read, if the layers have
-    another attention than full or sliding windows."""
+    """Load a causal LM for inference; ConfigError, before reading weights, if attention is neither full nor sliding."""
     config = AutoConfig.from_pretrained(str(model_path))  # nosec B615 # a folder
     if unsupported := unsupported_layers(config):
         raise ConfigError(

@@ -119,9 +119,8 @@ def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], n
 
 
 def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert the cumulative sum of ``weights [n, choices]`` (not normalised) at ``uniforms [n]``. First choose a block,
-    then the place in it: a float64 sum over the vocabulary costs a fifth of a decode step, and a float32 sum loses the
-    tail of the distribution."""
+    """Invert the cumulative sum of ``weights [n, choices]`` (not normalised) at ``uniforms [n]``. Choose a block, then
+    the place in it: a float64 sum over the vocabulary costs a fifth of a decode step, a float32 sum loses the tail."""
     missing = -weights.shape[1] % _BLOCK
     padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
     blocks = padded.view(weights.shape[0], -1, _BLOCK)

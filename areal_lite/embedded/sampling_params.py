@@ -60,8 +60,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False  # keep the stop token or stop text in the returned text
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    """With a seed, prompt, weights and seed decide the sampled tokens whatever else is in the batch (to float
-    tolerance). None: the server draws a seed."""
+    """Prompt, weights and seed decide the tokens, whatever the batch, to float tolerance. None: the server draws it."""
 
     @property
     def constraint(self) -> tuple[str, str] | None:

@@ -1,8 +1,7 @@
 """Continuous batching: choose the requests of each step.
 
-Guarantees: a request ends exactly once; every token carries the version of the weights that computed it; requests
-start in the order of arrival. The model thread owns all state below and calls every method; other threads only read
-counters.
+Guarantees: a request ends exactly once; every token carries the version of the weights that computed it; requests start
+in the order of arrival. The model thread owns all state and calls every method; other threads only read counters.
 
 Running requests fill the slots ``[0, running)`` without gaps. The slots from ``max_running_requests`` on keep the KV
 of finished requests: a prompt that shares a prefix with one of these, or with a running request, copies that prefix

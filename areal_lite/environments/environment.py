@@ -36,8 +36,7 @@ class Step:
     messages: Messages = ""
     """What ``player`` reads next; ignored at the end."""
     reward: float | Mapping[int, float] = 0.0
-    """Reward of this step for the player who acted, or of several players by seat. An episode's reward is their sum, or
-    what ``rollout.turn_rewards`` says."""
+    """The acting player's reward, or several by seat. An episode's is the sum, or as ``rollout.turn_rewards`` says."""
     done: bool = False
     """The episode has ended by the environment's own rules."""
     truncated: bool = False
@@ -57,8 +56,7 @@ class Environment(Protocol):
 
     It may also have ``tools() -> list[dict]``, OpenAI's schemas of its tools after ``reset``; ``solution(row) -> str``,
     an answer of full reward; ``players``, the number of seats after ``reset``, of which the model plays all;
-    ``reward_range``, the least and greatest reward of an episode; and a static method ``rows(size, seed)``, the dataset
-    rows.
+    ``reward_range``, the least and greatest reward of an episode; and static ``rows(size, seed)``, the dataset rows.
     """
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation | Messages:

@@ -1,7 +1,6 @@
 """A list of environments in place of a dataset section: ``train_dataset: [{env: ..., weight: 2}, ...]``.
 
-The rows of all parts are one dataset. Their column ``env`` names the environment, ``data_source`` the part. The module
-``mixture_sampler`` chooses the order of the training rows.
+One dataset has all rows, with columns ``env`` and ``data_source`` (the part). ``mixture_sampler`` orders training rows.
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,10 +10,8 @@ from areal_lite.environments.environment import ToolCall
 def random_action(
     tools: Sequence[dict[str, Any]], first: str, latest: str, draw: random.Random
 ) -> str | list[ToolCall]:
-    """Call any tool, or reply with a bracket or word of what was read last, or of the last line that was read first.
-
-    That line often says how to act.
-    """
+    """Call any tool, or reply with a bracket or word of what was read last, or of the last line of what was read first.
+    That line often says how to act."""
     if tools and draw.random() < 0.8:
         return [tool_call(draw.choice(tools), draw)]
     brackets = re.findall(r"\[[^\[\]]*\]", first + latest)

@@ -77,8 +77,7 @@ def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
 
 
 def write_adapters(model: Any, folder: Path) -> None:
-    """Write only the adapters, in peft's format, which names their base model. Every rank must call this; rank 0
-    writes."""
+    """Write the adapters in peft's format, which names their base model. Every rank must call this; rank 0 writes."""
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     weights = {name: whole for name, whole in full_tensors(trained) if whole is not None}
     if weights:
@@ -86,8 +85,7 @@ def write_adapters(model: Any, folder: Path) -> None:
 
 
 def load_adapters(model: Any, folder: Path) -> None:
-    """Load the adapters that :func:`write_adapters` wrote, bit for bit. Raises CheckpointError if the saved adapters
-    have other layers, rank or alpha."""
+    """Load what :func:`write_adapters` wrote, bit for bit; CheckpointError if layers, rank or alpha differ."""
     from peft import get_peft_model_state_dict
 
     own = {f"{_PREFIX}{name}": value for name, value in get_peft_model_state_dict(model).items()}

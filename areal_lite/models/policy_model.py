@@ -95,8 +95,7 @@ def load_pretrained(
 
 
 def check_mesh(model_path: str, trainer: LearnerConfig) -> None:
-    """Check that the ranks of ``trainer`` can divide a model's heads and layers, by its config alone; raises
-    ConfigError."""
+    """Raise ConfigError unless ``trainer``'s ranks can divide a model's heads and layers, by its config alone."""
     config, name = stored_config(model_path), f"model_path {model_path!r}"
     if "vision_config" in config:
         refuse_images(trainer.tp_size, name)
@@ -106,8 +105,7 @@ def check_mesh(model_path: str, trainer: LearnerConfig) -> None:
 
 
 def check_scorable(model_path: str, *, key: str = "model_path") -> None:
-    """Refuse a model whose log-probs the trainer cannot compute, by its config alone; ``key`` is for errors. Raises
-    ConfigError if it is one of them."""
+    """Raise ConfigError, naming ``key``, if the trainer cannot compute a model's log-probs, by its config alone."""
     config = stored_config(model_path)
     kind = str(config.get("model_type"))
     name = "falcon with alibi" if kind == "falcon" and config.get("alibi") else kind

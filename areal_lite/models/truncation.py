@@ -1,8 +1,7 @@
 """Truncated sampling (top-k, top-p, min-p), replayed on the trainer's own log-probs.
 
 Guarantees that log-probs describe the distribution that tokens are sampled from: as in SGLang, all three limits act on
-the same probabilities, after the temperature, and the rest is renormalized. Tokens that tie with the last kept one are
-kept.
+the same probabilities, after the temperature, and the rest is renormalized. Ties with the last kept one are kept.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Models that read images: a tower of vision with its connector, and a language decoder that reads their features.
 
-Names are those of Qwen2-VL, Qwen2.5-VL and Idefics3; another model that reads images is refused by name. Guarantees
-that positions come from recorded spans alone, and that tower and connector train only if asked to. Knows no files:
-pixels are what an image processor made.
+Names are those of Qwen2-VL, Qwen2.5-VL and Idefics3; others are refused by name. Guarantees that positions come from
+recorded spans alone, and tower and connector train only if asked. Knows no files: a processor made the pixels.
 """
 
 from __future__ import annotations

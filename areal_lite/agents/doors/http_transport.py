@@ -69,9 +69,8 @@ class _Stream(httpx.AsyncByteStream):
 
 
 class SharedClient(httpx.AsyncClient):
-    """One client for all episodes of a process, without sockets and for any event loop. Closing it does nothing, so an
-    agent that closes its SDK client does not close those of other agents. It waits for answers without a limit, unless
-    a request or an SDK client sets a timeout."""
+    """One client for all episodes of a process, without sockets, for any event loop. Closing it does nothing, so no
+    agent closes another's. It waits for answers without limit, unless a request or SDK client sets a timeout."""
 
     def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
         transport = ServiceTransport(service, loop)

@@ -158,8 +158,7 @@ async def send_reply(request: web.BaseRequest, reply: Reply) -> web.StreamRespon
 class _BlockedLoopResponder:
     """Accepts connections in place of a blocked event loop; ``refuse`` is for another thread, the rest for the loop.
 
-    Guarantees that only the session whose code blocks the loop is refused: connections of others are given to the loop,
-    which serves them when it runs again.
+    Guarantees that only the session whose code blocks the loop is refused: the loop serves others when it runs again.
     """
 
     def __init__(self, listening: socket.socket, protocol: Callable[[], Any]) -> None:

@@ -39,9 +39,8 @@ _variables: ContextVar[Mapping[str, str]] = ContextVar("areal_lite_environ", def
 class EpisodeEnviron(os._Environ[str]):
     """``os.environ`` with the variables of the running episode on top; writes go to the process.
 
-    SDKs read their address and key from the environment when a client is made without arguments. Many episodes share
-    the process, so each sees its own values through a contextvar. Programs that it starts get them, too, by
-    :mod:`.episode_processes`.
+    SDK clients made without arguments read address and key from the environment. Many episodes share the process, so
+    each sees its own values through a contextvar. Programs that it starts get them by :mod:`.episode_processes`.
     """
 
     def __getitem__(self, key: str) -> str:

@@ -23,8 +23,7 @@ async def run_in_thread(
     """Return what ``call`` returns in a new thread; an awaitable is awaited on an event loop there.
 
     If the caller is cancelled, the coroutine in the thread is too. A thread that does not end within ``GRACE_S``, for
-    instance because it is plain code that waits for something else, is left behind, logged and counted as
-    ``abandoned_threads``.
+    instance because plain code waits for something, is left behind, logged and counted as ``abandoned_threads``.
     """
     home = asyncio.get_running_loop()
     ended: asyncio.Future[tuple[BaseException | None, Any]] = home.create_future()

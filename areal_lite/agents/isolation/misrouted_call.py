@@ -28,8 +28,7 @@ def explain_misrouted_call(error: BaseException, base_url: str) -> None:
 def _find_call(error: BaseException | None) -> tuple[str, str]:
     """Return the address of the failed call, and why the connection failed; empty if unknown.
 
-    Wrappers may name an address of their own, so the innermost one counts, up to the OSError of a connection. Addresses
-    beyond it belong to earlier calls.
+    Wrappers may name other addresses: the innermost counts, up to a connection's OSError. Beyond it are earlier calls.
     """
     url = ""
     disconnected = False

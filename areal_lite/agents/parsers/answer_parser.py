@@ -111,8 +111,7 @@ class TextRegions:
 
 
 def text_before(text: str, ends: Sequence[str]) -> tuple[str, bool]:
-    """Return the text before the first of ``ends``, and whether it is there; without white space at its end, and
-    without what may be the beginning of one."""
+    """Return the text before any of ``ends``, without trailing space or a partial end, and whether one is there."""
     if found := [at for end in ends if (at := text.find(end)) >= 0]:
         return text[: min(found)].rstrip(), True
     longest = max(map(len, ends), default=0)
@@ -122,8 +121,7 @@ def text_before(text: str, ends: Sequence[str]) -> tuple[str, bool]:
 
 
 def _split_reasoning(text: str, thinking: bool | None) -> tuple[str, bool, str]:
-    """Return the reasoning, whether it has ended, and the content. ``thinking`` is True if the prompt has begun the
-    reasoning, and None if it is not split off."""
+    """Return reasoning, whether it ended, and content. ``thinking``: True if the prompt began it, None if not split."""
     body = text.lstrip()
     if thinking is None or not (thinking or body.startswith(THINK)):
         return "", True, text

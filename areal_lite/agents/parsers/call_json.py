@@ -70,9 +70,8 @@ def call_with_arguments(name: str, arguments: str) -> ToolCall:
 
 
 def read_calls(text: str) -> list[ToolCall] | None:
-    """Return the calls in ``text``: JSON objects one after another, or a list of them; None if there is anything else
-    in the text, or a name cannot be read. If the JSON is broken after a name, the rest of the text is that call's
-    arguments."""
+    """Return the calls in ``text``: JSON objects one after another, or a list of them; None if there is anything else,
+    or a name cannot be read. If the JSON is broken after a name, the rest of the text is that call's arguments."""
     calls: list[ToolCall] = []
     start = skip_space(text, 0, _SEPARATORS)
     while start < len(text):

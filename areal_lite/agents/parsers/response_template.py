@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 _CHUNK = 256
-"""Characters given to transformers at once: at each marker it searches all that it was given, so a loop that repeats a
-marker would take the square of its length."""
+"""Characters given to transformers at once: each marker searches all of them, so repeated markers cost the square."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 

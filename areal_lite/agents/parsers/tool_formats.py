@@ -175,8 +175,7 @@ def _calls(body: str, whole: str) -> Sequence[Part]:
 
 
 def _blocks(text: str, opening: str, closing: str) -> Iterator[tuple[str, str, str]]:
-    """Yield ``opening ... closing``: the text before, the body and the whole; the last block may lack its end. The text
-    after it comes with an empty whole."""
+    """Yield each block as text before it, body, whole; the last may lack its end. Text after it has an empty whole."""
     position = 0
     while (start := text.find(opening, position)) >= 0:
         outside, body = text[position:start], start + len(opening)

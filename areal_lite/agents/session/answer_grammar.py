@@ -14,9 +14,7 @@ _SERVER_FIELDS = {
 
 def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> dict[str, str]:
     """Return ``{kind: grammar}`` with the kind ``json_schema``, ``regex`` or ``ebnf``; empty if the answer is free.
-
-    Reads ``response_format``, ``tool_choice``, :data:`_SERVER_FIELDS` and vLLM's ``structured_outputs``.
-    """
+    Reads ``response_format``, ``tool_choice``, :data:`_SERVER_FIELDS` and vLLM's ``structured_outputs``."""
     found = [
         _call_or_format(body.get("tool_choice"), body.get("response_format"), tools),
         _structured(body.get("structured_outputs")),

@@ -52,8 +52,7 @@ class Conversation:
     """The checked messages of a request; a later request that begins with them checks only its new ones."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages for the chat template: arguments of tool calls are parsed; content is a string, or a list of texts and
-    :class:`ImagePart`."""
+    """For the chat template: call arguments are parsed; content is text or a list of texts and :class:`ImagePart`."""
     keys: list[Hashable] = field(default_factory=list)
     raw: list[Any] = field(default_factory=list)
     """The messages as they were sent, without pixels."""
@@ -137,9 +136,7 @@ def parse_chat_request(
     images: RequestImages | None = None,
 ) -> ChatRequest:
     """Return the checked request; ``find`` finds what an earlier one has checked already, ``images`` takes its images.
-
-    If that is known, it is ``extends``, and ``body`` has only the messages after it. ``sent`` is the whole body.
-    """
+    If that is known, it is ``extends``, and ``body`` has only the messages after it. ``sent`` is the whole body."""
     options = request_options(body)
     template_kwargs = options.chat_template_kwargs or {}
     if taken := _RESERVED_TEMPLATE_NAMES & template_kwargs.keys():

@@ -5,12 +5,11 @@ request whose messages begin with an earlier request and its answer is generated
 newly rendered messages, so the two are one sequence. Whatever else a client sends starts a sequence of its own.
 ``chat_history`` says how that is decided.
 
-Calls of one session may run concurrently, in tasks of the episode and in tasks of a listener's connection. So an answer
-awaits twice, for its prompt and for the engine, and everything else happens between awaits: the agent's name is taken
-before the first one, because the first agent to call is ``main``, and counting and recording are one step after the
-last. The history may have grown between the two. That is harmless: the parent was found before, and a record is only
-ever added. An episode may also end in between; then its session is closed, and the answer is returned but not recorded,
-since the episode's sequences have been taken already.
+Calls of one session may run concurrently, in tasks of the episode and of a listener's connection. So an answer awaits
+twice, for its prompt and for the engine, and all else happens between awaits: the agent's name is taken before the
+first one, because the first agent to call is ``main``, and counting and recording are one step after the last. The
+history may grow between the two, which is harmless: the parent was found before, and records are only added. If the
+episode ends in between, its session is closed and its sequences taken: the answer is returned but not recorded.
 """
 
 import asyncio
@@ -295,9 +294,8 @@ class AgentNames:
         """Names per system prompt, the main agent's first."""
 
     def name(self, request: ChatRequest) -> str:
-        """Return the name of the agent that sent a request: the request's ``metadata.agent``, or the ``name`` of its
-        system message. Otherwise the first system prompt is ``main``, and another one is named by its first words that
-        it does not share with it."""
+        """Return the agent that sent a request: its ``metadata.agent``, or the ``name`` of its system message.
+        Otherwise the first system prompt is ``main``, and another is named by its first words that differ."""
         system = list(takewhile(lambda message: message["role"] == "system", request.messages))
         given = request.options.agent or next((message["name"] for message in system if "name" in message), "")
         if given and (given := _shortened(given.split())):

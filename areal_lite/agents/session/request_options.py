@@ -56,10 +56,8 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class RequestOptions(BaseModel):
-    """Options by their names in a chat completion; the other APIs give theirs by these names.
-
-    None where nothing is given: pydantic copies a default that can change, which took half of a request's checks.
-    """
+    """Options by their names in a chat completion; the other APIs give theirs by these names. None where nothing is
+    given: pydantic copies a default that can change, which took half of a request's checks."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -114,8 +112,7 @@ class RequestOptions(BaseModel):
         agent_samples: bool,
     ) -> GenerationHyperparameters:
         """Return the sampling parameters of one answer: the run's, with what the agent may change. ``choice`` is its
-        index among the request's ``n``; each has a seed of its own. ``agent_samples`` applies the options that change
-        the distribution."""
+        index among ``n``, each with its own seed. ``agent_samples`` applies what changes the distribution."""
         room = run.max_tokens - prompt_tokens
         if room < 1:
             raise RequestError(

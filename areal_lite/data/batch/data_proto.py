@@ -170,8 +170,7 @@ class DataProto:
         return DataProto.from_single_dict(renamed, self.meta_info)
 
     def union(self, other: DataProto) -> Self:
-        """Add the entries of ``other`` in place and return the batch; ValueError, and it is unchanged, if the number of
-        items differs, or both have a name with different values."""
+        """Add ``other``'s entries in place; ValueError, and no change, if lengths or the values of a name differ."""
         merged = DataProto(*map(_merged, self._dicts(), other._dicts(), _DICTS))
         for mine, union in zip(self._dicts(), merged._dicts(), strict=True):
             mine.update(union)

@@ -41,9 +41,7 @@ def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
 
 def longest_processing_time(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
     """Give each item, longest first, to the lightest part so far; with ``equal_size`` only until it has its share.
-
-    Source: Graham, Bounds on multiprocessing timing anomalies (1969).
-    """
+    Source: Graham, Bounds on multiprocessing timing anomalies (1969)."""
     parts: Parts = [[] for _ in range(k_partitions)]
     share = len(lengths) // k_partitions if equal_size else len(lengths)
     # The count comes second, so items of length 0 fill empty parts first.

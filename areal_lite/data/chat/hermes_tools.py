@@ -1,7 +1,6 @@
 """Tools for chat templates that do not render them: detect such a template, and write tools as plain messages.
 
-The plain form is Hermes': the tools in the system prompt, calls as ``<tool_call>`` in the assistant's text, results as
-``<tool_response>`` in a user message.
+As in Hermes: tools in the system prompt, ``<tool_call>`` in the assistant's text, ``<tool_response>`` in the user's.
 """
 
 import contextlib

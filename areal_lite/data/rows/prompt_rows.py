@@ -229,8 +229,7 @@ class _GrowingRows(Sequence[Row]):
 def make_dataset(config: DatasetConfig, default: type[PromptRows], **given: Any) -> Dataset[Any]:
     """Return a dataset of the user's class ``config.custom_cls``, else of ``default``, with the arguments ``given``:
     data_files, tokenizer, processor; max_samples, seed and system_prompt, unless the user's class does not accept them.
-    ConfigError if the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that was given.
-    """
+    ConfigError if the class cannot be loaded, is not a torch dataset, or does not accept a given max_samples."""
     if config.custom_cls is None:
         return default(config=config, **given)
     cls: Any = load_class(config.custom_cls, Dataset, where="custom_cls")

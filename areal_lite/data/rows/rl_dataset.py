@@ -105,9 +105,8 @@ def postprocess_data(
 ) -> tuple[Tensor, Tensor]:
     """Return ids ``[B, T]`` int64 and their mask, 0 at padding, padded or truncated to ``[B, max_length]``.
 
-    ``left_pad`` pads before the prompt, so its last token stays last. Of longer prompts, the truncation left keeps the
-    last tokens, right the first ones, middle the first ``max_length // 2`` and the last ones; error raises ValueError,
-    as does an invalid argument.
+    ``left_pad`` keeps the last token last. Of longer prompts, truncation left keeps the last tokens, right the first,
+    middle the first ``max_length // 2`` and the last; error and invalid arguments raise ValueError.
     """
     if truncation not in get_args(Truncation):
         raise ValueError(f"truncation is {truncation!r}: it must be one of {', '.join(get_args(Truncation))}")

@@ -8,10 +8,8 @@ from areal_lite.data.source.source_settings import SampleGroup
 
 
 def nonzero_reward_std(trajectory: dict[str, Any]) -> FilterDecision:
-    """Keep a group whose rewards differ: equal rewards give no advantage and no gradient.
-
-    Source: DAPO (arXiv:2503.14476), dynamic sampling.
-    """
+    """Keep a group whose rewards differ: equal rewards give no advantage and no gradient. Source: DAPO
+    (arXiv:2503.14476), dynamic sampling."""
     episodes: dict[int, list[float]] = {}
     given = trajectory.get("episode_rewards") or trajectory["rewards"].tolist()
     for member_idx, reward in zip(trajectory.get("member_idx", range(len(given))), given, strict=True):

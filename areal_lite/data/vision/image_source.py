@@ -20,10 +20,9 @@ DOWNLOAD_TIMEOUT_S = 30.0
 
 
 def image_bytes(value: Any, rows: RowsConfig) -> bytes:
-    """Return the file of the image that a row has: bytes of an image file, ``{"bytes": ..., "path": ...}`` from
-    ``datasets``, a base64 ``data:`` URL, a path (from the folder of ``rows.path``), an http(s) URL with
-    ``rows.image_urls``, a PIL image, or a uint8 array ``[H, W]`` or ``[H, W, C]``. ImageError if ``value`` is none of
-    these, or cannot or must not be read."""
+    """Return the image file of a row's value: its bytes, ``{"bytes": ..., "path": ...}`` from ``datasets``, a base64
+    ``data:`` URL, a path (from the folder of ``rows.path``), an http(s) URL with ``rows.image_urls``, a PIL image, or a
+    uint8 array ``[H, W]`` or ``[H, W, C]``. ImageError for anything else, or what cannot or must not be read."""
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes):

@@ -15,8 +15,7 @@ from areal_lite.models.vision_model import text_decoder
 
 
 class _Linear:
-    """A product with a weight; for many rows in bfloat16 on a CPU with a packed copy, which is faster than torch's
-    ``linear`` and gives the same bits."""
+    """A product that packs its weight for many rows in bfloat16 on a CPU: faster than ``linear``, and the same bits."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, operations: LayerOperations) -> None:
         self._weight = weight
@@ -54,9 +53,8 @@ def can_pack() -> bool:
 
 
 class LeanDecoder:
-    """Computes logits of ``model``, a causal LM whose decoder is of a known family, with a cache of the keys and values
-    of earlier tokens. ``operations`` compute a layer between its matrix products. The model's projections of one input
-    become views of a joined weight."""
+    """Computes logits of ``model``, a causal LM of a known family, with a KV cache. ``operations`` compute a layer
+    between its matrix products. The model's projections of one input become views of a joined weight."""
 
     def __init__(self, model: Any, cache: SlotCache, operations: LayerOperations) -> None:
         self._cache = cache
@@ -72,16 +70,13 @@ class LeanDecoder:
             linear.packed = None
 
     def forward(self, inputs: Tensor, positions: Tensor, masks: dict[str, Tensor], last: Tensor) -> Tensor:
-        """Run a pass that the cache's plan describes, and store its KV.
+        """Run a pass that the cache's plan describes, store its KV, and return the logits ``[m, vocab]``.
 
         Args:
             inputs: ``[n, q]`` token ids, or ``[n, q, width]`` embeddings, which change.
             positions: ``[n, q]`` their positions, or ``[3, n, q]`` on three axes.
             masks: ``[n, 1, q, kv]`` added to the scores of each kind of layers; those missing are causal.
             last: ``[m]`` the tokens that need logits, numbered through all rows.
-
-        Returns:
-            ``[m, vocab]`` logits.
         """
         operations, groups = self._operations, self._layers[0].attention.num_key_value_groups
         hidden = inputs if inputs.ndim == 3 else self._body.embed_tokens(inputs)

@@ -1,9 +1,8 @@
 """Arithmetic of a Llama-like layer between its matrix products, and products of few rows: torch's operations, and C++.
 
-The compiled ones are used on a CPU where there is a C++ compiler with OpenMP; they are compiled when the model is
-loaded. torch's pad the tokens of all slots and read every slot up to the longest one; the compiled ones read each slot
-up to its own end, and any number of tokens of it. A product of few rows takes as long as reading the weight; torch's
-need several times that.
+The compiled ones, built when the model is loaded, are used on a CPU with a C++ compiler and OpenMP. torch's pad the
+tokens of all slots and read every slot up to the longest one; the compiled ones read each slot up to its own end, and
+any number of tokens of it. A product of few rows takes as long as reading the weight, torch's several times that.
 """
 
 import ctypes

@@ -1,8 +1,7 @@
 """A KV cache with one slot per request, so requests of any length share a batch.
 
 Each layer has two tensors ``[slots, kv_heads, capacity + 1, head_dim]``; position ``p`` of a request is column ``p`` of
-its slot. Padding writes to the last column. Knows nothing about requests: the scheduler passes the slots and how many
-columns of each are filled.
+its slot. Padding writes to the last column. Knows no requests: the scheduler passes slots and how full they are.
 
 A windowed layer keeps all positions too, and its queries see the last ones by a mask or by where they begin to read. A
 ring of the window's size would save memory, but would have lost what a fork before its end must read, so prefixes could
@@ -30,8 +29,7 @@ class ForwardPlan:
         self.set([0], [0], 0)  # a pass of no tokens
 
     def set(self, used: list[int], past: list[int], query_length: int) -> None:
-        """Plan a pass of ``query_length`` tokens, right-padded, for each of the ``used`` slots, of which ``past``
-        columns are filled."""
+        """Plan a pass of ``query_length`` right-padded tokens for each ``used`` slot, with ``past`` columns filled."""
         self.used = torch.tensor(used, device=self.device)
         starts = torch.tensor(past, device=self.device)
         self.columns = (starts[:, None] + torch.arange(query_length, device=self.device)).clamp(max=self.capacity)
@@ -89,8 +87,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def _lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return zeros; on a CPU, memory is allocated page by page as columns are written. Zeros, because a masked column
-    enters the sum with weight 0, and 0 * nan is nan."""
+    """Return zeros, on a CPU allocated page by page as written. Zeros: a masked column weighs 0, and 0 * nan is nan."""
     if like.device.type != "cpu":
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     memory = mmap.mmap(-1, math.prod(shape) * like.element_size(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,7 +1,6 @@
 """SGLang's ``/generate`` and ``/abort_request``.
 
-Guarantees: an invalid request gets a 4xx and never reaches the model; when a client disconnects, its requests are
-aborted.
+Guarantees: an invalid request gets a 4xx and never reaches the model; a disconnected client's requests are aborted.
 """
 
 import asyncio
@@ -90,8 +89,7 @@ class GenerationRoutes:
         return reply_json({"text": "", "output_ids": [], "meta_info": meta})
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a streamed ``/generate`` call, for programs in this process. Closing the iterator aborts
-        the call. Raises BadRequest if the body is invalid."""
+        """Yield the events of a ``/generate`` call of this process; closing aborts it. BadRequest if it is invalid."""
         one = await self._accept(body)
         with self._running(one):
             async for event in self._events(one):

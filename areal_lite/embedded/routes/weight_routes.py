@@ -162,9 +162,7 @@ class WeightRoutes:
 
 class WeightReceiver:
     """The server's process groups, and the tensors of the update that is open. Its methods block: they run in threads.
-
-    Servers receive as SGLang does, but while the model generates.
-    """
+    Servers receive as SGLang does, but while the model generates."""
 
     def __init__(self, device: torch.device) -> None:
         self.received: dict[str, Tensor] | None = None

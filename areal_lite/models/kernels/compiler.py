@@ -29,9 +29,8 @@ def find_compiler() -> str | None:
 def compile_library(
     source: Path, arguments: Mapping[str, list[Any]], *defines: str, otherwise: str
 ) -> ctypes.CDLL | None:
-    """Return the compiled functions, or None if they cannot be compiled, which is logged with the cost ``otherwise``.
-    ``arguments`` are the ctypes of each function's arguments; no function returns anything. ``defines`` are
-    ``NAME=value`` for the preprocessor."""
+    """Return the compiled functions, or None if compiling fails, logged with the cost ``otherwise``. ``arguments`` are
+    the ctypes each takes; none returns anything. ``defines`` are ``NAME=value`` for the preprocessor."""
     compiler = find_compiler()
     if compiler is None:
         logger.info("no C++ compiler: %s. Install g++, or set CXX to a compiler.", otherwise)

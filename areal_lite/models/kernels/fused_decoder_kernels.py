@@ -1,7 +1,6 @@
 """Arithmetic of Llama-like layers beside their matrix products, and its gradients: torch's operations, and C++.
 
-The compiled ones are used in bfloat16 on a CPU where there is a C++ compiler with OpenMP; they are compiled at the
-first pass.
+The compiled ones, built at the first pass, are used in bfloat16 on a CPU where there is a C++ compiler with OpenMP.
 """
 
 import ctypes
@@ -37,9 +36,8 @@ _ARGUMENTS = {
 
 
 class Tokens:
-    """The tokens of all bins, one bin after another: their rotary angles ``cos`` and ``sin [T, width]``, the number of
-    tokens of each bin, and which of them see one another; without ``segments``, a token sees all before it in its bin.
-    """
+    """The tokens of all bins, bin after bin: their rotary angles ``cos`` and ``sin [T, width]``, the number of tokens
+    of each bin, and which of them see one another; without ``segments``, a token sees all before it in its bin."""
 
     def __init__(
         self, cos: Tensor, sin: Tensor, lengths: Sequence[int], segments: Segments | None, heads: Heads
@@ -82,8 +80,7 @@ class DecoderOperations:
 
     def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``hidden + added``, its RMS norm in half, and the factor ``[T, 1]`` that makes a mean square 1.
-        ``hidden [T, width]`` is float32, ``added`` half. Has no gradient of its own: :meth:`norm_gradient` takes a
-        third of the time of autograd's."""
+        ``hidden [T, width]`` is float32, ``added`` half. Its :meth:`norm_gradient` takes a third of autograd's time."""
         total = hidden + added
         power = torch.linalg.vector_norm(total, dim=1, keepdim=True).square_()
         inverse = power.div_(total.shape[1]).add_(eps).rsqrt_()

@@ -1,7 +1,6 @@
 """Scores of tokens from rows of logits, and the gradient of the logits: torch's operations, and the same in C++.
 
-The compiled ones are used in bfloat16 on a CPU where there is a C++ compiler with OpenMP, without truncation; they are
-compiled at the first pass.
+The compiled ones, built at the first pass, are for bfloat16 without truncation on a CPU with a C++ compiler and OpenMP.
 """
 
 import ctypes

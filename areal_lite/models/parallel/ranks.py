@@ -1,8 +1,7 @@
 """The processes that train one model together, as started by torchrun; or a single process.
 
-Ranks agree through sums: every rank holds the numbers of the whole step and computes its share of them. Batches and
-decisions are broadcast: all ranks make the same calls in the same order, and fail if the sending rank dies. Nothing
-is pickled.
+Ranks agree through sums: every rank holds the numbers of the whole step and computes its share. Batches and decisions
+are broadcast: all ranks make the same calls in the same order, and fail if the sending rank dies. Nothing is pickled.
 """
 
 import os
@@ -112,8 +111,7 @@ def join_ranks(device: torch.device, *, sp_size: int = 1, tp_size: int = 1) -> I
     An exception is reported to torchrun, which shows the traceback of the first failed rank and ends the others.
 
     Args:
-        device: The device this rank trains on. GPU tensors use NCCL (each rank takes the GPU of its LOCAL_RANK), CPU
-            tensors gloo.
+        device: This rank's device. GPU tensors use NCCL (each rank takes the GPU of its LOCAL_RANK), CPU tensors gloo.
         sp_size: Ranks that read one sequence together.
         tp_size: Ranks that compute one layer together.
 

@@ -14,8 +14,7 @@ from areal_lite.models.parallel.ranks import Ranks
 
 
 def refuse_heads(heads: int | None, sp_size: int, tp_size: int, name: str) -> None:
-    """Raise ConfigError if ``sp_size`` ranks cannot divide the attention heads that ``tp_size`` leaves each of the
-    model ``name``."""
+    """Raise ConfigError if ``sp_size`` ranks cannot divide the heads that ``tp_size`` leaves each of model ``name``."""
     if heads is not None and heads % (sp_size * tp_size):
         left = heads // tp_size
         sizes = ", ".join(str(size) for size in range(1, left + 1) if left % size == 0)
@@ -26,8 +25,7 @@ def refuse_heads(heads: int | None, sp_size: int, tp_size: int, name: str) -> No
 
 
 class SequenceParallel:
-    """What the ranks that read one sequence together do with each other: the exchange of tokens for heads before
-    attention and back after it. ``B`` rows of ``T`` tokens."""
+    """Exchanges tokens for heads around attention, among the ranks of one sequence. ``B`` rows of ``T`` tokens."""
 
     def __init__(self, ranks: Ranks, config: Any) -> None:
         heads = getattr(config, "num_attention_heads", None)

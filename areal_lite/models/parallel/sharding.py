@@ -30,8 +30,7 @@ from areal_lite.models.parallel.tensor_parallel import divide_layers
 
 def empty_model(auto_class: Any, model_path: str, **options: Any) -> tuple[Any, list[str]] | None:
     """Return a float32 model to be sharded and filled, and the weights that its folder lacks; None if it must be loaded
-    whole, as a model on the hub is. The weights that a folder may lack are those of a head, which the caller sets;
-    ``options`` change the model's config."""
+    whole, as one on the hub is. A folder may lack those of a head, set by the caller; ``options`` change the config."""
     folder = Path(model_path).expanduser()
     with suppress(OSError, ValueError, ConfigError):  # loading it whole gives the reason
         stored = stored_tensors(folder) if folder.is_dir() else {}
