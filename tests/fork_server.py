@@ -1,9 +1,10 @@
 """Forks Python programs from a process that has imported torch and transformers, which takes seconds in each new one.
 
-:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...``, torchrun itself,
-scripts of this repository, and workers and writers of dumps then begin in a fork of the server below; every other
-command starts as always. To its starter and itself such a program is like one that was started: the same parent,
-process group, files, directory, variables, ``sys.argv`` and ``sys.path``, and it ends through the interpreter's end.
+:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...``, torchrun and its
+ranks, scripts of this repository, workers and writers of dumps, and programs whose first line is ``IN_A_FORK`` then
+begin in a fork of the server below; every other command starts as always. To its starter and itself such a program is
+like one that was started: the same parent, process group, files, directory, variables, ``sys.argv`` and ``sys.path``,
+and it ends through the interpreter's end.
 
 What makes that true, step by step, since none of it shows when it is wrong:
 
@@ -54,6 +55,10 @@ _PRELOADED = (
     "areal_lite.rollout.workers.worker_process",
     "areal_lite.embedded.routes.control_routes",
     "areal_lite.embedded.routes.generation_routes",
+    "areal_lite.tools.run.train",
+    "areal_lite.tools.run.progress",
+    "numpy.ctypeslib",
+    "openai.resources.chat.chat",
 )
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 _LENGTH = struct.Struct("!I")
@@ -61,6 +66,8 @@ _MOST_DESCRIPTORS = 64
 _LONGEST_COMMAND = 4000
 RealPopen = subprocess.Popen
 """For a test whose programs must start as always."""
+IN_A_FORK = "# May begin in a fork.\n"
+"""First line of a program given as text, or of a script elsewhere, that needs no interpreter of its own."""
 
 
 def _read_at_import(environment: Any) -> dict[str, str]:
@@ -84,12 +91,15 @@ class _Client:
             return False
         if command[1:3] == ["-P", "-c"]:  # as main_command() makes it; the other programs that it starts import little
             ours = "; from areal_lite.rollout." in command[3]
+        elif command[1] == "-c":
+            ours = "".join(command[2:3]).startswith(IN_A_FORK)
         elif command[1] == "-m":
             name = command[2] if len(command) > 2 else ""
-            ours = name.partition(".")[0] == "areal_lite" or name == "torch.distributed.run"
+            ours = name.partition(".")[0] in ("areal_lite", "tests") or name == "torch.distributed.run"
         else:
             script = Path(command[1])
             ours = script.suffix == ".py" and script.resolve().is_relative_to(ROOT)
+            ours = ours or (script.is_file() and script.read_bytes().startswith(IN_A_FORK.encode()))
         return ours and _read_at_import(environment) == _read_at_import(os.environ | _ENVIRONMENT)
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
@@ -246,6 +256,11 @@ def _run(arguments: list[str]) -> None:
         sys.argv = ["-c", *arguments[3:]]
         program = sys.modules["__main__"] = ModuleType("__main__")
         exec(arguments[2], vars(program))
+    elif arguments[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments[2:]]
+        program = sys.modules["__main__"] = ModuleType("__main__")
+        exec(arguments[1], vars(program))
     elif arguments[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv = arguments[1:]
@@ -257,6 +272,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _main() -> None:
+    install()  # torchrun keeps the Popen that it finds at import
     for name in _PRELOADED:
         __import__(name)
     gc.collect()

@@ -563,7 +563,7 @@ with RemoteInfEngine(config) as engine:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_the_run(start_stub: StartStub, sent: signal.Signals) -> None:
-    command = [sys.executable, "-c", PROGRAM, start_stub().address]
+    command = [sys.executable, "-c", fork_server.IN_A_FORK + PROGRAM, start_stub().address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         pids = [float(pid) for pid in process.stdout.readline().split()]
