@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +24,15 @@ gc.disable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep what commands cache, such as indexes of dumps, out of the user's own cache."""
+    """Keep what commands cache, such as indexes of dumps, out of the user's own cache, and compile each kernel once."""
     folder = tempfile.TemporaryDirectory(prefix="areal-lite-cache-")
     config.add_cleanup(folder.cleanup)
     os.environ["XDG_CACHE_HOME"] = folder.name
+    if "CXX" not in os.environ and shutil.which("c++"):  # workers of these tests inherit it
+        compiler = Path(folder.name) / "c++"
+        compiler.write_bytes(Path(__file__).with_name("compile_once.sh").read_bytes())
+        compiler.chmod(0o755)
+        os.environ["CXX"] = str(compiler)
 
 
 def pytest_collection_finish() -> None:
