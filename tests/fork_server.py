@@ -15,7 +15,8 @@ What makes that true, step by step, since none of it shows when it is wrong:
 3. The program gets a server of its own for the programs that it starts, forked before any thread. It ends with the
    program, whose end of their connection closes then.
 4. A fork cannot change what libraries read from the environment at import. A command whose variables differ there
-   (``_READ_AT_IMPORT``) starts as always, as does one with another interpreter or with flags.
+   (``_READ_AT_IMPORT``) starts as always, as does one with another interpreter or with flags. The number of threads is
+   set again.
 5. A writer of dumps loads transformers as if torch were missing: what transformers keeps of finding torch is undone.
 6. Generators of random numbers are copied by a fork: Python's seeds itself again, numpy's is seeded here, and torch's
    begins with the same seed in every process anyway.
@@ -40,7 +41,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "HF_", "TRANSFORMERS_", "TORCH_", "CUDA_", "MALLOC_", "LD_", "CXX", "PYTHON")
-_READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_READ_LATER = (
+    *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    "OMP_NUM_THREADS",  # by _become()
+)
 _PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",
@@ -90,7 +94,7 @@ class _Client:
         if len(command) < 2 or command[0] != sys.executable:
             return False
         if command[1:3] == ["-P", "-c"]:  # as main_command() makes it; the other programs that it starts import little
-            ours = "; from areal_lite.rollout." in command[3]
+            ours = any(f"; from areal_lite.{name}" in command[3] for name in ("rollout.", "processes.call_child "))
         elif command[1] == "-c":
             ours = "".join(command[2:3]).startswith(IN_A_FORK)
         elif command[1] == "-m":
@@ -100,6 +104,7 @@ class _Client:
             script = Path(command[1])
             ours = script.suffix == ".py" and script.resolve().is_relative_to(ROOT)
             ours = ours or (script.is_file() and script.read_bytes().startswith(IN_A_FORK.encode()))
+        ours = ours and environment.get("OMP_NUM_THREADS", "").isdigit()
         return ours and _read_at_import(environment) == _read_at_import(os.environ | _ENVIRONMENT)
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
@@ -241,6 +246,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         setattr(sys, f"__{name}__", stream)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if (threads := int(os.environ["OMP_NUM_THREADS"])) != 1:
+        sys.modules["torch"].set_num_threads(threads)
     given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:2] = given  # in place of this file's folder and ROOT
 

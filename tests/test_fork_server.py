@@ -9,6 +9,7 @@ import pytest
 from tests.fork_server import IN_A_FORK, ROOT
 
 LOOK = "import sys; print(__name__, sys.argv[1:], 'torch' in sys.modules)\n"
+THREADS = "import sys; print('torch' in sys.modules, sys.modules['torch'].get_num_threads())"
 
 
 @pytest.mark.parametrize(("first_line", "forked"), [(IN_A_FORK, True), ("", False)])
@@ -18,6 +19,14 @@ def test_a_program_begins_in_a_fork_if_its_first_line_says_so(first_line: str, f
     for program in (["-c", first_line + LOOK], [str(script)]):
         done = subprocess.run([sys.executable, *program, "a", "b"], capture_output=True, text=True, check=True)
         assert done.stdout == f"__main__ ['a', 'b'] {forked}\n"
+
+
+def test_a_fork_has_the_threads_of_its_command() -> None:
+    for threads in ("1", "3"):
+        environment = os.environ | {"OMP_NUM_THREADS": threads}
+        command = [sys.executable, "-c", IN_A_FORK + THREADS]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"True {threads}\n"
 
 
 def test_the_ranks_of_torchrun_begin_in_forks(tmp_path: Path) -> None:

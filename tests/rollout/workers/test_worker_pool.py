@@ -81,7 +81,7 @@ class Port(OneConversation):
 
 def test_a_workflow_of_the_script_itself_runs_in_workers(start_stub: StartStub, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(fork_server.IN_A_FORK + SCRIPT)
     command = [sys.executable, str(script), start_stub().address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "it ran\n", done.stderr
