@@ -226,7 +226,7 @@ def test_good_calls_succeed_and_bad_ones_say_why_under_mixed_failures():
     assert all(end == i for i, end in enumerate(ends) if i % 40 not in kinds)
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     children = [child for child in alive if "call_child" in " ".join(child.cmdline())]
-    assert len(children) <= 3  # the two of this pool and the one of pools of one
+    assert len(children) <= 4  # the two of this pool, the one of pools of one, and the one that loads little
 
 
 def test_cancelled_calls_stop_at_once_and_keep_the_pool_intact():
