@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +24,15 @@ gc.disable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep what commands cache, such as indexes of dumps, out of the user's own cache."""
+    """Keep what commands cache, such as indexes of dumps, out of the user's own cache, and compile each kernel once."""
     folder = tempfile.TemporaryDirectory(prefix="areal-lite-cache-")
     config.add_cleanup(folder.cleanup)
     os.environ["XDG_CACHE_HOME"] = folder.name
+    if "CXX" not in os.environ and shutil.which("c++"):  # workers of these tests inherit it
+        compiler = Path(folder.name) / "c++"
+        compiler.write_bytes(Path(__file__).with_name("compile_once.sh").read_bytes())
+        compiler.chmod(0o755)
+        os.environ["CXX"] = str(compiler)
 
 
 def pytest_collection_finish() -> None:
@@ -36,26 +42,30 @@ def pytest_collection_finish() -> None:
 
 LONGEST = (
     "benchmarks/test_smoke.py",
-    "e2e/test_stopping.py",
+    "tools/verify/test_verify.py",
     "e2e/test_training_run.py",
     "e2e/test_supervised.py",
-    "models/parallel/test_mesh.py",
-    "models/parallel/test_distributed.py",
-    "examples/test_examples.py",
     "e2e/test_smollm2.py",
+    "models/parallel/test_distributed.py",
+    "models/parallel/test_mesh.py",
+    "trainer/checkpoint/test_crash_resume.py",
+    "e2e/test_stopping.py",
     "rollout/workers/test_worker_pool.py",
+    "cli/test_commands.py",
+    "cluster/test_own_ray.py",
+    "examples/test_examples.py",
+    "e2e/test_algorithms.py",
+    "models/test_attention_windows.py",
     "e2e/test_exact_resume.py",
     "e2e/test_resume.py",
-    "trainer/checkpoint/test_crash_resume.py",
+    "e2e/test_seed_examples.py",
     "agents/isolation/test_agent_isolation.py",
-    "cli/test_commands.py",
-    "tools/verify/test_verify.py",
     "e2e/test_started_servers.py",
     "servers/programs/test_server_group.py",
     "servers/programs/test_embedded_server.py",
     "e2e/test_dumps.py",
 )
-"""Files that start many processes, the longest first."""
+"""Files that take more than some seconds, the longest first."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

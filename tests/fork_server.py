@@ -1,9 +1,10 @@
 """Forks Python programs from a process that has imported torch and transformers, which takes seconds in each new one.
 
-:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...``, torchrun itself,
-scripts of this repository, and workers and writers of dumps then begin in a fork of the server below; every other
-command starts as always. To its starter and itself such a program is like one that was started: the same parent,
-process group, files, directory, variables, ``sys.argv`` and ``sys.path``, and it ends through the interpreter's end.
+:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...``, torchrun and its
+ranks, scripts of this repository, workers and writers of dumps, and programs whose first line is ``IN_A_FORK`` then
+begin in a fork of the server below; every other command starts as always. To its starter and itself such a program is
+like one that was started: the same parent, process group, files, directory, variables, ``sys.argv`` and ``sys.path``,
+and it ends through the interpreter's end.
 
 What makes that true, step by step, since none of it shows when it is wrong:
 
@@ -14,7 +15,8 @@ What makes that true, step by step, since none of it shows when it is wrong:
 3. The program gets a server of its own for the programs that it starts, forked before any thread. It ends with the
    program, whose end of their connection closes then.
 4. A fork cannot change what libraries read from the environment at import. A command whose variables differ there
-   (``_READ_AT_IMPORT``) starts as always, as does one with another interpreter or with flags.
+   (``_READ_AT_IMPORT``) starts as always, as does one with another interpreter or with flags. The number of threads is
+   set again.
 5. A writer of dumps loads transformers as if torch were missing: what transformers keeps of finding torch is undone.
 6. Generators of random numbers are copied by a fork: Python's seeds itself again, numpy's is seeded here, and torch's
    begins with the same seed in every process anyway.
@@ -39,7 +41,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "HF_", "TRANSFORMERS_", "TORCH_", "CUDA_", "MALLOC_", "LD_", "CXX", "PYTHON")
-_READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_READ_LATER = (
+    *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    "OMP_NUM_THREADS",  # by _become()
+)
 _PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",
@@ -54,6 +59,10 @@ _PRELOADED = (
     "areal_lite.rollout.workers.worker_process",
     "areal_lite.embedded.routes.control_routes",
     "areal_lite.embedded.routes.generation_routes",
+    "areal_lite.tools.run.train",
+    "areal_lite.tools.run.progress",
+    "numpy.ctypeslib",
+    "openai.resources.chat.chat",
 )
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 _LENGTH = struct.Struct("!I")
@@ -61,6 +70,8 @@ _MOST_DESCRIPTORS = 64
 _LONGEST_COMMAND = 4000
 RealPopen = subprocess.Popen
 """For a test whose programs must start as always."""
+IN_A_FORK = "# May begin in a fork.\n"
+"""First line of a program given as text, or of a script elsewhere, that needs no interpreter of its own."""
 
 
 def _read_at_import(environment: Any) -> dict[str, str]:
@@ -83,13 +94,17 @@ class _Client:
         if len(command) < 2 or command[0] != sys.executable:
             return False
         if command[1:3] == ["-P", "-c"]:  # as main_command() makes it; the other programs that it starts import little
-            ours = "; from areal_lite.rollout." in command[3]
+            ours = any(f"; from areal_lite.{name}" in command[3] for name in ("rollout.", "processes.call_child "))
+        elif command[1] == "-c":
+            ours = "".join(command[2:3]).startswith(IN_A_FORK)
         elif command[1] == "-m":
             name = command[2] if len(command) > 2 else ""
-            ours = name.partition(".")[0] == "areal_lite" or name == "torch.distributed.run"
+            ours = name.partition(".")[0] in ("areal_lite", "tests") or name == "torch.distributed.run"
         else:
             script = Path(command[1])
             ours = script.suffix == ".py" and script.resolve().is_relative_to(ROOT)
+            ours = ours or (script.is_file() and script.read_bytes().startswith(IN_A_FORK.encode()))
+        ours = ours and environment.get("OMP_NUM_THREADS", "").isdigit()
         return ours and _read_at_import(environment) == _read_at_import(os.environ | _ENVIRONMENT)
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
@@ -231,6 +246,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         setattr(sys, f"__{name}__", stream)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if (threads := int(os.environ["OMP_NUM_THREADS"])) != 1:
+        sys.modules["torch"].set_num_threads(threads)
     given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:2] = given  # in place of this file's folder and ROOT
 
@@ -246,6 +263,11 @@ def _run(arguments: list[str]) -> None:
         sys.argv = ["-c", *arguments[3:]]
         program = sys.modules["__main__"] = ModuleType("__main__")
         exec(arguments[2], vars(program))
+    elif arguments[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments[2:]]
+        program = sys.modules["__main__"] = ModuleType("__main__")
+        exec(arguments[1], vars(program))
     elif arguments[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv = arguments[1:]
@@ -257,6 +279,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _main() -> None:
+    install()  # torchrun keeps the Popen that it finds at import
     for name in _PRELOADED:
         __import__(name)
     gc.collect()

@@ -32,6 +32,7 @@ def test_a_real_model_trains_one_step_and_writes_words(
             "trainer.total_steps=1",
             "eval_dataset.max_samples=2",
             "save_model=false",
+            "checkpoint.every_minutes=null",
         ],
     )
     summary = run_training(config)

@@ -33,6 +33,7 @@ from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer
 from examples.made_up import conversations
 from examples.smollm2 import smollm2
+from tests.fork_server import IN_A_FORK
 
 MEASURED = re.compile("time|train/tokens_per_second|train/mfu|perf/|checkpoint/")
 """Metrics that differ from run to run."""
@@ -186,7 +187,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_stopped_run_waits_for_its_checkpoint_to_be_written(sft_yaml: Path) -> None:
     some = ["trainer.total_steps=500", "checkpoint.every_steps=400", "eval_dataset=null"]
     stopped = subprocess.run(
-        [sys.executable, "-c", SLOW_DISK, "sft", str(sft_yaml), *some],
+        [sys.executable, "-c", IN_A_FORK + SLOW_DISK, "sft", str(sft_yaml), *some],
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,
         text=True,
@@ -272,7 +273,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_ranks_save_the_same_update_if_one_gets_the_signal(sft_yaml: Path) -> None:
     script = sft_yaml.with_name("stop_first.py")
-    script.write_text(STOP_FIRST)
+    script.write_text(IN_A_FORK + STOP_FIRST)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     some = ["trainer.total_steps=500", "checkpoint.every_steps=400", "eval_dataset=null"]
     stopped = subprocess.run(
@@ -346,7 +347,7 @@ def test_a_rank_killed_while_it_writes_its_shard_ends_the_run_which_resumes_bit_
     path = written("sft", tmp_path, tiny_model, epochs=2, total_steps=5)
     some = [mesh, "train_dataset.kwargs.size=16", "checkpoint.every_steps=1", "eval_dataset=null"]
     script = path.with_name("kill_second.py")
-    script.write_text(KILL_SECOND)
+    script.write_text(IN_A_FORK + KILL_SECOND)
 
     def on_ranks(trial: str, *program: str) -> subprocess.CompletedProcess[str]:
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]

@@ -25,6 +25,7 @@ from areal_lite.processes.channel import (
     read_message,
 )
 from areal_lite.processes.child_process import pickled_object
+from tests import fork_server
 from tests.rollout.scripted import on_a_loop
 from tests.rollout.worker_episodes import RunsCode, sends
 
@@ -130,7 +131,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_reply_of_a_child_is_an_error_of_its_call_and_never_code(name: str, tmp_path: Path) -> None:
+def test_a_hostile_reply_of_a_child_is_an_error_of_its_call_and_never_code(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", fork_server.RealPopen)  # a fork has a connection more
     body, error = HOSTILE[name]
     body = pickle.dumps(RunsCode(tmp_path / "mark")) if body is None else body
 

@@ -13,6 +13,7 @@ from areal_lite.api import EpisodeStatus, InferenceEngine
 from areal_lite.api.failure import FailureKind
 from areal_lite.rollout import loop_watchdog
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from tests.fork_server import IN_A_FORK
 from tests.rollout import worker_episodes
 from tests.rollout.scripted import OneTurn
 from tests.stub_server import StubServer, StubThread
@@ -108,7 +109,7 @@ with RemoteInfEngine(config) as engine:
 def test_a_call_into_c_that_outlives_its_deadline_ends_the_process() -> None:
     with StubThread(StubServer()) as stub:
         ended = subprocess.run(
-            [sys.executable, "-c", PROGRAM.replace("ADDRESS", stub.address)],
+            [sys.executable, "-c", IN_A_FORK + PROGRAM.replace("ADDRESS", stub.address)],
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
             capture_output=True,
             text=True,

@@ -81,7 +81,7 @@ class Port(OneConversation):
 
 def test_a_workflow_of_the_script_itself_runs_in_workers(start_stub: StartStub, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(fork_server.IN_A_FORK + SCRIPT)
     command = [sys.executable, str(script), start_stub().address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "it ran\n", done.stderr
@@ -563,7 +563,7 @@ with RemoteInfEngine(config) as engine:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_the_run(start_stub: StartStub, sent: signal.Signals) -> None:
-    command = [sys.executable, "-c", PROGRAM, start_stub().address]
+    command = [sys.executable, "-c", fork_server.IN_A_FORK + PROGRAM, start_stub().address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         pids = [float(pid) for pid in process.stdout.readline().split()]

@@ -30,6 +30,7 @@ from areal_lite.servers.programs import server_group
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_servers
 from areal_lite.servers.programs.server_process import ServerProcess
 from areal_lite.servers.programs.server_program import ServedModel, gpu_groups, visible_gpus
+from tests.fork_server import IN_A_FORK
 
 FAKES = str(Path(__file__).parent / "fake_packages")
 ENV = {"PYTHONPATH": FAKES}
@@ -374,7 +375,8 @@ def test_a_dead_servers_own_processes_are_killed(tmp_path: Path) -> None:
 
 def test_nothing_is_left_when_the_run_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from tests.servers.programs.test_server_group import servers\n"
+        f"{IN_A_FORK}import sys; from pathlib import Path\n"
+        "from tests.servers.programs.test_server_group import servers\n"
         f"with servers(Path({str(tmp_path)!r}), args={{'fault': 'has a child'}}) as group:\n"
         "    print(group._servers[0].pid, flush=True); sys.stdin.read()"
     )

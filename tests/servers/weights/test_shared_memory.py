@@ -14,6 +14,7 @@ from areal_lite.models.policy_model import load_policy
 from areal_lite.servers.weights.shared_memory import SharedWeights
 from areal_lite.servers.weights.weight_folder import publish_weights
 from tests.fixtures.tiny_vlm import save_tiny_vlm
+from tests.fork_server import IN_A_FORK
 
 CPU = torch.device("cpu")
 
@@ -77,7 +78,7 @@ def test_closing_frees_the_memory_and_may_come_twice_or_after_the_folders_are_go
 
 def test_another_process_reads_it_and_a_killed_run_leaves_no_memory(tiny: Path, tmp_path: Path) -> None:
     program = (
-        "import sys, torch; from pathlib import Path\n"
+        f"{IN_A_FORK}import sys, torch; from pathlib import Path\n"
         "from areal_lite.models.policy_model import load_policy\n"
         "from areal_lite.servers.weights.shared_memory import SharedWeights\n"
         "model = load_policy(sys.argv[2], device=torch.device('cpu'))\n"

@@ -25,6 +25,7 @@ class Mesh(NamedTuple):
     sp: int
     tp: int
     cases: tuple[str, ...]
+    steps: int = 20
 
 
 LLAMA, QWEN2, QWEN3, ONE_KEY, GEMMA3 = "llama", "qwen2", "qwen3", "qwen3 with one head of keys", "gemma3_text"
@@ -35,19 +36,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ONE_KEY: {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 8},  # fewer than sp ranks
     GEMMA3: {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True},
 }
-STEPS = 20
 RESUMED = "critic"
 
 MESHES = {
-    "sp2": Mesh(2, 2, 1, (LLAMA, ONE_KEY, "one_sample", "critic", "adapters", "forked", "sft", "dpo")),
-    "tp2": Mesh(2, 1, 2, (QWEN3, "adapters", "forked")),
+    "sp2": Mesh(2, 2, 1, (LLAMA, ONE_KEY, "one_sample", "critic", "adapters", "forked", "sft", "dpo"), steps=6),
+    "tp2": Mesh(2, 1, 2, (QWEN3, "adapters", "forked"), steps=6),
     "tp2, others": Mesh(2, 1, 2, (LLAMA, QWEN2, GEMMA3, "one_sample", "critic", "sft", "dpo")),
     "dp2 sp2": Mesh(4, 2, 1, (LLAMA, ONE_KEY, GEMMA3, "many_microbatches", "forked_critic", "dpo", "reward_model")),
     "dp2 tp2": Mesh(4, 1, 2, (LLAMA, QWEN2, QWEN3, "many_microbatches", "critic", "adapters", "sft", "reward_model")),
     "sp2 tp2": Mesh(4, 2, 2, (LLAMA, QWEN3, GEMMA3, "one_sample", "forked_critic", "bfloat16")),
     "sp4": Mesh(4, 4, 1, (LLAMA, ONE_KEY, GEMMA3, "one_sample", "one_microbatch", "bfloat16")),
 }
-"""Meshes, and the cases that they run: a family of models, or one of ``training_cases``."""
+"""Meshes, and the cases that they run: a family of models, with its number of updates, or one of ``training_cases``."""
 
 
 def build(family: str, folder: Path) -> Path:
@@ -60,15 +60,15 @@ def build(family: str, folder: Path) -> Path:
     return folder
 
 
-def run_family(model_path: Path) -> dict[str, Tensor]:
-    """Return each gradient of the first update, clipped, and each weight and metric after :data:`STEPS` updates of
+def run_family(model_path: Path, steps: int) -> dict[str, Tensor]:
+    """Return each gradient of the first update, clipped, and each weight and metric after ``steps`` updates of
     AdamW."""
     config = TrainerConfig(
-        total_steps=STEPS, learning_rate=1e-2, adam_eps=1e-3, max_grad_norm=0.5, dtype="float32", device="cpu",
+        total_steps=steps, learning_rate=1e-2, adam_eps=1e-3, max_grad_norm=0.5, dtype="float32", device="cpu",
         kl=KLConfig(coef=0.1), entropy_coef=0.01, loss_aggregation="seq-mean-token-mean",
     )  # fmt: skip
     trainer, found = PolicyTrainer(config, model_path=str(model_path), seed=1), {}
-    for step in range(STEPS):
+    for step in range(steps):
         metrics = trainer.train_step(training_batch(drawn_batch(step, groups=2)), version=3)
         if step == 0:
             parameters = trainer.model.named_parameters()
@@ -77,9 +77,9 @@ def run_family(model_path: Path) -> dict[str, Tensor]:
     return found | {f"metric/{name}": torch.tensor(metrics[name]) for name in ("loss", "grad_norm", "kl", "entropy")}
 
 
-def results(case: str, models: Path) -> dict[str, Tensor]:
+def results(case: str, steps: int, models: Path) -> dict[str, Tensor]:
     """Return what a case computes; ``models`` holds those of the families and, as ``tiny``, that of other cases."""
-    return run_family(models / case) if case in FAMILIES else run_case(case, models / "tiny")[1]
+    return run_family(models / case, steps) if case in FAMILIES else run_case(case, models / "tiny")[1]
 
 
 def resume_and_save(rank: int, models: Path, out: Path) -> None:
@@ -114,7 +114,7 @@ def run_rank(mesh: Mesh, out: Path, models: Path) -> None:
     """Run the cases of a mesh as one rank; the first writes what came out."""
     with join_ranks(torch.device("cpu"), sp_size=mesh.sp, tp_size=mesh.tp) as ranks:
         for case in mesh.cases:
-            found = results(case, models)
+            found = results(case, mesh.steps, models)
             if ranks.rank == 0:
                 save_file(found, out / f"{case}.safetensors")
         (out / f"held_{ranks.rank}.json").write_text(json.dumps(held(models / LLAMA)))

@@ -209,7 +209,9 @@ def generated_rows() -> DataProto:
 
 
 def start_ranks(size: int, target: Callable[..., None], *arguments: Any) -> None:
-    """Call ``target`` as each of ``size`` ranks, forked from this process so that torch is imported once."""
+    """Call ``target`` as each of ``size`` ranks, forked from this process so that torch and peft are imported once."""
+    import peft  # noqa: F401
+
     fork = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
