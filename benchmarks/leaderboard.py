@@ -285,6 +285,22 @@ def rows(task: Task, seed: int, size: int) -> list[dict[str, Any]]:
     return ReasoningGymTask.rows(task.env.partition(":")[2], seed=seed, size=size, **task.rows)
 
 
+def conversations(seed: int, size: int) -> list[dict[str, Any]]:
+    """Return ``size`` answered questions of each task of one answer, to teach a base model how to answer."""
+    return [
+        {
+            "messages": [
+                {"role": "system", "content": task.system_prompt},
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        }
+        for task in TASKS.values()
+        if task.one_answer
+        for row in rows(task, seed, size)
+    ]
+
+
 def scorer(task: Task) -> Callable[[str, dict[str, Any]], float]:
     """Return the reward of an answer to a row: that of our runs."""
     from areal_lite.environments.reasoning_gym import final_answer
