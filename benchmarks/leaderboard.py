@@ -5,10 +5,10 @@
 Every run trains on 8 rows x 8 answers a step at temperature 1, in bfloat16 autocast and without a KL penalty, and
 answers the same held-out rows greedily. A seed has its own training rows and its own samples. The variants are
 algorithms, bounds of staleness (``bound 2``; decoupled GRPO), and ``TRL``: GRPOTrainer with the same model, rows in the
-same order, batch, learning rate and steps, for tasks of one answer. PYTHON is an interpreter with ``trl``, in an
-environment of its own. Runs of one seed follow one another, so that their seconds compare; evaluations are not in them.
-Each run leaves one line in the records, and a run that is there is not made again. Without ``--variants``, the records
-are only shown.
+same order, batch and learning rate, for tasks of one answer; ``--trl-steps`` ends its runs sooner. PYTHON is an
+interpreter with ``trl``, in an environment of its own. Runs of one seed follow one another, so that their seconds
+compare; evaluations are not in them. Each run leaves one line in the records and is not made again. Without
+``--variants``, the records are only shown.
 """
 
 from __future__ import annotations
@@ -187,13 +187,15 @@ def our_run(
         },
         "training": [round(record["train/reward_mean"], 4) for record in steps],
         "seconds": round(sum(record["timing/step_s"] for record in steps), 1),
+        "steps": len(steps),
         "staleness": round(sum(staleness) / len(staleness), 3),
     }
 
 
-def trl_run(task_name: str, *, seed: int, model: str, python: str, held_out: int) -> dict[str, Any]:
-    """Train with TRL in a process of its own; return the curve and the seconds of the steps."""
+def trl_run(task_name: str, *, steps: int, seed: int, model: str, python: str, held_out: int) -> dict[str, Any]:
+    """Train with TRL in a process of its own; return the curve and the seconds of each step."""
     words = ["--trl-child", str(seed), "--tasks", task_name, "--model", model, "--held-out", str(held_out)]
+    words += ["--trl-steps", str(steps)]
     done = subprocess.run([python, __file__, *words], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -255,7 +257,7 @@ def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
         )
         evaluate(0)
         trainer.train()
-    print(json.dumps({"curve": curve, "seconds": sum(seconds)}))
+    print(json.dumps({"curve": curve, "seconds": sum(seconds), "steps": task.steps}))
 
 
 def trl_config(folder: str, steps: int, learning_rate: float = LEARNING_RATE, **options: Any) -> Any:
@@ -330,7 +332,8 @@ def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         common = {"seed": seed, "model": arguments.model, "held_out": arguments.held_out}
         record = {"task": task_name, "variant": variant, "seed": seed, "model": model, "load": os.getloadavg()[0]}
         if variant == "TRL":
-            record |= trl_run(task_name, python=arguments.trl_python, **common)
+            steps = min(task.steps, arguments.trl_steps or task.steps)
+            record |= trl_run(task_name, steps=steps, python=arguments.trl_python, **common)
         else:
             record |= our_run(task, VARIANTS[variant], smoke=arguments.smoke, **common)
         records.append(record)
@@ -351,28 +354,34 @@ def show(records: list[dict[str, Any]]) -> list[Figure]:
     for (model, task), by_variant in by_task.items():
         steps = sorted({step for runs in by_variant.values() for run in runs for step in run["curve"]}, key=int)
         print(f"\n{task}, {model}: held-out reward by step, mean and 95 % interval over seeds")
-        print(f"| | seeds | {' | '.join(steps)} | seconds | of TRL's | staleness |\n|---|{'---|' * (len(steps) + 4)}")
-        theirs = {run["seed"]: run["seconds"] for run in by_variant.get("TRL", [])}
+        print(
+            f"| | seeds | {' | '.join(steps)} | s per step | of TRL's | staleness |\n|---|{'---|' * (len(steps) + 4)}"
+        )
+        theirs = {run["seed"]: run["seconds"] / run["steps"] for run in by_variant.get("TRL", [])}
         for variant, runs in by_variant.items():
             cells = [variant, str(len(runs))]
             for step in steps:
-                mean, low, high = mean_interval([run["curve"][step] for run in runs])
-                cells.append(f"{mean:.3f}" if len(runs) < 2 else f"{mean:.3f} [{low:.3f}, {high:.3f}]")
-            seconds = statistics.mean(run["seconds"] for run in runs)
-            ratios = [run["seconds"] / theirs[run["seed"]] for run in runs if run["seed"] in theirs]
+                if not (found := [run["curve"][step] for run in runs if step in run["curve"]]):
+                    cells.append("")
+                    continue
+                last, low, high = mean_interval(found)
+                cells.append(f"{last:.3f}" if len(found) < 2 else f"{last:.3f} [{low:.3f}, {high:.3f}]")
+            each_s = {run["seed"]: run["seconds"] / run["steps"] for run in runs}
+            seconds = statistics.mean(each_s.values())
+            ratios = [each_s[seed] / theirs[seed] for seed in each_s if seed in theirs]
             ratio = statistics.mean(ratios) if ratios else None
             staleness = "" if variant == "TRL" else f"{statistics.mean(run['staleness'] for run in runs):.2f}"
-            cells += [f"{seconds:.0f}", "" if ratio is None else f"{ratio:.2f}", staleness]
+            cells += [f"{seconds:.1f}", "" if ratio is None else f"{ratio:.2f}", staleness]
             print(f"| {' | '.join(cells)} |")
-            last = statistics.mean(run["curve"][steps[-1]] for run in runs)
             figures.append(Figure(f"{task}, {variant}, {model}: last held-out reward", max(last, 1e-9), ""))
-            figures.append(Figure(f"{task}, {variant}, {model}: steps", seconds, "s", ratio=ratio))
+            figures.append(Figure(f"{task}, {variant}, {model}: a step", seconds, "s", ratio=ratio))
     return figures
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--trl-python")
+    parser.add_argument("--trl-steps", type=int, help="steps of TRL's runs, at most a task's own")
     parser.add_argument("--trl-child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
@@ -383,7 +392,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.trl_child is not None:
         (name,) = arguments.tasks
-        run_trl(TASKS[name], arguments.trl_child, arguments.model, held_out=arguments.held_out)
+        task = dataclasses.replace(TASKS[name], steps=arguments.trl_steps)
+        run_trl(task, arguments.trl_child, arguments.model, held_out=arguments.held_out)
         return
     if "TRL" in arguments.variants and arguments.trl_python is None:
         parser.error("TRL needs --trl-python PYTHON")
