@@ -196,13 +196,16 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
         pid_reads, pid_writes = os.pipe()
         end_reads, end_writes = os.pipe()
         if (between := os.fork()) == 0:
+            between = os.getpid()
             if os.fork() > 0:
                 os._exit(0)
             if request["session"]:
                 os.setsid()  # before the starter has the process id, by which it may signal the group
             os.write(pid_writes, _LENGTH.pack(os.getpid()))
             os.close(end_writes)
-            os.read(end_reads, 1)  # ends when the process between has ended: the parent is the process of tests then
+            os.read(end_reads, 1)  # ends when the process between ends, and soon the parent is the process of tests
+            while os.getppid() == between:  # a program may ask for a signal at its parent's end, which this is not
+                os.sched_yield()
             connection.close()
             above = max(*request["targets"], 255) + 1
             kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]

@@ -190,8 +190,8 @@ def test_stop_ids_stop_texts_and_eos(tiny: Path) -> None:
             )
             assert len(reported(reply)) == first
             kept = await client.generate(PROMPT, max_new_tokens=20, stop_token_ids=[stop], no_stop_trim=True)
-            text = client.scheduler._decode(ids[:first], True)
-            assert (reply["text"], kept["text"]) == (client.scheduler._decode(ids[: first - 1], True), text)
+            text = client.scheduler.decode(ids[:first], True)
+            assert (reply["text"], kept["text"]) == (client.scheduler.decode(ids[: first - 1], True), text)
 
             ignored = await client.generate(PROMPT, max_new_tokens=20, ignore_eos=True, stop_token_ids=[stop])
             assert ignored["output_ids"] == ids

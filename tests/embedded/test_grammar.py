@@ -105,7 +105,7 @@ def test_greedy_decoding_takes_the_best_allowed_token(tiny: Path) -> None:
             assert reply["text"] == chr(best)
 
     def id_of(client: Client, byte: int) -> int:
-        return next(i for i in range(259) if client.scheduler._decode([i], True) == chr(byte))
+        return next(i for i in range(259) if client.scheduler.decode([i], True) == chr(byte))
 
     asyncio.run(run())
 
