@@ -269,7 +269,9 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         quick = {"health_check_period_ms": 500, "health_check_failure_threshold": 6, "health_check_timeout_ms": 2000}
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": quick})
+        # Hooks for this process's end are signal handlers, which no thread may set; stop() ends the nodes.
+        head = {"num_cpus": 1, "_system_config": quick}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         for _ in range(2):
             self._cluster.add_node(num_cpus=1)
         self.address = self._cluster.address
@@ -509,12 +511,14 @@ def read_dumps(folder: Path, misdeeds: dict[Any, tuple[int, str]]) -> dict[str, 
             episodes += 1
             ends[line["status"]] += 1
             member, do = misdeeds.get(line["task_id"], (-1, None))
+            written = sum(len(turn["ids"]) for turn in line["turns"] if turn["role"] == "assistant")
             if line["error_kind"] == "worker":
                 with_worker += 1
+                wasted += written
             elif line["status"] == "failed" and (line["error_kind"] == "engine" or do is None):
                 lost[f"{line['error_kind']}: {line['error'].strip().splitlines()[-1][:160]}"] += 1
             elif member == line["member_idx"] and line["status"] != "accepted":
-                wasted += sum(len(turn["ids"]) for turn in line["turns"] if turn["role"] == "assistant")
+                wasted += written
                 if line["status"] == "failed" and do in NAMED_BY:
                     (named if re.search(NAMED_BY[do], line["error"]) else unnamed)[do] += 1
     return {

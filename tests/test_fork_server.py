@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from tests.fork_server import IN_A_FORK, ROOT
 
-VARIABLES = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LOOK = "import sys; print(__name__, sys.argv[1:], 'torch' in sys.modules)\n"
 THREADS = "import sys; print('torch' in sys.modules, sys.modules['torch'].get_num_threads())"
+
+
+def variables(threads: str = "1") -> dict[str, str]:
+    """Return the environment of this moment, which tests before may have changed."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.mark.parametrize(("first_line", "forked"), [(IN_A_FORK, True), ("", False)])
@@ -19,15 +23,14 @@ def test_a_program_begins_in_a_fork_if_its_first_line_says_so(first_line: str, f
     script.write_text(first_line + LOOK)
     for program in (["-c", first_line + LOOK], [str(script)]):
         command = [sys.executable, *program, "a", "b"]
-        done = subprocess.run(command, env=VARIABLES, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, env=variables(), capture_output=True, text=True, check=True)
         assert done.stdout == f"__main__ ['a', 'b'] {forked}\n"
 
 
 def test_a_fork_has_the_threads_of_its_command() -> None:
     for threads in ("1", "3"):
         command = [sys.executable, "-c", IN_A_FORK + THREADS]
-        environment = VARIABLES | {"OMP_NUM_THREADS": threads}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, env=variables(threads), capture_output=True, text=True, check=True)
         assert done.stdout == f"True {threads}\n"
 
 
@@ -35,5 +38,5 @@ def test_the_ranks_of_torchrun_begin_in_forks(tmp_path: Path) -> None:
     script = tmp_path / "look.py"
     script.write_text(IN_A_FORK + LOOK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
-    done = subprocess.run(command, env=VARIABLES, capture_output=True, text=True)
+    done = subprocess.run(command, env=variables(), capture_output=True, text=True)
     assert done.stdout == "__main__ [] True\n", done.stderr
