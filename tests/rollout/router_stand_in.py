@@ -39,7 +39,14 @@ class RouterStandIn:
         app.router.add_get("/list_workers", self.list_urls)
         app.router.add_post("/workers", self.add)
         app.router.add_delete("/workers/{id}", self.remove)
+        app.on_cleanup.append(self.end)
         return app
+
+    async def end(self, _: web.Application) -> None:
+        """End the checks of workers that were about to be added."""
+        for task in (tasks := list(self._adding)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def list(self, _: web.Request) -> web.Response:
         """List the workers."""
