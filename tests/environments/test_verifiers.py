@@ -109,6 +109,7 @@ def test_a_limit_of_turns_is_no_end_of_the_task() -> None:
     assert (end.done, end.truncated) == (False, True)
 
 
+@pytest.mark.timeout(60)  # an episode that is left without an answer ends at once
 def test_an_endless_taskset_gives_its_even_tasks_to_train_and_its_odd_ones_to_evaluate() -> None:
     for number, asked in ((2, "4 + 4?"), (1_000_002, "5 + 5?")):
         assert asyncio.run(play("endless", number))[0].messages[0]["content"] == asked

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import tomllib
+import uuid
 from pathlib import Path
 from typing import Any
 from areal_lite.environments.adapters.task_split import is_held_out, task_of
@@ -89,18 +90,18 @@ class HarborTask:
         return Step(results)
 
     async def close(self) -> None:
-        for container in self._containers:
-            await self._docker("rm", "--force", container)
-        for image in self._images:
-            await self._docker("rmi", "--force", image)
+        for command, names in (("rm", self._containers), ("rmi", self._images)):
+            if names:  # one that was not made yet is no problem
+                await self._docker(command, "--force", *names, may_fail=True)
 
     async def _start(self, image: str, *, network: bool) -> None:
         about = self._config.get("environment", {})
         allowed = network and about.get("allow_internet", True)
         options = [f"--network={'bridge' if allowed else 'none'}", "--pids-limit=4096", *_variables(about)]
         options += [f"--{name}={about[key]}{unit}" for key, name, unit in _RESOURCES if key in about]
-        command = ["run", "--detach", "--rm", "--init", *options, "--entrypoint=sleep", image, _A_DAY_S]
-        self._containers.append((await self._docker(*command)).strip())
+        self._containers.append(name := f"areal-lite-{uuid.uuid4().hex}")
+        command = ["run", "--detach", "--rm", "--init", f"--name={name}", *options]
+        await self._docker(*command, "--entrypoint=sleep", image, _A_DAY_S)
 
     async def _bash(self, command: str) -> str:
         limit = ["timeout", "--kill-after=1", str(self._command_s)]
@@ -109,7 +110,8 @@ class HarborTask:
         return printed if left_out <= 0 else f"{printed[:_RESULT_CHARS]}\n[{left_out} more characters]"
 
     async def _judged(self, *, done: bool) -> Step:
-        self._images.append((await self._docker("commit", self._containers[-1])).strip())
+        self._images.append(f"areal-lite:{uuid.uuid4().hex}")
+        await self._docker("commit", self._containers[-1], self._images[-1])
         await self._start(self._images[-1], network=True)
         box, about = self._containers[-1], self._config.get("verifier", {})
         await self._docker("exec", "--user=root", box, "rm", "-rf", "/tests", "/logs/verifier")

@@ -51,6 +51,7 @@ class VerifiersTaskset:
         self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._episode: asyncio.Task[Episode] | None = None
+        self._closed = False
         self._talk: list[dict[str, Any]] = []
         self._tools: list[dict[str, Any]] = []
 
@@ -77,9 +78,13 @@ class VerifiersTaskset:
         return await self._next()
 
     async def close(self) -> None:
-        if self._episode is not None:
-            self._episode.cancel()
-            await asyncio.wait({self._episode})
+        if self._episode is None:
+            return
+        self._closed = True
+        self._episode.cancel()
+        if self._answer is not None:
+            self._answer.cancel()  # else verifiers waits for it
+        await asyncio.wait({self._episode})
 
     def _task(self, number: int) -> Task:
         if self._env.taskset.INFINITE:
@@ -119,6 +124,8 @@ class VerifiersTaskset:
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
+        if self._closed:
+            raise web.HTTPServiceUnavailable
         self._answer = asyncio.Future()
         self._requests.put_nowait(asked)
         message = await self._answer
