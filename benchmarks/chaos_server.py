@@ -133,14 +133,19 @@ class ChaosServer(StubServer):
         if self.replies_fail:
             self.replies += 1
             (fault,) = self._draw.choices((*REPLY_FAULTS, None), (*REPLY_FAULTS.values(), _SOUND))
-        if fault is not None:
-            self.seen[f"fault {fault}"] += 1
         if fault == "500":
+            self._count(fault)
             return _json({"error": {"message": "broken"}}, status=500)
         if fault in ("garbage", "flood"):
+            self._count(fault)
             return await self._no_answer(request, fault)
         await self._resumed.wait()
         return await self._answer(request, body, fault)
+
+    def _count(self, fault: str | None) -> None:
+        """Count a fault as it goes out: that of a request that was cancelled reaches nobody."""
+        if fault is not None:
+            self.seen[f"fault {fault}"] += 1
 
     async def _answer(self, request: web.Request, body: dict[str, Any], fault: str | None) -> web.StreamResponse:
         budget, version = body["sampling_params"]["max_new_tokens"], int(self._label)
@@ -150,6 +155,7 @@ class ChaosServer(StubServer):
         if fault == "reset":
             await asyncio.sleep(self._draw.random() * max(0.0, self._free_at - time.monotonic()))
             assert request.transport is not None
+            self._count(fault)
             request.transport.abort()
             return web.Response()
         done = await self._in_turn(body, length)
@@ -169,6 +175,8 @@ class ChaosServer(StubServer):
             reply["output_ids"][0] = reply["meta_info"]["output_token_logprobs"][0][1] = VOCABULARY
         if fault in LIES and length:
             LIES[fault](reply)
+        if length or fault == "empty":
+            self._count(fault)
         if fault in ("truncated", "drip"):
             return await _slowly(request, orjson.dumps(reply), cut=fault == "truncated")
         return _json(reply)
