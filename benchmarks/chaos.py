@@ -563,10 +563,12 @@ def effective_s(kept: list[dict[str, Any]], window: tuple[float, float], quiet_t
     return float(tokens) / max(quiet_tokens_per_s, 1e-9)
 
 
-def stall_s(steps: list[dict[str, Any]], at: float) -> float:
-    """Return the longest time between two steps, one of which ended within ``NOTICE_S`` after ``at``."""
+def stall_s(steps: list[dict[str, Any]], at: float, trainer: list[Away]) -> float:
+    """Return the longest time between two steps, one of which ended within ``NOTICE_S`` after ``at``; one in which the
+    trainer was away has a cause of its own."""
     times = [float(step["time"]) for step in steps]
-    return max((b - a for a, b in zip(times, times[1:], strict=False) if b >= at and a <= at + NOTICE_S), default=0.0)
+    gaps = [(a, b) for a, b in zip(times, times[1:], strict=False) if b >= at and a <= at + NOTICE_S]
+    return max((b - a for a, b in gaps if not any(a <= low <= b for low, _ in trainer)), default=0.0)
 
 
 def capacity_s(window: tuple[float, float], trainer: list[Away], servers: list[list[Away]]) -> float:
@@ -680,7 +682,7 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
         "causes named": round(named_share, 4),
         "causes not named": dict(Counter(unnamed)),
         "s without a step after a lost node": [
-            round(stall_s(both, cause.start), 1) for cause in chaos.causes if cause.kind == "kill node"
+            round(stall_s(both, cause.start, trainer.down), 1) for cause in chaos.causes if cause.kind == "kill node"
         ],
         "faults that lasted": dict(chaos.faults),
         "faults of replies": missing,

@@ -11,7 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 import pytest
 from benchmarks import chaos
-from benchmarks.chaos import Cause, capacity_s, effective_s, log_lines, read_dumps, read_misdeeds, unnamed_causes
+from benchmarks.chaos import (
+    Cause,
+    capacity_s,
+    effective_s,
+    log_lines,
+    read_dumps,
+    read_misdeeds,
+    stall_s,
+    unnamed_causes,
+)
 
 URL = "http://127.0.0.1:4000"
 
@@ -72,6 +81,13 @@ def test_a_dump_names_a_misdeed_by_the_error_of_its_own_episode(tmp_path: Path) 
     found = read_dumps(tmp_path, {1: (1, "raise"), 2: (0, "exit"), 3: (0, "reject")})
     assert (dict(found["named"]), dict(found["unnamed"]), found["wasted"]) == ({"raise": 1}, {"exit": 1}, 6)
     assert list(found["lost"]) == ["engine: no"]
+
+
+def test_a_stall_after_a_lost_node_is_not_one_of_a_killed_trainer() -> None:
+    steps = [{"time": at} for at in (0.0, 2.0, 5.0, 6.0, 14.0, 15.0, 60.0)]
+    assert stall_s(steps, 3.0, [(7.0, 10.0)]) == 3.0
+    assert stall_s(steps, 3.0, []) == 8.0
+    assert stall_s(steps, 5.5, [(7.0, 10.0), (20.0, 30.0)]) == 1.0
 
 
 def test_a_run_in_which_nothing_ends_says_where_each_task_is(monkeypatch: pytest.MonkeyPatch) -> None:
