@@ -223,7 +223,8 @@ def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
         rewards = []
         for begin in range(0, len(texts), 100):
             batch = tokenizer(texts[begin : begin + 100], return_tensors="pt", padding=True, padding_side="left")
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            batch = batch.to(policy.device)
+            with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16):
                 ids = policy.generate(**batch, max_new_tokens=task.new_tokens, do_sample=False)
             answers = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
             asked = held_out_rows[begin : begin + 100]
@@ -275,7 +276,7 @@ def trl_config(folder: str, steps: int, learning_rate: float = LEARNING_RATE, **
         learning_rate=learning_rate,
         lr_scheduler_type="constant",
         bf16=True,
-        use_cpu=True,
+        use_cpu=device_here() == "cpu",
         gradient_checkpointing=False,
         save_strategy="no",
         report_to=[],
@@ -319,18 +320,27 @@ def scorer(task: Task) -> Callable[[str, dict[str, Any]], float]:
     return lambda text, row: score_of(row["task"], final_answer(text), row)
 
 
+def device_here() -> str:
+    """Return where runs train."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Make the runs that the records lack, and return all records of the chosen tasks."""
     path: Path = arguments.records
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    made = {(record["task"], record["variant"], record["seed"], record["model"]) for record in records}
+    here = device_here()
+    made = {(run["task"], run["variant"], run["seed"], run["model"], run.get("device", "cpu")) for run in records}
     wanted = itertools.product(range(1, arguments.seeds + 1), arguments.tasks, arguments.variants)
     for seed, task_name, variant in wanted:
         task, model = TASKS[task_name], Path(arguments.model).name
-        if (task_name, variant, seed, model) in made or (variant == "TRL" and not task.one_answer):
+        if (task_name, variant, seed, model, here) in made or (variant == "TRL" and not task.one_answer):
             continue
         common = {"seed": seed, "model": arguments.model, "held_out": arguments.held_out}
-        record = {"task": task_name, "variant": variant, "seed": seed, "model": model, "load": os.getloadavg()[0]}
+        record = {"task": task_name, "variant": variant, "seed": seed, "model": model, "device": here}
+        record |= {"load": os.getloadavg()[0]}
         if variant == "TRL":
             steps = min(task.steps, arguments.trl_steps or task.steps)
             record |= trl_run(task_name, steps=steps, python=arguments.trl_python, **common)
@@ -341,6 +351,11 @@ def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             file.write(json.dumps(record) + "\n")
         print(f"{task_name}, {variant}, seed {seed}: {record['curve']} in {record['seconds']:.0f} s", flush=True)
     return [record for record in records if record["task"] in arguments.tasks]
+
+
+def step_seconds(runs: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
+    """Return the mean seconds of a step, by device and seed."""
+    return {(run.get("device", "cpu"), run["seed"]): run["seconds"] / run["steps"] for run in runs}
 
 
 def show(records: list[dict[str, Any]]) -> list[Figure]:
@@ -357,21 +372,29 @@ def show(records: list[dict[str, Any]]) -> list[Figure]:
         print(
             f"| | seeds | {' | '.join(steps)} | s per step | of TRL's | staleness |\n|---|{'---|' * (len(steps) + 4)}"
         )
-        theirs = {run["seed"]: run["seconds"] / run["steps"] for run in by_variant.get("TRL", [])}
+        theirs = step_seconds(by_variant.get("TRL", []))
         for variant, runs in by_variant.items():
-            cells = [variant, str(len(runs))]
+            by_seed = {
+                run["seed"]: run for run in sorted(runs, key=lambda run: len(run["curve"]))
+            }  # the longest of each
+            cells = [variant, str(len(by_seed))]
             for step in steps:
-                if not (found := [run["curve"][step] for run in runs if step in run["curve"]]):
+                if not (found := [run["curve"][step] for run in by_seed.values() if step in run["curve"]]):
                     cells.append("")
                     continue
                 last, low, high = mean_interval(found)
                 cells.append(f"{last:.3f}" if len(found) < 2 else f"{last:.3f} [{low:.3f}, {high:.3f}]")
-            each_s = {run["seed"]: run["seconds"] / run["steps"] for run in runs}
-            seconds = statistics.mean(each_s.values())
-            ratios = [each_s[seed] / theirs[seed] for seed in each_s if seed in theirs]
+            each_s = step_seconds(runs)
+            device = min(each_s)[0]  # cpu, if any
+            seconds = statistics.mean(value for (where, _), value in each_s.items() if where == device)
+            ratios = [each_s[key] / theirs[key] for key in each_s if key in theirs]
             ratio = statistics.mean(ratios) if ratios else None
             staleness = "" if variant == "TRL" else f"{statistics.mean(run['staleness'] for run in runs):.2f}"
-            cells += [f"{seconds:.1f}", "" if ratio is None else f"{ratio:.2f}", staleness]
+            cells += [
+                f"{seconds:.1f}" + " (GPU)" * (device == "cuda"),
+                "" if ratio is None else f"{ratio:.2f}",
+                staleness,
+            ]
             print(f"| {' | '.join(cells)} |")
             figures.append(Figure(f"{task}, {variant}, {model}: last held-out reward", max(last, 1e-9), ""))
             figures.append(Figure(f"{task}, {variant}, {model}: a step", seconds, "s", ratio=ratio))

@@ -51,12 +51,13 @@ def bundles_of(config: ExperimentConfig) -> list[Bundle]:
 
 
 def rank_bundles(config: Any) -> list[Bundle]:
-    threads, gpus = max(1, config.trainer.num_threads), min(1, config.cluster.n_gpus_per_node)
+    threads = max(1, config.trainer.num_threads)
+    gpus = 0 if config.trainer.device == "cpu" else min(1, config.cluster.n_gpus_per_node)
     return [Bundle(f"rank-{number}", threads, gpus) for number in range(config.cluster.n_ranks)]
 
 
 def server_bundles(config: ServerConfig, cluster: ClusterConfig) -> list[Bundle]:
-    gpus = tensor_parallel_size(config) if cluster.n_gpus_per_node else 0
+    gpus = tensor_parallel_size(config) if cluster.n_gpus_per_node and config.device != "cpu" else 0
     return [Bundle(f"server-{number}", max(1, config.num_threads), gpus) for number in range(config.replicas)]
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 import torch
 from transformers.utils.logging import disable_progress_bar
+from areal_lite.cluster.ray_places import bundles_of
 from areal_lite.config.run_config import RunConfig
-from areal_lite.config.server_config import tensor_parallel_size
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.rollout_data_source import state_bytes, state_path
 from areal_lite.errors import ServerError
@@ -219,10 +219,9 @@ def run_rl(
 
 
 def num_devices(config: RunConfig) -> int:
-    on_nodes = config.launch == "ray"
-    if on_nodes and config.cluster.n_gpus_per_node and not config.rollout.addresses:
-        return Ranks.current().size + tensor_parallel_size(config.server) * config.server.replicas
-    started = [] if on_nodes or config.rollout.addresses else gpu_groups(config.server)
+    if config.launch == "ray":
+        return Ranks.current().size + sum(bundle.gpus for bundle in bundles_of(config))
+    started = [] if config.rollout.addresses else gpu_groups(config.server)
     return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
 
 

@@ -14,12 +14,13 @@ import pytest
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.cluster import ray_session
 from areal_lite.cluster.node_actor import node_facts
-from areal_lite.cluster.ray_places import bundles_of, can_fit, check_facts
+from areal_lite.cluster.ray_places import bundles_of, can_fit, check_facts, rank_bundles
 from areal_lite.cluster.ray_session import check_ray, choose_address, runtime_env
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import RayConfig
 from areal_lite.errors import ConfigError, EpisodeError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.runs.rl_run import num_devices
 from tests.cluster.tcp_place import TcpPlace
 from tests.rollout.scripted import until
 from tests.rollout.worker_episodes import Scripted
@@ -72,6 +73,12 @@ def test_a_run_reserves_one_bundle_for_each_program() -> None:
     roles = [("server-0", 1, 4), ("server-1", 1, 4), ("worker-0", 1, 0), ("worker-1", 1, 0)]
     assert bundles_of(many) == roles
     assert [bundle.resources for bundle in bundles_of(many)][1:3] == [{"CPU": 1, "GPU": 4}, {"CPU": 1}]
+    gpus = {"both": (), "trainer": ("server.device=cpu",), "server": ("trainer.device=cpu",)}
+    for who, changes in gpus.items():
+        mixed = load_config(RAY_YAML, ["cluster.n_ranks=1", "cluster.n_gpus_per_node=1", *changes])
+        assert [bundle.gpus for bundle in rank_bundles(mixed)] == [who != "server"], who
+        assert bundles_of(mixed)[0].gpus == (who != "trainer"), who
+        assert num_devices(mixed) == (1 if who == "trainer" else 2), who
     running = load_config(RAY_YAML, ["rollout.workers=2", "rollout.addresses=[127.0.0.1:1]"])
     assert [bundle.role for bundle in bundles_of(running)] == ["worker-0", "worker-1"]
 
