@@ -358,6 +358,30 @@ def step_seconds(runs: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     return {(run.get("device", "cpu"), run["seed"]): run["seconds"] / run["steps"] for run in runs}
 
 
+def longest(runs: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the run of each seed, the longest if there are several."""
+    return {run["seed"]: run for run in sorted(runs, key=lambda run: len(run["curve"]))}
+
+
+def show_board(records: list[dict[str, Any]]) -> None:
+    """Print what GRPO learned of each task: the mean gain, and its 95 % interval over seeds."""
+    from areal_lite.tools.sweep.seed_statistics import mean_interval
+
+    print("| task | model | seeds | steps | before | after | gain | learned |\n|---|---|---|---|---|---|---|---|")
+    by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in records:
+        if run["variant"] == "grpo":
+            by_name.setdefault((run["task"], run["model"]), []).append(run)
+    for task, model in sorted(by_name, key=lambda name: (name[1], list(TASKS).index(name[0]))):
+        curves = [list(run["curve"].values()) for run in longest(by_name[task, model]).values()]
+        before, after = (statistics.mean(curve[at] for curve in curves) for at in (0, -1))
+        gain, low, high = mean_interval([curve[-1] - curve[0] for curve in curves])
+        told = f"{gain:+.2f}" + f" [{low:+.2f}, {high:+.2f}]" * (len(curves) > 1)
+        learned = "yes" if low > 0 else "no" if high < 0.05 else "not sure"
+        cells = [task, model, str(len(curves)), str(by_name[task, model][0]["steps"]), f"{before:.2f}", f"{after:.2f}"]
+        print(f"| {' | '.join([*cells, told, learned])} |")
+
+
 def show(records: list[dict[str, Any]]) -> list[Figure]:
     """Print a table of each task and model; return the last reward of each variant, and its seconds."""
     from areal_lite.tools.sweep.seed_statistics import mean_interval
@@ -374,9 +398,7 @@ def show(records: list[dict[str, Any]]) -> list[Figure]:
         )
         theirs = step_seconds(by_variant.get("TRL", []))
         for variant, runs in by_variant.items():
-            by_seed = {
-                run["seed"]: run for run in sorted(runs, key=lambda run: len(run["curve"]))
-            }  # the longest of each
+            by_seed = longest(runs)
             cells = [variant, str(len(by_seed))]
             for step in steps:
                 if not (found := [run["curve"][step] for run in by_seed.values() if step in run["curve"]]):
@@ -427,7 +449,9 @@ def main() -> None:
             TASKS["largest"] = dataclasses.replace(TASKS["largest"], steps=1, every_steps=1, new_tokens=4)
             arguments.model, arguments.records = str(build_tiny_model(Path(folder) / "model")), Path(folder) / "records"
             arguments.tasks, arguments.variants, arguments.seeds, arguments.held_out = ["largest"], ["grpo"], 1, 1
-        write_figures(arguments.json, show(make_runs(arguments)))
+        records = make_runs(arguments)
+        show_board(records)
+        write_figures(arguments.json, show(records))
 
 
 if __name__ == "__main__":
