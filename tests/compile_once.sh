@@ -2,7 +2,8 @@
 # Does what c++ does with these arguments, once for each arguments and inputs of a run of tests: hundreds of processes
 # compile the same kernels. What was made lies beside this file, which the tests copy to a folder of their own.
 made=$(dirname "$0")
-for output; do :; done # the last argument
+for one; do before=$output && output=$one; done # the last argument
+[ "$before" = -o ] || exec c++ "$@" # nothing is made, as with --version, or not by our kernels
 key=$(
     for one; do
         printf '%s\n' "$one"

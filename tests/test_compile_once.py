@@ -52,3 +52,12 @@ def test_what_cannot_be_compiled_is_an_error_each_time(compiler: Path, tmp_path:
     for _ in range(2):
         done = subprocess.run([compiler, "-c", source, "-o", tmp_path / "a.o"], capture_output=True, text=True)
         assert done.returncode != 0 and "a.cpp" in done.stderr
+
+
+def test_what_makes_no_last_argument_is_the_compilers_own(compiler: Path, tmp_path: Path) -> None:
+    for arguments in (["--version"], ["-dumpversion"]):
+        done, own = (subprocess.run([name, *arguments], capture_output=True) for name in (compiler, "c++"))
+        assert done.returncode == 0 and done.stdout == own.stdout
+    (tmp_path / "a.cpp").write_text("int a() { return 7; }\n")
+    subprocess.run([compiler, "-o", tmp_path / "a.o", "-c", tmp_path / "a.cpp"], check=True)
+    assert (tmp_path / "a.o").exists() and not [*compiler.parent.glob("?" * 64)]

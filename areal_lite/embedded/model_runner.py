@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache
 from areal_lite.data.vision.image_processor import ImageProcessor
 from areal_lite.embedded.checked_weights import Adapter
 from areal_lite.embedded.decoder.image_prompt import ImagePrompt
@@ -18,7 +18,14 @@ from areal_lite.embedded.decoder.lean_decoder import LeanDecoder
 from areal_lite.embedded.decoder.lean_decoder_kernels import LayerOperations, lean_decoder_operations
 from areal_lite.embedded.decoder.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
-from areal_lite.models.attention_windows import mask_argument, short_windows, unsupported_layers, window_of
+from areal_lite.models.attention_windows import (
+    FULL,
+    layer_kinds,
+    mask_argument,
+    short_windows,
+    unsupported_layers,
+    window_of,
+)
 from areal_lite.models.decoder_family import family_of
 from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly, whole_rows
 from areal_lite.models.out_of_memory import is_out_of_memory
@@ -58,6 +65,9 @@ class ModelRunner:
             operations = lean_decoder_operations(model) if compiled else LayerOperations(model)
             self._lean = LeanDecoder(model, self.cache, operations)
         self._last: Tensor | None = None
+        # Of the scores: the ids before the latest scored ones, and their KV. A window's cache cannot be cut again.
+        self._scored: tuple[list[int], DynamicCache | None] = ([], None)
+        self._keeps_scored = {*layer_kinds(model.config)} == {FULL} and image_processor is None and not exact
         self._adapted: list[RemovableHandle] = []
         head: nn.Module = model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)
@@ -120,14 +130,30 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
-    def score(self, ids: list[int]) -> list[float]:
-        """Return the log-prob of each of ``ids`` after the first, at temperature 1; takes the logits of all at once."""
+    def score(self, ids: list[int], start: int = 0) -> list[float]:
+        """Return the log-prob of each of ``ids`` after place ``start``, at temperature 1; takes their logits at once.
+        What is before ``start`` is computed once for calls in a row, as of a group's members."""
+        past = self._past_of(ids[:start]) if start and self._keeps_scored else None
+        begin = start if past is not None else 0
         self._last = None
-        inputs = torch.tensor([ids], device=self.device)
-        logits: Tensor = self.model(input_ids=inputs, use_cache=False).logits[0, :-1]
-        parts = zip(torch.split(logits, _SCORED_ROWS), torch.split(inputs[0, 1:], _SCORED_ROWS), strict=True)
+        inputs = torch.tensor([ids[begin:]], device=self.device)
+        output = self.model(input_ids=inputs, past_key_values=past, use_cache=past is not None)
+        if past is not None:
+            past.crop(start - len(ids))
+        logits, chosen_ids = output.logits[0, start - begin : -1], inputs[0, start - begin + 1 :]
+        parts = zip(torch.split(logits, _SCORED_ROWS), torch.split(chosen_ids, _SCORED_ROWS), strict=True)
         scores = [rows.float().log_softmax(-1).gather(1, chosen[:, None]) for rows, chosen in parts]
-        return torch.cat(scores)[:, 0].tolist() if len(ids) > 1 else []
+        return torch.cat(scores)[:, 0].tolist() if len(ids) > start + 1 else []
+
+    def _past_of(self, ids: list[int]) -> DynamicCache:
+        """Return the KV of ``ids``, kept from the call before if that had the same."""
+        kept_ids, kept = self._scored
+        if kept is None or kept_ids != ids:
+            self._last = torch.zeros(1, dtype=torch.long, device=self.device)  # one row of logits, for nobody
+            kept = DynamicCache(config=self.model.config)
+            self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=kept, use_cache=True)
+            self._scored = (ids, kept)
+        return kept
 
     def _forward_rows(self, decoder: LeanDecoder, slots: list[int], *batch: Any) -> Tensor:
         """Run a pass with each token in a row of its own; ``batch`` is tokens, past and images."""
@@ -222,6 +248,7 @@ class ModelRunner:
         self._features.clear()
         if self._lean is not None:
             self._lean.weights_changed()
+        self._scored = ([], None)
         state = self.model.state_dict()
         _, tied = self.weight_shapes()
         for name, tensor in tensors:
@@ -230,6 +257,7 @@ class ModelRunner:
 
     def adapt(self, adapter: Adapter | None) -> None:
         """Put an adapter on the weights in place of the one before; None removes it."""
+        self._scored = ([], None)
         for handle in self._adapted:
             handle.remove()
         self._adapted = adapter.attach(self.model) if adapter is not None else []

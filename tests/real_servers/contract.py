@@ -19,15 +19,18 @@ from areal_lite.api import (
     Trajectory,
 )
 from areal_lite.api.trajectory import TurnRole
+from areal_lite.config.trainer_config import TeacherConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.servers.client.teacher import Teacher
 from areal_lite.servers.weights.broadcaster import BroadcastGroup, WeightBroadcaster
 from areal_lite.servers.weights.published_weights import PublishedWeights, WeightBucket, WeightFolder
-from tests.real_servers.real_server import CuttableLine, Policy, RealServer, prompt
+from tests.real_servers.real_server import CuttableLine, Policy, RealServer, chosen, prompt
 from tests.rollout.scripted import tensors_of
+from tests.trainer.training_data import sequence
 
 EXACT = 1e-4
 ROW = {"question": "Which is the largest number: 3, 71, 20, 9?", "answer": "71"}
@@ -164,6 +167,20 @@ class RealServerContract:
             assert response.output_len == 32 or response.stop_reason == "stop"
             assert response.attempts == 1
             assert distance(response, policy.logprobs(response, temperature)) < EXACT
+
+    def test_a_teachers_scores_of_a_group_are_the_models_own(self, server: RealServer, policy: Policy) -> None:
+        config = TeacherConfig(addresses=[server.address], backend=self.backend)  # type: ignore[arg-type]
+        asked, answers = prompt(server.model), [[504, 3575, 282], [4649, 314, 260, 1029], [9]]
+        places = [range(len(asked), len(asked) + len(answer)) for answer in answers]
+        group = [sequence(asked + answer, where) for answer, where in zip(answers, places, strict=True)]
+        for _ in range(2):  # the second time the prompt is known
+            Teacher(config, tokenizer_path=str(server.model), patience_s=10.0).score(group)
+            for each in group:
+                with torch.no_grad():
+                    logits = policy.model(torch.tensor(each.input_ids)[None]).logits[0, len(asked) - 1 : -1]
+                assert each.reference_logprobs is not None
+                given = torch.tensor(each.reference_logprobs[len(asked) :])
+                assert float((given - chosen(logits, each.input_ids[len(asked) :].tolist())).abs().max()) < EXACT
 
     def test_greedy_takes_the_likeliest_token(
         self, engine: RemoteInfEngine, server: RealServer, policy: Policy

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 import orjson
 from aiohttp import web
@@ -47,8 +48,9 @@ class GenerationRoutes:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await json_of(request)
-        if isinstance(body, dict) and body.get("logprob_start_len") == 0:
-            return await self._score(body)
+        start = body.get("logprob_start_len") if isinstance(body, dict) else None
+        if type(start) is int and start >= 0:
+            return await self._score(body, start)
         try:
             one = await self._accept(body)
         except BadRequest as error:
@@ -66,18 +68,21 @@ class GenerationRoutes:
                 raise invalid_value(one.finish_reason["message"], status=one.finish_reason["status_code"])
             return reply_json(await self._reply(one))
 
-    async def _score(self, body: dict[str, Any]) -> web.Response:
-        """Answer with the log-probs of the prompt's own tokens and none sampled, as SGLang does."""
+    async def _score(self, body: dict[str, Any], start: int) -> web.Response:
+        """Answer with the log-probs of the prompt's own tokens after ``start`` and none sampled, as SGLang does."""
         params, runner = body.get("sampling_params"), self.runner
         if not isinstance(params, dict) or params.get("max_new_tokens") != 0 or params.get("temperature", 1) != 1:
             raise invalid_value(
-                "logprob_start_len 0 asks for the prompt's log-probs, which the embedded server gives with "
+                f"logprob_start_len {start} asks for the prompt's log-probs, which the embedded server gives with "
                 "max_new_tokens 0 and temperature 1 alone."
             )
         prompt = checked_prompt(body, runner, new_tokens=0).input_ids
+        if start >= len(prompt):
+            raise invalid_value(f"logprob_start_len is {start}: it must be below the prompt's {len(prompt)} tokens.")
         self.weights.check_adapter(body)
-        scores, version = await self._model.command(lambda: (runner.score(prompt), self._scheduler.weight_version))
-        pairs = zip([None, *scores], prompt, strict=True)
+        score = partial(runner.score, prompt, start)
+        scores, version = await self._model.command(lambda: (score(), self._scheduler.weight_version))
+        pairs = zip([None, *scores], prompt[start:], strict=True)
         meta = {
             "id": body.get("rid"),
             "finish_reason": {"type": "length", "length": 0},

@@ -37,7 +37,7 @@ class Teacher:
         asyncio.run(self._check(config, tokenizer_path))
 
     def score(self, sequences: Sequence[TokenSequence]) -> None:
-        """Set the ``reference_logprobs`` of the sequences. Raises ServerError if the teacher cannot score one."""
+        """Set the ``reference_logprobs`` of the sequences, 0 before the first sampled token. Raises ServerError."""
         asyncio.run(self._score(sequences))
 
     async def _check(self, config: TeacherConfig, tokenizer_path: str) -> None:
@@ -55,8 +55,9 @@ class Teacher:
 
         async def one(number: int, sequence: TokenSequence) -> None:
             async with room:
-                scores = await self._scores(requests, number, sequence.input_ids.tolist())
-            sequence.reference_logprobs = np.array([0.0, *scores], np.float32)
+                start = max(0, int(sequence.loss_mask.argmax()) - 1)  # what is before is a prompt, also of others
+                scores = await self._scores(requests, number, sequence.input_ids.tolist(), start)
+            sequence.reference_logprobs = np.array([0.0] * (start + 1) + scores, np.float32)
 
         try:
             async with aclosing(requests), asyncio.TaskGroup() as tasks:
@@ -65,17 +66,17 @@ class Teacher:
         except* ServerError as errors:
             raise errors.exceptions[0] from None
 
-    async def _scores(self, requests: ServerRequests, number: int, ids: list[int]) -> list[float]:
+    async def _scores(self, requests: ServerRequests, number: int, ids: list[int], start: int) -> list[float]:
         """Ask the servers in turn until one answers."""
         began, attempt, limit = time.monotonic(), 0, 2**16 + _BYTES_PER_TOKEN * len(ids)
-        body, path = self._dialect.score_body(ids), self._dialect.generate_path
+        body, path = self._dialect.score_body(ids, start), self._dialect.generate_path
         while True:
             server = self._servers[(number + attempt) % len(self._servers)]
             try:
                 reply = await requests.ask(
                     server, "POST", path, body, timeout_s=self._engine.faults.request_timeout_s, max_bytes=limit
                 )
-                return self._dialect.parse_scores(orjson.loads(reply), ids)
+                return self._dialect.parse_scores(orjson.loads(reply), ids, start)
             except RefusedError as error:
                 raise ServerError(f"the teacher cannot score {len(ids)} tokens: {error}") from None
             except (BadResponse, ErrorReply, orjson.JSONDecodeError, *REQUEST_ERRORS) as error:

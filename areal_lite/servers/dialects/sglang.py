@@ -71,16 +71,16 @@ class SGLang:
             body |= {"input_ids": _collapsed(call), "image_data": call.data_urls()}
         return body
 
-    def score_body(self, input_ids: list[int]) -> dict[str, Any]:
-        """Return the body of a request for the log-probs of given tokens."""
+    def score_body(self, input_ids: list[int], start: int) -> dict[str, Any]:
+        """Return the body of a request for the log-probs of given tokens after place ``start``."""
         sampling = {"max_new_tokens": 0, "temperature": 1.0}
-        return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": start}
 
-    def parse_scores(self, reply: Any, input_ids: list[int]) -> list[float]:
-        """Return the log-prob of each of ``input_ids`` after the first, by the reply to ``score_body``."""
+    def parse_scores(self, reply: Any, input_ids: list[int], start: int) -> list[float]:
+        """Return the log-prob of each of ``input_ids`` after place ``start``, by the reply to ``score_body``."""
         with dialect.reading(reply, "the log-probs of the prompt"):
             pairs = [(pair[1], pair[0]) for pair in reply["meta_info"]["input_token_logprobs"]]
-        return dialect.checked_scores(pairs, input_ids)
+        return dialect.checked_scores(pairs, input_ids[start:])
 
     def image_wire(self, info: ServerInfo) -> tuple[str, str | None]:
         """Return how a server takes images, and what may go wrong with that; None if nothing."""

@@ -68,16 +68,16 @@ class VLLM:
             "stream": call.stream,
         }
 
-    def score_body(self, input_ids: list[int]) -> dict[str, Any]:
-        """Return the body of a request for the log-probs of given tokens; vLLM samples at least one more."""
+    def score_body(self, input_ids: list[int], start: int) -> dict[str, Any]:
+        """Return the body of a request for the log-probs of given tokens; vLLM gives all, and samples one more."""
         return {"token_ids": input_ids, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}}
 
-    def parse_scores(self, reply: Any, input_ids: list[int]) -> list[float]:
-        """Return the log-prob of each of ``input_ids`` after the first, by the reply to ``score_body``."""
+    def parse_scores(self, reply: Any, input_ids: list[int], start: int) -> list[float]:
+        """Return the log-prob of each of ``input_ids`` after place ``start``, by the reply to ``score_body``."""
         with dialect.reading(reply, "the log-probs of the prompt"):
             given = zip(input_ids, reply["prompt_logprobs"], strict=True)
             pairs = [(token, None if of is None else of[str(token)]["logprob"]) for token, of in given]
-        return dialect.checked_scores(pairs, input_ids)
+        return dialect.checked_scores(pairs, input_ids)[start:]
 
     def image_wire(self, info: ServerInfo) -> tuple[str, str | None]:
         """Return how a server takes images, and what may go wrong with that; None if nothing."""

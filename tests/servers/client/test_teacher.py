@@ -34,25 +34,25 @@ IDS = [504, 3575, 282, 4649, 314]
 @pytest.mark.parametrize(("dialect", "name"), RECORDED)
 def test_real_servers_score_the_tokens_that_were_sent(dialect: Dialect, name: str) -> None:
     recorded: Any = orjson.loads((FIXTURES / f"{name}.json").read_bytes())
-    asked, sent = recorded["request"]["body"], dialect.score_body(IDS)
+    asked, sent = recorded["request"]["body"], dialect.score_body(IDS, 0)
     assert recorded["request"]["path"] == dialect.generate_path
     assert sent.keys() <= asked.keys() and sent["sampling_params"].keys() <= asked["sampling_params"].keys()
-    scores = dialect.parse_scores(recorded["response"]["body"], IDS)
+    scores = dialect.parse_scores(recorded["response"]["body"], IDS, 0)
     assert scores == pytest.approx([-11.65, -0.32, -2.4, -0.448], abs=0.08)
     for wrong in (IDS[:-1], [*IDS[:-1], 7], [*IDS, 7]):
         with pytest.raises(BadResponse, match="log-probs"):
-            dialect.parse_scores(recorded["response"]["body"], wrong)
+            dialect.parse_scores(recorded["response"]["body"], wrong, 0)
 
 
 @pytest.mark.parametrize("dialect", [SGLang(), VLLM()])
 def test_a_reply_without_scores_is_refused(dialect: Dialect) -> None:
     for reply in ({}, {"meta_info": {}, "prompt_logprobs": [None, {}]}, {"prompt_logprobs": None}):
         with pytest.raises(BadResponse, match="without the log-probs of the prompt"):
-            dialect.parse_scores(reply, [1, 2])
+            dialect.parse_scores(reply, [1, 2], 0)
     overflowing = {"meta_info": {"input_token_logprobs": [[None, 1], [-1e39, 2]]}}
     overflowing["prompt_logprobs"] = [None, {"2": {"logprob": -1e39}}]  # type: ignore[assignment]
     with pytest.raises(BadResponse, match="finite"):
-        dialect.parse_scores(overflowing, [1, 2])
+        dialect.parse_scores(overflowing, [1, 2], 0)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,9 @@ def test_every_token_gets_the_teachers_logprob_also_beside_a_server_that_is_away
     teacher.score(sequences)
     for each in sequences:
         scores, ids = each.reference_logprobs, each.input_ids.tolist()
-        assert scores is not None and scores.dtype == np.float32 and scores[0] == 0
-        assert worst(scores[1:].tolist(), logprobs_of(model, ids[:1], ids[1:])) < 1e-4
+        first = each.loss_mask.tolist().index(True)
+        assert scores is not None and scores.dtype == np.float32 and not scores[:first].any()
+        assert worst(scores[first:].tolist(), logprobs_of(model, ids[:first], ids[first:])) < 1e-4
 
 
 def test_a_teacher_that_stays_away_ends_the_run_with_its_address(tiny_model: Path, address: str) -> None:
