@@ -2,8 +2,8 @@
 
     python benchmarks/leaderboard.py [--tasks largest gcd] [--variants grpo rloo] [--seeds 3] [--trl-python PYTHON]
 
-Every run trains on 8 rows x 8 answers a step at temperature 1, in bfloat16 autocast and without a KL penalty, and
-answers the same held-out rows greedily. A seed has its own training rows and its own samples. The variants are
+Every run trains on 8 rows x 8 answers a step, of games 4 x 4, at temperature 1, in bfloat16 autocast and without a KL
+penalty, and answers the same held-out rows greedily. A seed has its own training rows and its own samples. The variants are
 algorithms, bounds of staleness (``bound 2``; decoupled GRPO), and ``TRL``: GRPOTrainer with the same model, rows in the
 same order, batch and learning rate, for tasks of one answer; ``--trl-steps`` ends its runs sooner. PYTHON is an
 interpreter with ``trl``, in an environment of its own. Runs of one seed follow one another, so that their seconds
@@ -49,8 +49,10 @@ class Task:
     new_tokens: int = 16
     kwargs: dict[str, Any] = field(default_factory=dict)
     opponent: str | None = None  # of a game of several seats
+    batch: tuple[int, int] = (ROWS, ANSWERS)  # rows of a step, and answers to each
     steps: int = 25
     every_steps: int = 5  # steps between evaluations
+    held_out: int = 200  # rows of an evaluation
     path: str = ""  # of rows and
     workflow: str = ""  # agent, in place of an environment
 
@@ -68,8 +70,9 @@ def question(name: str, system_prompt: str = SYSTEM, new_tokens: int = 16, **row
 
 
 def game(env: str, system_prompt: str, max_turns: int, *, opponent: str | None = None, **kwargs: Any) -> Task:
-    """Return a task of several turns."""
-    return Task(env=env, system_prompt=system_prompt, max_turns=max_turns, opponent=opponent, kwargs=kwargs)
+    """Return a task of several turns, whose episodes have several hundred tokens each: fewer of them, and of steps."""
+    few: dict[str, Any] = {"batch": (4, 4), "steps": 15, "every_steps": 15, "held_out": 40}
+    return Task(env=env, system_prompt=system_prompt, max_turns=max_turns, opponent=opponent, kwargs=kwargs, **few)
 
 
 WORD, GUESS = "Reply with one word only.", "Reply with your move in square brackets only, such as [5]."
@@ -97,11 +100,11 @@ TASKS = {
     ),
     "nim": game("textarena:Nim-v0", "Reply with [pile quantity] only, such as [0 2].", 8, opponent="random"),
     "blackjack cards": game("textarena:Blackjack-v0", "Reply with [Hit] or [Stand] only.", 8),
-    "frozen lake": game("gymnasium:FrozenLake-v1", WORD, 12, is_slippery=False),
+    "frozen lake": game("gymnasium:FrozenLake-v1", WORD, 8, is_slippery=False),
     "cliff": game("gymnasium:CliffWalking-v1", WORD, 14),
     "taxi": game("gymnasium:Taxi-v4", WORD, 12),
     "blackjack": game("gymnasium:Blackjack-v1", WORD, 6),
-    "empty room": game("gymnasium:MiniGrid-Empty-5x5-v0", WORD, 10),
+    "empty room": game("gymnasium:MiniGrid-Empty-5x5-v0", WORD, 8),
     "calculator": Task(
         path="workflows.calculator.rows", workflow="workflows.calculator.CalculatorAgent", new_tokens=48, steps=20
     ),
@@ -119,11 +122,11 @@ def rate_of(model: str) -> float:
     return OWN_RATES.get(Path(model).name, LEARNING_RATE)
 
 
-def config_of(task: Task, seed: int, model: str, changes: dict[str, Any], held_out: int) -> dict[str, Any]:
+def config_of(task: Task, seed: int, model: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Return the config of one of our runs."""
     sizes = {
-        "train_dataset": (seed * 1_000_000, ROWS * (task.steps + 8)),
-        "eval_dataset": (HELD_OUT_SEED, held_out),
+        "train_dataset": (seed * 1_000_000, task.batch[0] * (task.steps + 8)),
+        "eval_dataset": (HELD_OUT_SEED, task.held_out),
     }
     sections: dict[str, Any] = {
         name: {"kwargs": {"seed": own, "size": size, **task.rows}, "shuffle": False}
@@ -135,8 +138,8 @@ def config_of(task: Task, seed: int, model: str, changes: dict[str, Any], held_o
         "seed": seed,
         **sections,
         "rollout": {
-            "group_size": ANSWERS,
-            "consumer_batch_size": ROWS,
+            "group_size": task.batch[1],
+            "consumer_batch_size": task.batch[0],
             "max_head_offpolicyness": 0,
             "agents": {"tools_in_system_prompt": "calculator" in task.path},
             "gconfig": {"max_new_tokens": task.new_tokens},
@@ -160,13 +163,11 @@ def config_of(task: Task, seed: int, model: str, changes: dict[str, Any], held_o
     return config
 
 
-def our_run(
-    task: Task, changes: dict[str, Any], *, seed: int, model: str, held_out: int, smoke: bool
-) -> dict[str, Any]:
+def our_run(task: Task, changes: dict[str, Any], *, seed: int, model: str, smoke: bool) -> dict[str, Any]:
     """Train with ``areal-lite train``, in this process if ``smoke``; return the curve, the rewards in training, the
     seconds of the steps and the mean staleness."""
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(task, seed, model, changes, held_out) | {"fileroot": folder}
+        config = config_of(task, seed, model, changes) | {"fileroot": folder}
         path = Path(folder) / "config.yaml"
         path.write_text(json.dumps(config))
         if smoke:
@@ -192,15 +193,15 @@ def our_run(
     }
 
 
-def trl_run(task_name: str, *, steps: int, seed: int, model: str, python: str, held_out: int) -> dict[str, Any]:
+def trl_run(task_name: str, task: Task, *, seed: int, model: str, python: str) -> dict[str, Any]:
     """Train with TRL in a process of its own; return the curve and the seconds of each step."""
-    words = ["--trl-child", str(seed), "--tasks", task_name, "--model", model, "--held-out", str(held_out)]
-    words += ["--trl-steps", str(steps)]
+    words = ["--trl-child", str(seed), "--tasks", task_name, "--model", model]
+    words += ["--held-out", str(task.held_out), "--trl-steps", str(task.steps)]
     done = subprocess.run([python, __file__, *words], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
+def run_trl(task: Task, seed: int, model: str) -> None:
     """Train with TRL and print the result."""
     import torch
     from datasets import Dataset
@@ -243,7 +244,7 @@ def run_trl(task: Task, seed: int, model: str, *, held_out: int) -> None:
     curve: dict[str, float] = {}
     seconds: list[float] = []
     score = scorer(task)
-    held_out_rows = rows(task, HELD_OUT_SEED, held_out)
+    held_out_rows = rows(task, HELD_OUT_SEED, task.held_out)
     training = [
         {"prompt": conversation(row), "row": json.dumps(row)} for row in rows(task, seed * 1_000_000, ROWS * task.steps)
     ]
@@ -338,12 +339,13 @@ def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         task, model = TASKS[task_name], Path(arguments.model).name
         if (task_name, variant, seed, model, here) in made or (variant == "TRL" and not task.one_answer):
             continue
-        common = {"seed": seed, "model": arguments.model, "held_out": arguments.held_out}
+        task = dataclasses.replace(task, held_out=arguments.held_out or task.held_out)
+        common = {"seed": seed, "model": arguments.model}
         record = {"task": task_name, "variant": variant, "seed": seed, "model": model, "device": here}
         record |= {"load": os.getloadavg()[0]}
         if variant == "TRL":
-            steps = min(task.steps, arguments.trl_steps or task.steps)
-            record |= trl_run(task_name, steps=steps, python=arguments.trl_python, **common)
+            task = dataclasses.replace(task, steps=min(task.steps, arguments.trl_steps or task.steps))
+            record |= trl_run(task_name, task, python=arguments.trl_python, **common)
         else:
             record |= our_run(task, VARIANTS[variant], smoke=arguments.smoke, **common)
         records.append(record)
@@ -432,13 +434,13 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, "TRL"], default=[])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--held-out", type=int, default=200, help="rows of each evaluation")
+    parser.add_argument("--held-out", type=int, help="rows of each evaluation, in place of a task's own")
     parser.add_argument("--records", type=Path, default=ROOT / "docs/leaderboard.jsonl")
     arguments = parser.parse_args()
     if arguments.trl_child is not None:
         (name,) = arguments.tasks
-        task = dataclasses.replace(TASKS[name], steps=arguments.trl_steps)
-        run_trl(task, arguments.trl_child, arguments.model, held_out=arguments.held_out)
+        task = dataclasses.replace(TASKS[name], steps=arguments.trl_steps, held_out=arguments.held_out)
+        run_trl(task, arguments.trl_child, arguments.model)
         return
     if "TRL" in arguments.variants and arguments.trl_python is None:
         parser.error("TRL needs --trl-python PYTHON")
