@@ -3,11 +3,11 @@
     python benchmarks/leaderboard.py [--tasks largest gcd] [--variants grpo rloo] [--seeds 3] [--trl-python PYTHON]
 
 Every run trains on 8 rows x 8 answers a step, of games 4 x 4, at temperature 1, in bfloat16 autocast and without a KL
-penalty, and answers the same held-out rows greedily. A seed has its own training rows and its own samples. The variants are
-algorithms, bounds of staleness (``bound 2``; decoupled GRPO), and ``TRL``: GRPOTrainer with the same model, rows in the
-same order, batch and learning rate, for tasks of one answer; ``--trl-steps`` ends its runs sooner. PYTHON is an
-interpreter with ``trl``, in an environment of its own. Runs of one seed follow one another, so that their seconds
-compare; evaluations are not in them. Each run leaves one line in the records and is not made again. Without
+penalty, and answers the same held-out rows greedily. A seed has its own training rows and its own samples. The
+variants are algorithms, bounds of staleness (``bound 2``; decoupled GRPO), and ``TRL``: GRPOTrainer with the same
+model, rows in the same order, batch and learning rate, for tasks of one answer; ``--trl-steps`` ends its runs sooner.
+PYTHON is an interpreter with ``trl``, in an environment of its own. Runs of one seed follow one another, so that their
+seconds compare; evaluations are not in them. Each run leaves one line in the records and is not made again. Without
 ``--variants``, the records are only shown.
 """
 

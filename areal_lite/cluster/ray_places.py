@@ -19,7 +19,7 @@ from areal_lite.cluster.node_actor import NodeActor, node_facts
 from areal_lite.cluster.ray_session import LOOPBACK, ray_session
 from areal_lite.cluster.remote_program import RemoteProgram, start_over_tcp
 from areal_lite.config.run_config import ClusterConfig, ExperimentConfig, RunConfig
-from areal_lite.config.server_config import ServerConfig, tensor_parallel_size
+from areal_lite.config.server_config import ServerConfig, gpus_on_node
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes.child_process import main_command
 from areal_lite.processes.place import OnEnd, Program
@@ -57,7 +57,7 @@ def rank_bundles(config: Any) -> list[Bundle]:
 
 
 def server_bundles(config: ServerConfig, cluster: ClusterConfig) -> list[Bundle]:
-    gpus = tensor_parallel_size(config) if cluster.n_gpus_per_node and config.device != "cpu" else 0
+    gpus = gpus_on_node(config, cluster.n_gpus_per_node)
     return [Bundle(f"server-{number}", max(1, config.num_threads), gpus) for number in range(config.replicas)]
 
 

@@ -105,6 +105,11 @@ def flag_of(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
 
 
+def gpus_on_node(config: ServerConfig, n_gpus_per_node: int) -> int:
+    """Return the GPUs that a replica reserves on a node with so many; raises ConfigError."""
+    return tensor_parallel_size(config) if n_gpus_per_node and config.device != "cpu" else 0
+
+
 def tensor_parallel_size(config: ServerConfig) -> int:
     """Return the GPUs of each replica that ``args`` gives; raises ConfigError."""
     size = next((value for name, value in config.args.items() if flag_of(name) in _TENSOR_PARALLEL), 1)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 import torch
 from transformers.utils.logging import disable_progress_bar
-from areal_lite.cluster.ray_places import bundles_of
 from areal_lite.config.run_config import RunConfig
+from areal_lite.config.server_config import gpus_on_node
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.rollout_data_source import state_bytes, state_path
 from areal_lite.errors import ServerError
@@ -219,10 +219,13 @@ def run_rl(
 
 
 def num_devices(config: RunConfig) -> int:
-    if config.launch == "ray":
-        return Ranks.current().size + sum(bundle.gpus for bundle in bundles_of(config))
-    started = [] if config.rollout.addresses else gpu_groups(config.server)
-    return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
+    if config.rollout.addresses:
+        of_servers = 0
+    elif config.launch == "ray":
+        of_servers = config.server.replicas * gpus_on_node(config.server, config.cluster.n_gpus_per_node)
+    else:
+        of_servers = sum(len(gpus.split(",")) for gpus in gpu_groups(config.server) if gpus)
+    return Ranks.current().size + of_servers
 
 
 def open_trainer(config: RunConfig, files: training_run.RunFiles, stack: ExitStack) -> PolicyTrainer:
