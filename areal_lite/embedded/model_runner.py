@@ -140,19 +140,19 @@ class ModelRunner:
         output = self.model(input_ids=inputs, past_key_values=past, use_cache=past is not None)
         if past is not None:
             past.crop(start - len(ids))
+            self._scored = (ids[:start], past)
         logits, chosen_ids = output.logits[0, start - begin : -1], inputs[0, start - begin + 1 :]
         parts = zip(torch.split(logits, _SCORED_ROWS), torch.split(chosen_ids, _SCORED_ROWS), strict=True)
         scores = [rows.float().log_softmax(-1).gather(1, chosen[:, None]) for rows, chosen in parts]
         return torch.cat(scores)[:, 0].tolist() if len(ids) > start + 1 else []
 
     def _past_of(self, ids: list[int]) -> DynamicCache:
-        """Return the KV of ``ids``, kept from the call before if that had the same."""
-        kept_ids, kept = self._scored
+        """Return the KV of ``ids``, that of the call before if it had the same; a call that fails leaves none."""
+        (kept_ids, kept), self._scored = self._scored, ([], None)
         if kept is None or kept_ids != ids:
             self._last = torch.zeros(1, dtype=torch.long, device=self.device)  # one row of logits, for nobody
             kept = DynamicCache(config=self.model.config)
             self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=kept, use_cache=True)
-            self._scored = (ids, kept)
         return kept
 
     def _forward_rows(self, decoder: LeanDecoder, slots: list[int], *batch: Any) -> Tensor:

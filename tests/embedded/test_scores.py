@@ -83,6 +83,21 @@ def test_a_groups_prompt_is_computed_once_unless_bits_or_images_matter(tiny: Pat
     assert computed(exact=True) == computed(image_processor=object()) == [33, 32, 31, 31]
 
 
+def test_scores_after_one_that_failed_half_way_are_right(tiny: Path) -> None:
+    runner, ids = ModelRunner(load(tiny), slots=1, context_length=100), [*range(3, 43)]
+    expected = logprobs_of(load(tiny), ids[:31], ids[31:])
+    assert worst(runner.score(ids, 30), expected) < 1e-4
+
+    def fail(*call: Any) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        handle = runner.model.get_output_embeddings().register_forward_hook(fail)
+        runner.score(ids, 30)
+    handle.remove()
+    assert worst(runner.score(ids, 30), expected) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
