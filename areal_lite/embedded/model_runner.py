@@ -65,7 +65,7 @@ class ModelRunner:
             operations = lean_decoder_operations(model) if compiled else LayerOperations(model)
             self._lean = LeanDecoder(model, self.cache, operations)
         self._last: Tensor | None = None
-        # Of the scores: the ids before the latest scored ones, and their KV. A window's cache cannot be cut again.
+        # The ids before those that were scored last, and their KV. The cache of a window cannot be cut back.
         self._scored: tuple[list[int], DynamicCache | None] = ([], None)
         self._keeps_scored = {*layer_kinds(model.config)} == {FULL} and image_processor is None and not exact
         self._adapted: list[RemovableHandle] = []
