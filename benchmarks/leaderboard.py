@@ -51,7 +51,7 @@ class Task:
     opponent: str | None = None  # of a game of several seats
     batch: tuple[int, int] = (ROWS, ANSWERS)  # rows of a step, and answers to each
     steps: int = 25
-    every_steps: int = 5  # steps between evaluations
+    every_steps: int | None = 5  # steps between evaluations; without them there is one, at the end
     held_out: int = 200  # rows of an evaluation
     path: str = ""  # of rows and
     workflow: str = ""  # agent, in place of an environment
@@ -147,7 +147,7 @@ def config_of(task: Task, seed: int, model: str, changes: dict[str, Any]) -> dic
         }
         | changes.get("rollout", {}),
         "trainer": {"total_steps": task.steps, "learning_rate": rate_of(model)} | changes.get("trainer", {}),
-        "evaluation": {"every_steps": task.every_steps},
+        "evaluation": {"every_steps": task.every_steps, "at_start": task.every_steps is not None},
         "checkpoint": {"every_minutes": None},
         "save_model": False,
     }
@@ -188,6 +188,7 @@ def our_run(task: Task, changes: dict[str, Any], *, seed: int, model: str, smoke
         },
         "training": [round(record["train/reward_mean"], 4) for record in steps],
         "seconds": round(sum(record["timing/step_s"] for record in steps), 1),
+        "each_s": [round(record["timing/step_s"], 2) for record in steps],
         "steps": len(steps),
         "staleness": round(sum(staleness) / len(staleness), 3),
     }
@@ -340,6 +341,8 @@ def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if (task_name, variant, seed, model, here) in made or (variant == "TRL" and not task.one_answer):
             continue
         task = dataclasses.replace(task, held_out=arguments.held_out or task.held_out)
+        if arguments.at_end:
+            task = dataclasses.replace(task, every_steps=None)
         common = {"seed": seed, "model": arguments.model}
         record = {"task": task_name, "variant": variant, "seed": seed, "model": model, "device": here}
         record |= {"load": os.getloadavg()[0]}
@@ -435,6 +438,9 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, "TRL"], default=[])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--held-out", type=int, help="rows of each evaluation, in place of a task's own")
+    parser.add_argument(
+        "--at-end", action="store_true", help="evaluate at the end only: no step gets answers meanwhile"
+    )
     parser.add_argument("--records", type=Path, default=ROOT / "docs/leaderboard.jsonl")
     arguments = parser.parse_args()
     if arguments.trl_child is not None:

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 import pytest
 import torch
+from areal_lite.embedded.model_runner import ModelRunner
 from tests.embedded.serving import load, logprobs_of, reported, serving, worst
 
 PROMPT = list(b"What is the capital of France?")
@@ -20,6 +21,19 @@ def test_logprobs_equal_a_plain_forward_before_filters(tiny: Path, params: dict[
             assert worst(reported(reply), expected) < 1e-4
 
     asyncio.run(run())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_a_pass_may_begin_some_slots_and_extend_others(tiny: Path, order: list[int], compiled: bool) -> None:
+    runner, model = ModelRunner(load(tiny), slots=4, context_length=40, compiled=compiled), load(tiny)
+    texts, past = [PROMPT[:9], PROMPT[9:14], PROMPT[14:17]], [4, 0, 2]
+    runner.forward([3, 1], [texts[0][:4], texts[2][:2]], [0, 0])
+    slots, parts = [3, 0, 1], [ids[start:] for ids, start in zip(texts, past, strict=True)]
+    logits = runner.forward(*([column[number] for number in order] for column in (slots, parts, past)))  # type: ignore[arg-type]
+    for row, number in zip(logits, order, strict=True):
+        assert torch.allclose(row, model(torch.tensor([texts[number]])).logits[0, -1], atol=1e-4)
 
 
 def test_top_logprobs(tiny: Path) -> None:

@@ -12,7 +12,7 @@ from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.model_runner import ModelRunner, load_model
 from areal_lite.embedded.sampling_params import SamplingParams
 from areal_lite.embedded.scheduler import BatchLimits, Scheduler
-from tests.embedded.serving import load, logprobs_of
+from tests.embedded.serving import load, logprobs_of, worst
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 FLOAT32, PADS, COMPILED = ("float32", False), ("bfloat16", False), ("bfloat16", True)
@@ -48,6 +48,13 @@ def scheduler_of(tiny: Path, kind: tuple[str, bool], **settings: Any) -> tuple[S
 def request(prompt: list[int], *, tokens: int = 9, **settings: Any) -> GenerationRequest:
     params = SamplingParams(max_new_tokens=tokens, temperature=1.0, ignore_eos=True)
     return GenerationRequest(rid=str(prompt), prompt=prompt, params=params, seed=len(prompt), **settings)
+
+
+def end(scheduler: Scheduler, requests: list[GenerationRequest]) -> None:
+    """Have the requests, and all before them, end."""
+    scheduler.waiting += requests
+    while scheduler.can_step:
+        scheduler.step()
 
 
 @needs_compiler
@@ -121,3 +128,52 @@ def test_log_probs_are_those_of_a_plain_forward_whatever_shares_the_steps(tiny: 
         expected = logprobs_of(model, one.prompt, one.output_ids)
         errors += [own - other for own, other in zip(one.output_logprobs, expected, strict=True)]
     assert np.sqrt(np.mean(np.square(errors))) < (1e-5 if kind is FLOAT32 else 0.02)
+
+
+@torch.inference_mode()
+def test_requests_keep_the_order_of_their_arrival(tiny: Path) -> None:
+    """Also those that a step skips, because their passes have another form, and those that lose their KV."""
+    scheduler, _ = scheduler_of(tiny, FLOAT32)
+    scheduler.waiting.append(request([5] * 20))
+    scheduler.step()
+    fresh, *sharing = [request([8, 9]), *(request([5] * 20 + [tail]) for tail in (6, 7, 8))]
+    scheduler.waiting += [*sharing[:2], fresh, sharing[2]]
+    scheduler.waiting.rotate(-2)
+    scheduler.step()
+    assert [*scheduler.waiting] == [sharing[2], *sharing[:2]]
+    first, *running = scheduler.running
+    scheduler.retract()
+    assert [*scheduler.waiting] == [first, *running, sharing[2], *sharing[:2]] and running == [fresh]
+
+
+@torch.inference_mode()
+def test_the_latest_finished_requests_keep_their_kv(tiny: Path) -> None:
+    scheduler, _ = scheduler_of(tiny, FLOAT32)  # with room for four
+    for number in range(10, 17):
+        end(scheduler, [request([number] * 20)])
+    later = [request([number] * 20 + [5]) for number in range(10, 17)]
+    end(scheduler, later)
+    assert [one.cached_tokens for one in later] == [0] * 3 + [20] * 4
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("ended", [False, True])
+def test_no_prompt_reads_the_kv_of_earlier_weights(tiny: Path, ended: bool) -> None:
+    """Two requests go on with it after a pause in place; others share their prompts, beside them or when they ended."""
+    scheduler, _ = scheduler_of(tiny, FLOAT32)
+    stems = [[number] * 20 for number in (5, 9)]
+    scheduler.waiting += [request(stem) for stem in stems]
+    scheduler.step()
+    for weight in (changed := load(tiny)).parameters():
+        weight.mul_(1.2)
+    weights = dict(changed.state_dict())
+    scheduler.pause("in_place")
+    scheduler.change_weights(lambda: scheduler.runner.load_tensors(weights.items(), weights), "1", abort_all=False)
+    scheduler.resume()
+    if ended:
+        end(scheduler, [])
+    later = [request([*stem, 6]) for stem in stems]
+    end(scheduler, later)
+    for one in later:
+        assert one.cached_tokens == 0
+        assert worst(one.output_logprobs, logprobs_of(changed, one.prompt, one.output_ids)) < 1e-4

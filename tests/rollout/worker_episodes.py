@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,10 @@ class Scripted(RolloutWorkflow):
         }
 
 
-def spin() -> None:
-    """Compute for ever."""
+def block() -> None:
+    """Hold the event loop for ever, at no cost to other tests."""
     while True:
-        sum(range(1000))
+        time.sleep(0.01)
 
 
 class Blocks(Scripted):
@@ -72,30 +73,30 @@ class Blocks(Scripted):
         answer = await super().arun_episode(engine, data)
         if way and workflow_context.get().member_idx == 0:
             if way == "coroutine":
-                spin()
+                block()
             elif way == "callback":
-                loop.call_soon(spin)
+                loop.call_soon(block)
             elif way == "timer":
-                loop.call_later(0.01, spin)
+                loop.call_later(0.01, block)
             elif way == "done callback":
                 future = loop.create_future()
-                future.add_done_callback(lambda _: spin())
+                future.add_done_callback(lambda _: block())
                 future.set_result(None)
             elif way == "task nobody awaits":
                 self.task = asyncio.create_task(in_a_task())
             elif way == "task":
                 await asyncio.create_task(in_a_task())
             elif way == "after its end":
-                loop.call_later(0.3, spin)
+                loop.call_later(0.3, block)
                 return answer
             await asyncio.Event().wait()
         return answer
 
 
 async def in_a_task() -> None:
-    """Spin."""
+    """Block."""
     await asyncio.sleep(0)
-    spin()
+    block()
 
 
 class Hostile(Scripted):

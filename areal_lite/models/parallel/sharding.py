@@ -31,9 +31,10 @@ from areal_lite.models.parallel.tensor_parallel import divide_layers
 def empty_model(auto_class: Any, model_path: str, **options: Any) -> tuple[Any, list[str]] | None:
     """Return a float32 model to be sharded and filled, and the weights that its folder lacks; None if it must be loaded
     whole, as one on the hub is. A folder may lack those of a head, set by the caller; ``options`` change the config."""
-    folder = Path(model_path).expanduser()
+    if not (folder := Path(model_path).expanduser()).is_dir():
+        return None
     with suppress(OSError, ValueError, ConfigError):  # loading it whole gives the reason
-        stored = stored_tensors(folder) if folder.is_dir() else {}
+        stored = stored_tensors(folder)
         config = AutoConfig.from_pretrained(folder, **options)  # nosec B615 # a folder
         if not stored or getattr(config, "quantization_config", None) or hasattr(config, "auto_map"):
             return None

@@ -71,7 +71,8 @@ def record_answers(samples: SampleGroup, episodes: Sequence[Episode], *, oldest_
     member_indices = {index: number for number, index in enumerate(dict.fromkeys(sample.index for sample in samples))}
     for sample in samples:
         episode = episodes[member_indices[sample.index]]
-        episode.oldest_version = min(_sampled_versions(sample), default=episode.oldest_version)
+        before = () if episode.oldest_version is None else (episode.oldest_version,)  # of its other paths
+        episode.oldest_version = min((*before, *_sampled_versions(sample)), default=None)
         tokens = list(sample.tokens)
         for start, end, stop_reason in sample.spans:
             answer = ModelResponse(

@@ -127,6 +127,7 @@ def test_no_trained_token_is_beyond_the_bound_and_no_group_is_lost(
         ({2: 4}, {3: 2}, False),
         ({2: 5}, {3: 2}, True),
         ({0: 0, 1: 0}, {3: 2}, False),
+        ({1: 5}, {0: 2}, False),  # that is full of groups that are older still
     ],
 )
 def test_a_batch_of_two_waits_for_groups_that_later_batches_have_no_place_for(

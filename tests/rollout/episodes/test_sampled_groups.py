@@ -82,6 +82,20 @@ def test_answers_are_reused_while_no_token_is_beyond_the_bound() -> None:
     assert episode.oldest_version == 0
 
 
+@pytest.mark.parametrize("versions", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_one_old_token_of_a_group_is_enough_to_sample_all_again(versions: tuple[int, ...]) -> None:
+    """Of any member and path."""
+    drawn = Sample(0, group_index=0), Sample(1, group_index=0)
+    samples = [drawn[0].sibling(0), drawn[0].sibling(0), drawn[1].sibling(1)]
+    for sample, version in zip(samples, versions, strict=True):
+        sample.append([2, 3], logprobs=[-1.0, -1.0], versions=[1, version], sampled=True)
+    episodes = [Episode(), Episode()]
+    record_answers(samples, episodes, oldest_version=1)
+    assert [episode.oldest_version for episode in episodes] == [None, None]
+    record_answers(samples, episodes, oldest_version=0)
+    assert [episode.oldest_version for episode in episodes] == [min(versions[:2]), versions[2]]
+
+
 def test_an_unfinished_episode_is_aborted_also_after_an_answer_at_the_limit() -> None:
     calls = [call([1], [2], "length")]
     (sample,) = samples_of(unfinished_trajectory(calls, member_idx=0, status=EpisodeStatus.CANCELLED))

@@ -62,6 +62,12 @@ def test_the_newest_two_versions_are_kept(model: Any, tmp_path: Path) -> None:
     assert names(tmp_path) == ["v00000002", "v00000003"]
 
 
+def test_a_run_that_went_back_keeps_what_it_publishes_and_what_is_newer(model: Any, tmp_path: Path) -> None:
+    for version in (5, 6, 3):
+        publish_weights(model, tmp_path, version)
+    assert names(tmp_path) == ["v00000003", "v00000005", "v00000006"]
+
+
 def test_files_of_weights_are_as_large_as_allowed_and_no_larger() -> None:
     tensors = [(name, torch.zeros(2)) for name in "abcde"]
     assert [sorted(one) for one in in_parts(tensors, 16)] == [["a", "b"], ["c", "d"], ["e"]]

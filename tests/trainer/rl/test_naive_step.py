@@ -75,7 +75,7 @@ AXES: dict[str, list[Any]] = {
     "advantage_mean": ["none", "group", "batch"],
     "advantage_std": ["none", "group", "batch"],
     "overlong_buffer": [0, 3],
-    "minibatches": [1, 2],
+    "minibatches": [1, 3],
     "max_grad_norm": [1e9, 0.3],
     "weight_decay": [0.0, 0.1],
     "temperature": [1.0, 0.7],
