@@ -6,9 +6,10 @@ Every run trains on 8 rows x 8 answers a step, of games 4 x 4, at temperature 1,
 penalty, and answers the same held-out rows greedily. A seed has its own training rows and its own samples. The
 variants are algorithms, bounds of staleness (``bound 2``; decoupled GRPO), and ``TRL``: GRPOTrainer with the same
 model, rows in the same order, batch and learning rate, for tasks of one answer; ``--trl-steps`` ends its runs sooner.
+Runs with a bound answer 500 held-out rows at their end alone, because an evaluation gives them time to generate ahead.
 PYTHON is an interpreter with ``trl``, in an environment of its own. Runs of one seed follow one another, so that their
 seconds compare; evaluations are not in them. Each run leaves one line in the records and is not made again. Without
-``--variants``, the records are only shown.
+``--variants``, the records are only shown; ``--draw`` makes a picture of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_lite.tools.sweep.seed_statistics import Interval
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -113,7 +117,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     **{name: {"trainer": {"advantage": name}} for name in ("rloo", "dr_grpo")},
     "gspo": {"trainer": {"loss": "gspo"}},
-    **{f"bound {bound}": {"rollout": {"max_head_offpolicyness": bound}} for bound in (1, 2, 4)},
+    **{f"bound {bound}": {"rollout": {"max_head_offpolicyness": bound}} for bound in (0, 1, 2, 4)},
 }
 
 
@@ -340,9 +344,9 @@ def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         task, model = TASKS[task_name], Path(arguments.model).name
         if (task_name, variant, seed, model, here) in made or (variant == "TRL" and not task.one_answer):
             continue
+        if variant.startswith("bound"):
+            task = dataclasses.replace(task, held_out=500, every_steps=None)
         task = dataclasses.replace(task, held_out=arguments.held_out or task.held_out)
-        if arguments.at_end:
-            task = dataclasses.replace(task, every_steps=None)
         common = {"seed": seed, "model": arguments.model}
         record = {"task": task_name, "variant": variant, "seed": seed, "model": model, "device": here}
         record |= {"load": os.getloadavg()[0]}
@@ -368,6 +372,15 @@ def longest(runs: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {run["seed"]: run for run in sorted(runs, key=lambda run: len(run["curve"]))}
 
 
+def by_step(runs: list[dict[str, Any]]) -> dict[int, Interval]:
+    """Return the held-out reward of each evaluated step over the seeds."""
+    from areal_lite.tools.sweep.seed_statistics import mean_interval
+
+    curves = [{int(step): reward for step, reward in run["curve"].items()} for run in longest(runs).values()]
+    steps = sorted({step for curve in curves for step in curve})
+    return {step: mean_interval([curve[step] for curve in curves if step in curve]) for step in steps}
+
+
 def show_board(records: list[dict[str, Any]]) -> None:
     """Print what GRPO learned of each task: the mean gain, and its 95 % interval over seeds."""
     from areal_lite.tools.sweep.seed_statistics import mean_interval
@@ -389,28 +402,25 @@ def show_board(records: list[dict[str, Any]]) -> None:
 
 def show(records: list[dict[str, Any]]) -> list[Figure]:
     """Print a table of each task and model; return the last reward of each variant, and its seconds."""
-    from areal_lite.tools.sweep.seed_statistics import mean_interval
-
     figures = []
     by_task: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for record in records:
         by_task.setdefault((record["model"], record["task"]), {}).setdefault(record["variant"], []).append(record)
     for (model, task), by_variant in by_task.items():
-        steps = sorted({step for runs in by_variant.values() for run in runs for step in run["curve"]}, key=int)
+        steps = sorted({int(step) for runs in by_variant.values() for run in runs for step in run["curve"]})
         print(f"\n{task}, {model}: held-out reward by step, mean and 95 % interval over seeds")
-        print(
-            f"| | seeds | {' | '.join(steps)} | s per step | of TRL's | staleness |\n|---|{'---|' * (len(steps) + 4)}"
-        )
+        print(f"| | seeds | {' | '.join(map(str, steps))} | s per step | of TRL's | staleness |")
+        print(f"|---|{'---|' * (len(steps) + 4)}")
         theirs = step_seconds(by_variant.get("TRL", []))
         for variant, runs in by_variant.items():
-            by_seed = longest(runs)
-            cells = [variant, str(len(by_seed))]
+            found, seeds = by_step(runs), len(longest(runs))
+            cells = [variant, str(seeds)]
             for step in steps:
-                if not (found := [run["curve"][step] for run in by_seed.values() if step in run["curve"]]):
-                    cells.append("")
-                    continue
-                last, low, high = mean_interval(found)
-                cells.append(f"{last:.3f}" if len(found) < 2 else f"{last:.3f} [{low:.3f}, {high:.3f}]")
+                told = ""
+                if step in found:
+                    last, low, high = found[step]
+                    told = f"{last:.3f}" + f" [{low:.3f}, {high:.3f}]" * (seeds > 1)
+                cells.append(told)
             each_s = step_seconds(runs)
             device = min(each_s)[0]  # cpu, if any
             seconds = statistics.mean(value for (where, _), value in each_s.items() if where == device)
@@ -428,6 +438,35 @@ def show(records: list[dict[str, Any]]) -> list[Figure]:
     return figures
 
 
+def draw(records: list[dict[str, Any]], out: Path) -> None:
+    """Save a picture: the curve of each task by us and by TRL, and beside it the rewards at the end by bound."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Picture
+
+    tasks = list(dict.fromkeys(run["task"] for run in records))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "leaderboard"}):
+        picture = Picture(figsize=(4.2 * len(tasks), 4), layout="constrained")
+        for place, task in enumerate(tasks, 1):
+            axes = picture.add_subplot(1, len(tasks), place, title=task, xlabel="step", ylim=(0, 1))
+            runs: dict[str, list[dict[str, Any]]] = {}
+            for run in records:
+                if run["task"] == task:
+                    runs.setdefault(run["variant"], []).append(run)
+            for variant, label in (("grpo", "ours"), ("TRL", "TRL")):
+                curve = by_step(runs[variant])
+                means, lows, highs = zip(*curve.values(), strict=True)
+                axes.plot(list(curve), means, label=label)
+                axes.fill_between(list(curve), lows, highs, alpha=0.2)
+            for number, bound in enumerate(name for name in runs if name.startswith("bound")):
+                ((step, (mean, low, high)),) = by_step(runs[bound]).items()
+                seconds = statistics.mean(step_seconds(runs[bound]).values())
+                errors = [[mean - low], [high - mean]]
+                label = f"{bound}: {seconds:.1f} s a step"
+                axes.errorbar([step + 1.5 * (number + 1)], [mean], errors, marker="o", label=label)
+            axes.legend(fontsize="x-small", loc="lower right")
+        picture.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--trl-python")
@@ -441,6 +480,7 @@ def main() -> None:
     parser.add_argument(
         "--at-end", action="store_true", help="evaluate at the end only: no step gets answers meanwhile"
     )
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="save a picture of the chosen tasks")
     parser.add_argument("--records", type=Path, default=ROOT / "docs/leaderboard.jsonl")
     arguments = parser.parse_args()
     if arguments.trl_child is not None:
@@ -460,6 +500,8 @@ def main() -> None:
         records = make_runs(arguments)
         show_board(records)
         write_figures(arguments.json, show(records))
+        if arguments.draw:
+            draw(records, arguments.draw)
 
 
 if __name__ == "__main__":

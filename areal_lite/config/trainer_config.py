@@ -58,7 +58,7 @@ class LearnerConfig(OptimizerConfig):
     """Ranks that divide each layer among them, some heads and columns for each, for layers too large for one rank. Must
     divide the ranks, the model's attention heads, heads of keys and sizes of layers."""
     num_threads: Count = 0
-    """CPU threads of the trainer; 0 shares the cores with an embedded server."""
+    """CPU threads of the trainer; 0 takes all cores, divided among the trainers of a machine."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     deterministic: bool = False

@@ -28,14 +28,14 @@ class ThreadBudget:
 
 
 def thread_budget(config: RunConfig) -> ThreadBudget:
-    """Return the CPU threads of server and trainers; ``num_threads`` above 0 in the config is kept. In an on-policy run
-    server and trainer take turns, so each gets all cores; otherwise they share them. A trainer without an embedded
-    server gets all cores. Under torchrun the trainers of a machine divide theirs."""
+    """Return the CPU threads of server and trainers; ``num_threads`` above 0 in the config is kept. The trainers of a
+    machine divide its cores. A server gets all, too, if it takes turns with them, as on-policy, and half beside them:
+    what one of the two leaves idle, the other takes (docs/asynchronous.md)."""
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     together = config.rollout.max_head_offpolicyness > 0 and not config.rollout.addresses
     server = config.server.num_threads or (max(1, cores // 2) if together else cores)
-    trainer = config.trainer.num_threads or max(1, (cores - server if together else cores) // trainers)
+    trainer = config.trainer.num_threads or max(1, cores // trainers)
     return ThreadBudget(server=server, trainer=trainer)
 
 

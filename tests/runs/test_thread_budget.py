@@ -1,4 +1,4 @@
-"""Server and trainers share the cores of the machine; if they run at the same time, without oversubscribing."""
+"""The trainers of a machine divide its cores; a server has all of them, too, or half if it runs beside them."""
 
 from __future__ import annotations
 import os
@@ -21,8 +21,8 @@ trainer: {total_steps: 1, learning_rate: 1.0}
     [
         (0, None, ThreadBudget(server=8, trainer=8)),  # they take turns
         (0, "4", ThreadBudget(server=8, trainer=2)),
-        (1, None, ThreadBudget(server=4, trainer=4)),
-        (1, "2", ThreadBudget(server=4, trainer=2)),
+        (1, None, ThreadBudget(server=4, trainer=8)),
+        (1, "2", ThreadBudget(server=4, trainer=4)),
         (1, "16", ThreadBudget(server=4, trainer=1)),
     ],
 )
