@@ -367,6 +367,16 @@ def step_seconds(runs: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     return {(run.get("device", "cpu"), run["seed"]): run["seconds"] / run["steps"] for run in runs}
 
 
+def ratio_to(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> float | None:
+    """Return our seconds per step over theirs, of the steps that both made, with the same device and seed."""
+    ratios = []
+    for run, other in itertools.product(ours, theirs):
+        if (run.get("device", "cpu"), run["seed"]) == (other.get("device", "cpu"), other["seed"]):
+            own = run.get("each_s", [run["seconds"] / run["steps"]])[: other["steps"]]
+            ratios.append(statistics.mean(own) * other["steps"] / other["seconds"])
+    return statistics.mean(ratios) if ratios else None
+
+
 def longest(runs: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the run of each seed, the longest if there are several."""
     return {run["seed"]: run for run in sorted(runs, key=lambda run: len(run["curve"]))}
@@ -411,7 +421,6 @@ def show(records: list[dict[str, Any]]) -> list[Figure]:
         print(f"\n{task}, {model}: held-out reward by step, mean and 95 % interval over seeds")
         print(f"| | seeds | {' | '.join(map(str, steps))} | s per step | of TRL's | staleness |")
         print(f"|---|{'---|' * (len(steps) + 4)}")
-        theirs = step_seconds(by_variant.get("TRL", []))
         for variant, runs in by_variant.items():
             found, seeds = by_step(runs), len(longest(runs))
             cells = [variant, str(seeds)]
@@ -424,8 +433,7 @@ def show(records: list[dict[str, Any]]) -> list[Figure]:
             each_s = step_seconds(runs)
             device = min(each_s)[0]  # cpu, if any
             seconds = statistics.mean(value for (where, _), value in each_s.items() if where == device)
-            ratios = [each_s[key] / theirs[key] for key in each_s if key in theirs]
-            ratio = statistics.mean(ratios) if ratios else None
+            ratio = ratio_to(by_variant.get("TRL", []), runs)
             staleness = "" if variant == "TRL" else f"{statistics.mean(run['staleness'] for run in runs):.2f}"
             cells += [
                 f"{seconds:.1f}" + " (GPU)" * (device == "cuda"),
@@ -453,6 +461,8 @@ def draw(records: list[dict[str, Any]], out: Path) -> None:
                 if run["task"] == task:
                     runs.setdefault(run["variant"], []).append(run)
             for variant, label in (("grpo", "ours"), ("TRL", "TRL")):
+                if variant not in runs:
+                    continue
                 curve = by_step(runs[variant])
                 means, lows, highs = zip(*curve.values(), strict=True)
                 axes.plot(list(curve), means, label=label)
@@ -463,7 +473,7 @@ def draw(records: list[dict[str, Any]], out: Path) -> None:
                 errors = [[mean - low], [high - mean]]
                 label = f"{bound}: {seconds:.1f} s a step"
                 axes.errorbar([step + 1.5 * (number + 1)], [mean], errors, marker="o", label=label)
-            axes.legend(fontsize="x-small", loc="lower right")
+            axes.legend(fontsize="x-small")
         picture.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
@@ -496,7 +506,8 @@ def main() -> None:
 
             TASKS["largest"] = dataclasses.replace(TASKS["largest"], steps=1, every_steps=1, new_tokens=4)
             arguments.model, arguments.records = str(build_tiny_model(Path(folder) / "model")), Path(folder) / "records"
-            arguments.tasks, arguments.variants, arguments.seeds, arguments.held_out = ["largest"], ["grpo"], 1, 1
+            arguments.tasks, arguments.variants, arguments.seeds = ["largest"], ["grpo"], 1
+            arguments.held_out, arguments.draw = 1, Path(folder) / "board.svg"
         records = make_runs(arguments)
         show_board(records)
         write_figures(arguments.json, show(records))
