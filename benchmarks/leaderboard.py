@@ -9,7 +9,8 @@ model, rows in the same order, batch and learning rate, for tasks of one answer;
 Runs with a bound answer 500 held-out rows at their end alone, because an evaluation gives them time to generate ahead.
 PYTHON is an interpreter with ``trl``, in an environment of its own. Runs of one seed follow one another, so that their
 seconds compare; evaluations are not in them. Each run leaves one line in the records and is not made again. Without
-``--variants``, the records are only shown; ``--draw`` makes a picture of them.
+``--variants``, the records are only shown; ``--draw`` makes a picture of them, and ``--plan`` compares the staleness
+that ``areal-lite plan`` predicts for the bounds with that of their runs.
 """
 
 from __future__ import annotations
@@ -477,6 +478,25 @@ def draw(records: list[dict[str, Any]], out: Path) -> None:
         picture.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
+def show_plans(records: list[dict[str, Any]], model: str) -> None:
+    """Print the mean staleness that a plan predicts for each task and bound, beside that of the runs."""
+    runs: dict[tuple[str, str], list[float]] = {}
+    for run in records:
+        if run["variant"].startswith("bound") and run["model"] == Path(model).name and run["staleness"]:
+            runs.setdefault((run["task"], run["variant"]), []).append(run["staleness"])
+    print("\n| task | bound | planned staleness | of the runs, mean and range | error |\n|---|---|---|---|---|")
+    for (task, variant), seen in runs.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.yaml"
+            of_bounds = dataclasses.replace(TASKS[task], held_out=500, every_steps=None)
+            path.write_text(json.dumps(config_of(of_bounds, 1, model, VARIANTS[variant]) | {"fileroot": folder}))
+            command = [sys.executable, "-m", "areal_lite", "plan", str(path), "--json"]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        planned, mean = json.loads(done.stdout)["staleness"]["mean"], statistics.mean(seen)
+        cells = [task, variant.split()[1], f"{planned:.2f}", f"{mean:.2f}, {min(seen):.2f} to {max(seen):.2f}"]
+        print(f"| {' | '.join([*cells, f'{planned / mean - 1:+.0%}'])} |", flush=True)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--trl-python")
@@ -491,6 +511,7 @@ def main() -> None:
         "--at-end", action="store_true", help="evaluate at the end only: no step gets answers meanwhile"
     )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="save a picture of the chosen tasks")
+    parser.add_argument("--plan", action="store_true", help="compare planned staleness with that of runs with bounds")
     parser.add_argument("--records", type=Path, default=ROOT / "docs/leaderboard.jsonl")
     arguments = parser.parse_args()
     if arguments.trl_child is not None:
@@ -513,6 +534,8 @@ def main() -> None:
         write_figures(arguments.json, show(records))
         if arguments.draw:
             draw(records, arguments.draw)
+        if arguments.plan:
+            show_plans(records, arguments.model)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,10 @@ class EngineLifecycle(InferenceEngine):
             **self._client.counts(),
         }
 
+    def forecast_lead(self, batches: int) -> float:
+        """Return how many groups generation is expected to be ahead of the next ``batches``, on average."""
+        return self._executor.gate.lookahead.forecast(batches)
+
     def server_metrics(self) -> dict[str, float]:
         """Return the figures of each server, by ``INDEX/NAME``; see docs/metrics.md, ``servers/``."""
         return self._client.metrics()

@@ -12,7 +12,9 @@ even further. So more must prove itself in the step time, which varies: a trial 
 each failure the next trial is put off longer.
 """
 
+import copy
 import math
+import statistics
 from dataclasses import dataclass, field
 
 WINDOW = 8  # batches between two decisions
@@ -58,6 +60,20 @@ class Lookahead:
         if self._batches == WINDOW:
             self._decide(self._step_s, self._spare)
             self._batches, self._step_s, self._waited_s, self._starved_s, self._spare = 0, 0.0, 0.0, 0.0, None
+
+    def forecast(self, batches: int) -> float:
+        """Return the mean lookahead of the next ``batches``, at least one, if they go as those since the last decision
+        went."""
+        ahead, seen, groups = copy.copy(self), max(1, self._batches), list[int]()
+        for _ in range(batches):
+            groups.append(ahead.groups)
+            ahead.batch_cut(
+                step_s=self._step_s / seen,
+                waited_s=self._waited_s / seen,
+                starved_s=self._starved_s / seen,
+                spare=self._spare or 0,
+            )
+        return statistics.mean(groups)
 
     def _decide(self, step_s: float, spare: int) -> None:
         if self._before is not None:

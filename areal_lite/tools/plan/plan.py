@@ -28,7 +28,7 @@ UNKNOWN = (
     "other work on the machine, now or during the run",
 )
 UNKNOWN_RANKS = "what several ranks change: torchrun --nproc-per-node N -m areal_lite plan probes them"
-UNKNOWN_ASYNC = "the lead of generation over training, which adapts every 8 steps"
+UNKNOWN_ASYNC = "how much longer or shorter steps become as the lead of generation over training adapts"
 MAX_HELD_OUT = 256
 """Most held-out rows that the probe evaluates on; the time for all rows is scaled up."""
 _STEADY_S = 5.0
@@ -128,9 +128,10 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
     total_s += max(0, checkpoints - measured.checkpoints) * checkpoint_s
     steady = {name: _per_step(measured, [totals[name] for totals in measured.totals]) for name in measured.totals[0]}
     growth = {name: left * each for name, each in steady.items()}
-    behind = measured.staleness[measured.warm_up_steps :] or measured.staleness
+    lead = [*itertools.accumulate(measured.lead_groups)]
+    behind = _per_step(measured, [*itertools.accumulate(measured.staleness)]) / max(1.0, _per_step(measured, lead))
     staleness = {
-        "mean": sum(behind) / len(behind),
+        "mean": (sum(measured.staleness) + left * behind * measured.lead_after) / total,
         "discarded tokens": steady["discarded"] / max(1.0, steady["sampled"]),
         "redrawn groups": steady["redrawn"] / max(1.0, steady["groups"]),
     }

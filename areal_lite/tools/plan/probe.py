@@ -51,6 +51,10 @@ class Measurements:
     """Tokens, groups and bytes of growing files, per step."""
     staleness: list[float] = field(default_factory=list)
     """Mean staleness of each batch, in policy versions."""
+    lead_groups: list[float] = field(default_factory=list)
+    """Groups that generation was allowed ahead, per step."""
+    lead_after: float = 0.0
+    """Mean of that to expect of the steps after the probe."""
     evaluation_s: list[float] = field(default_factory=list)
     evaluation_tokens: list[float] = field(default_factory=list)
     evaluated_at_start: bool = False
@@ -115,6 +119,7 @@ class _Probe(TrainingRun[Any]):
             }
         )
         measured.staleness.append(metrics.get("train/staleness_mean", 0.0))
+        measured.lead_groups.append(metrics.get("rollout/lead_groups", 0.0))
         if measured.is_enough:
             self.total_steps = self.step
 
@@ -163,6 +168,8 @@ class _RLProbe(_Probe, RLRun):
         """Record a step; after the last one, stop the episodes of the next batch, as a whole run does."""
         super().record_step(metrics, began=began)
         if self.step == self.total_steps and self.driver is not None:
+            left = self.measured.total_steps - self.step
+            self.measured.lead_after = self.driver.engine.forecast_lead(left) if left else 0.0
             self.driver.engine.close_source(self.driver.data.source)
 
 

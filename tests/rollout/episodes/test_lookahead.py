@@ -32,6 +32,30 @@ def test_the_lookahead_stays_within_the_staleness_bound(
         assert least <= ahead.groups <= max_staleness * batch_size
 
 
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    before=st.integers(0, 3),
+    seen=st.integers(1, WINDOW - 1),
+    batches=st.integers(1, 60),
+    pace=st.tuples(st.floats(0.01, 10), st.floats(0, 1), st.floats(0, 1), st.integers(0, 9)),
+)
+def test_a_forecast_is_what_happens_if_all_goes_on_as_before(
+    sizes: tuple[int, int], before: int, seen: int, batches: int, pace: tuple[float, float, float, int]
+) -> None:
+    ahead = Lookahead(batch_size=sizes[0], max_staleness=sizes[1])
+    step_s, waited, starved, spare = pace
+    same = {"step_s": step_s, "waited_s": step_s * waited, "starved_s": step_s * waited * starved}
+
+    def cut() -> int:
+        ahead.batch_cut(**same, spare=spare)
+        return ahead.groups
+
+    for _ in range(before * WINDOW + seen):
+        cut()
+    forecast, now = ahead.forecast(batches), ahead.groups
+    assert forecast == pytest.approx(sum([now, *(cut() for _ in range(batches - 1))]) / batches)
+
+
 def test_it_begins_at_half_the_bound_and_at_least_one_batch() -> None:
     found = [Lookahead(batch_size=8, max_staleness=bound).groups for bound in (0, 1, 2, 3, 4, 5)]
     assert found == [0, 8, 8, 12, 16, 20]

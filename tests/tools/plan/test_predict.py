@@ -40,6 +40,7 @@ def probe(**changes: Any) -> Measurements:
             totals(sampled=340, trained=290, dumps=3400, logs=30),
         ],
         "staleness": [0.0, 0.0, 0.0],
+        "lead_groups": [0.0, 0.0, 0.0],
         "tokens": 340.0,
         "memory": {"trainer": 5e8, "servers": 4e8},
         "disk": {"rollout": 3400, "metrics.jsonl": 30, "config.yaml": 7, "model": 50, "weights": 9},
@@ -118,15 +119,16 @@ def test_a_whole_run_is_its_own_prediction() -> None:
     assert (plan.seconds["total"], plan.tokens) == (13.0, {"sampled": 380.0, "trained": 290.0})
 
 
-def test_staleness_is_that_of_the_steps_after_the_pipeline_has_filled() -> None:
+def test_staleness_follows_the_lead_once_the_pipeline_has_filled() -> None:
     grows = [
         totals(sampled=100, trained=90, dumps=0, logs=0, groups=8.0),
         totals(sampled=200, trained=180, dumps=0, logs=0, groups=18.0, redrawn=2.0, discarded=5.0),
         totals(sampled=300, trained=270, dumps=0, logs=0, groups=28.0, redrawn=4.0, discarded=10.0),
     ]
     rollout = {"max_head_offpolicyness": 2}
-    plan = predict(config(rollout=rollout), probe(totals=grows, staleness=[0.0, 1.0, 1.5]))
-    assert plan.staleness == {"mean": 1.25, "discarded tokens": 0.05, "redrawn groups": 0.2}
+    measured = probe(totals=grows, staleness=[0.0, 1.0, 1.5], lead_groups=[4.0, 8.0, 12.0], lead_after=6.0)
+    plan = predict(config(rollout=rollout), measured)
+    assert plan.staleness == {"mean": (2.5 + 7 * 6 / 8) / 10, "discarded tokens": 0.05, "redrawn groups": 0.2}
     assert any("lead" in text for text in plan.unknown)
 
 
