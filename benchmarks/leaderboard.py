@@ -452,7 +452,7 @@ def draw(records: list[dict[str, Any]], out: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Picture
 
-    tasks = list(dict.fromkeys(run["task"] for run in records))
+    tasks = sorted({run["task"] for run in records}, key=list(TASKS).index)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "leaderboard"}):
         picture = Picture(figsize=(4.2 * len(tasks), 4), layout="constrained")
         for place, task in enumerate(tasks, 1):
