@@ -37,7 +37,7 @@ def test_the_lookahead_stays_within_the_staleness_bound(
     before=st.integers(0, 3),
     seen=st.integers(1, WINDOW - 1),
     batches=st.integers(1, 60),
-    pace=st.tuples(st.floats(0.01, 10), st.floats(0, 1), st.floats(0, 1), st.integers(0, 9)),
+    pace=st.tuples(st.floats(0.01, 10), st.floats(0, 1) | st.just(IDLE * 0.6), st.floats(0, 1), st.integers(0, 9)),
 )
 def test_a_forecast_is_what_happens_if_all_goes_on_as_before(
     sizes: tuple[int, int], before: int, seen: int, batches: int, pace: tuple[float, float, float, int]

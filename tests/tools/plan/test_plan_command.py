@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
+from areal_lite.rollout.episodes.lookahead import Lookahead
 from areal_lite.tools.plan import plan as planning
 from areal_lite.tools.plan.probe import Measurements, measure
 
@@ -45,6 +46,24 @@ def test_a_plan_of_the_first_steps_agrees_with_the_run(
     seconds = plan["seconds"]
     left = 5 * seconds["step"] + 2 * seconds["evaluation"] + 3 * seconds["checkpoint"]
     assert plan["probe_s"] + left < seconds["total"] < plan["probe_s"] + left + 2 * seconds["evaluation"]
+
+
+def test_a_plan_of_an_asynchronous_run_asks_for_the_lead_of_all_steps_that_are_left(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_STEADY_S", 0.0)
+    asked, forecast = list[int](), Lookahead.forecast
+
+    def noted(ahead: Lookahead, batches: int) -> float:
+        asked.append(batches)
+        return forecast(ahead, batches)
+
+    monkeypatch.setattr(Lookahead, "forecast", noted)
+    changes = ["trainer.total_steps=60", "rollout.max_head_offpolicyness=2", "eval_dataset=null"]
+    assert main(["plan", str(run_yaml), "--json", *changes]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert asked == [60 - plan["probed_steps"]]
+    assert 0.8 < plan["staleness"]["mean"] <= 2  # the lead is at least one batch
 
 
 def test_a_plan_of_sft_counts_its_steps(sft_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
