@@ -127,6 +127,12 @@ def rate_of(model: str) -> float:
     return OWN_RATES.get(Path(model).name, LEARNING_RATE)
 
 
+def task_of(name: str, variant: str) -> Task:
+    """Return a task as a variant evaluates it."""
+    task = TASKS[name]
+    return dataclasses.replace(task, held_out=500, every_steps=None) if variant.startswith("bound") else task
+
+
 def config_of(task: Task, seed: int, model: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Return the config of one of our runs."""
     sizes = {
@@ -342,11 +348,9 @@ def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     made = {(run["task"], run["variant"], run["seed"], run["model"], run.get("device", "cpu")) for run in records}
     wanted = itertools.product(range(1, arguments.seeds + 1), arguments.tasks, arguments.variants)
     for seed, task_name, variant in wanted:
-        task, model = TASKS[task_name], Path(arguments.model).name
+        task, model = task_of(task_name, variant), Path(arguments.model).name
         if (task_name, variant, seed, model, here) in made or (variant == "TRL" and not task.one_answer):
             continue
-        if variant.startswith("bound"):
-            task = dataclasses.replace(task, held_out=500, every_steps=None)
         task = dataclasses.replace(task, held_out=arguments.held_out or task.held_out)
         common = {"seed": seed, "model": arguments.model}
         record = {"task": task_name, "variant": variant, "seed": seed, "model": model, "device": here}
@@ -488,8 +492,8 @@ def show_plans(records: list[dict[str, Any]], model: str) -> None:
     for (task, variant), seen in runs.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.yaml"
-            of_bounds = dataclasses.replace(TASKS[task], held_out=500, every_steps=None)
-            path.write_text(json.dumps(config_of(of_bounds, 1, model, VARIANTS[variant]) | {"fileroot": folder}))
+            config = config_of(task_of(task, variant), 1, model, VARIANTS[variant])
+            path.write_text(json.dumps(config | {"fileroot": folder}))
             command = [sys.executable, "-m", "areal_lite", "plan", str(path), "--json"]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         planned, mean = json.loads(done.stdout)["staleness"]["mean"], statistics.mean(seen)
@@ -507,9 +511,6 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, "TRL"], default=[])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--held-out", type=int, help="rows of each evaluation, in place of a task's own")
-    parser.add_argument(
-        "--at-end", action="store_true", help="evaluate at the end only: no step gets answers meanwhile"
-    )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="save a picture of the chosen tasks")
     parser.add_argument("--plan", action="store_true", help="compare planned staleness with that of runs with bounds")
     parser.add_argument("--records", type=Path, default=ROOT / "docs/leaderboard.jsonl")

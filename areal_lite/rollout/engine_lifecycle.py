@@ -183,7 +183,7 @@ class EngineLifecycle(InferenceEngine):
         }
 
     def forecast_lead(self, batches: int) -> float:
-        """Return how many groups generation is expected to be ahead of the next ``batches``, on average."""
+        """Return the mean number of groups that may start ahead of each of the next ``batches``, at least one."""
         return self._executor.gate.lookahead.forecast(batches)
 
     def server_metrics(self) -> dict[str, float]:

@@ -14,7 +14,6 @@ each failure the next trial is put off longer.
 
 import copy
 import math
-import statistics
 from dataclasses import dataclass, field
 
 WINDOW = 8  # batches between two decisions
@@ -73,7 +72,7 @@ class Lookahead:
                 starved_s=self._starved_s / seen,
                 spare=self._spare or 0,
             )
-        return statistics.mean(groups)
+        return sum(groups) / batches
 
     def _decide(self, step_s: float, spare: int) -> None:
         if self._before is not None:
