@@ -16,9 +16,9 @@ machine; they take turns, and medians of the rounds count. Prompts have 20 to 60
 
 A time to the first token is that of a request for one. What a whole answer takes more, by each of its other tokens, is
 the time between tokens.
-Ratios are to llama.cpp, else to vLLM, else to ``generate``. The limit is that of decoding alone, by
-benchmarks/roofline.py. Threads wait as in an on-policy run, ``OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000``, on all
-sides: those that spin longer take the cores from the client.
+Ratios are to llama.cpp, else to vLLM, else to ``generate``. The limit, by benchmarks/roofline.py, counts the prompts,
+once in a group; beside it is the share of the limit of decoding alone. Threads wait as in an on-policy run,
+``OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000``, on all sides: those that spin longer take the cores from the client.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from areal_lite.servers.programs.server_group import check_servers, make_servers
 from areal_lite.servers.programs.server_program import ServedModel
 from benchmarks.llama_cpp import in_bfloat16
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
-from benchmarks.roofline import decode_limit, limits
+from benchmarks.roofline import decode_limit, limits, prefill_limit
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.real_servers.launch import SETTINGS
 
@@ -161,8 +161,8 @@ async def served(address: str, dialect: Any, prompts: Prompts, in_flight: int, n
 def served_rate(
     address: str, dialect: Any, args: argparse.Namespace, draw: Draw, in_flight: int, *, copies: int = 1
 ) -> float:
-    """Return the tokens/s of one round of requests."""
-    count = max(4, 2 * in_flight)
+    """Return the tokens/s of one round: four requests in the place of each."""
+    count = max(4, 4 * in_flight)
     prompts = [prompt for prompt in draw(-(-count // copies)) for _ in range(copies)]
     start = time.perf_counter()
     asyncio.run(served(address, dialect, prompts, in_flight, args.new_tokens))
@@ -263,11 +263,14 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
                     if number:
                         rates[name].append(rate)
             medians = {name: statistics.median(values) for name, values in rates.items()}
-            limit = decode_limit(model.config, best, in_flight=in_flight, context=context)
+            decoding = decode_limit(model.config, best, in_flight=in_flight, context=context)
             for name, median in medians.items():
-                ratio = median / medians[reference]
+                ratio, prompts = median / medians[reference], args.prompt_tokens / args.new_tokens
+                prompts /= args.group if name == "embedded, groups" else 1
+                limit = 1 / (1 / decoding + prompts / prefill_limit(model.config, best))
                 figures.append(Figure(f"{name}, {in_flight} in flight", median, "tokens/s", ratio=ratio, limit=limit))
                 shown = f"{median:8.1f} tokens/s  {ratio:5.2f} of {reference}, {of_limit(figures[-1])}"
+                shown += f", {median / decoding:.2f} of decoding alone"
                 print(f"{in_flight:4} in flight  {name:18} {shown}", flush=True)
         for in_flight in args.in_flight[:2]:
             rounds = [

@@ -6,8 +6,9 @@ The shapes are those of a model, SmolLM2-135M by default, for 1 to 2,048 rows (t
 that they come from memory. The limit of a shape is the longer of reading its weights and computing at the peak, the
 rate of the best large square product. Best of several windows each.
 
-Other benchmarks import :func:`limits`, and from it :func:`decode_limit` and :func:`training_limit`. These count only
-matrix products and reading weights and keys and values, so that nothing can be faster.
+Other benchmarks import :func:`limits`, and from it :func:`decode_limit`, :func:`prefill_limit` and
+:func:`training_limit`. These count only matrix products and reading weights and keys and values, so that nothing can be
+faster.
 """
 
 from __future__ import annotations
@@ -109,6 +110,12 @@ def decode_limit(config: Any, limits: Limits, *, in_flight: int, context: int) -
     states = 2 * config.num_hidden_layers * config.num_key_value_heads * _head_dim(config)
     cache = limits.seconds(0, in_flight * context * states * limits.itemsize)
     return in_flight / (weights + cache)
+
+
+def prefill_limit(config: Any, limits: Limits) -> float:
+    """Return the most tokens/s of prompts that come many at a time; no token of them passes the head."""
+    *layers, _head = matrices(config)
+    return 1 / limits.seconds(2 * sum(m.size for m in layers), 0)
 
 
 def training_limit(config: Any, limits: Limits, *, tokens: int, trained: int) -> float:

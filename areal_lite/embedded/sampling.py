@@ -4,12 +4,13 @@ Guarantees that a request's token depends only on its logits, parameters, seed a
 """
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
 from areal_lite.embedded.generation_request import GenerationRequest
+from areal_lite.models.kernels.compiler import addresses
+from areal_lite.models.kernels.score_kernels import score_library
 
 _BLOCK = 128
 _ROWS = 16  # requests sampled together on a CPU: what one pass over their logits writes is in its caches for the next
@@ -27,28 +28,45 @@ class Sampled(NamedTuple):
 def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
     """Sample the next token of each request from ``logits [n, vocab]`` of any float type. ``min_new_tokens`` excludes
     ``eos_ids``, besides the request's own stop ids."""
-    if logits.device.type == "cpu" and len(requests) > _ROWS:
-        starts = range(0, len(requests), _ROWS)
-        parts = [_sample(logits[i : i + _ROWS], requests[i : i + _ROWS], eos_ids) for i in starts]
-        return Sampled(*(list(chain.from_iterable(column)) for column in zip(*parts, strict=True)))
-    return _sample(logits, requests, eos_ids)
+    count, on_cpu = len(requests), logits.device.type == "cpu"
+    library = score_library() if on_cpu and logits.dtype == torch.bfloat16 else None
+    asks_more = [one.params.has_filters or _is_shaped(one) or one.top_logprobs_num for one in requests]
+    simple = [i for i in range(count) if library is not None and not asks_more[i]]
+    others = sorted({*range(count)} - {*simple})
+    size = _ROWS if on_cpu else max(1, count)
+    rows: dict[int, tuple[Any, ...]] = {}
+    for numbers in filter(None, [simple, *(others[i : i + size] for i in range(0, len(others), size))]):
+        parts = _take(logits, numbers), [requests[i] for i in numbers]
+        sampled = _sample_simple(library, *parts) if numbers is simple else _sample(*parts, eos_ids)
+        rows.update(zip(numbers, zip(*sampled, strict=True), strict=True))
+    return Sampled(*map(list, zip(*(rows[i] for i in range(count)), strict=True)))
+
+
+def _is_shaped(request: GenerationRequest) -> bool:
+    params, early = request.params, len(request.output_ids) < request.params.min_new_tokens
+    return early or params.has_penalties or bool(params.logit_bias) or request.grammar is not None
+
+
+def _sample_simple(library: Any, logits: Tensor, requests: Sequence[GenerationRequest]) -> Sampled:
+    logits, uniforms = logits.contiguous(), torch.from_numpy(_uniforms(requests))
+    temperatures = torch.tensor([request.params.temperature for request in requests])
+    ids, logprobs = torch.empty(len(requests), dtype=torch.long), torch.empty(len(requests))
+    inputs, threads = addresses(logits, temperatures, uniforms), torch.get_num_threads()
+    library.sample(*inputs, *logits.shape, *addresses(ids, logprobs), threads)
+    return Sampled(ids.tolist(), logprobs.tolist(), [[] for _ in requests])
 
 
 def _sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
     temperatures = [request.params.temperature for request in requests]
-    logits = logits.float()
-    divisors = None
+    scaled = logits = logits.float()
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
-        divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], device=logits.device)
-    logprobs = torch.log_softmax(logits if divisors is None else logits / divisors[:, None], dim=-1)
+        scaled = logits / torch.tensor([[temperature or 1.0] for temperature in temperatures], device=logits.device)
+    logprobs = torch.log_softmax(scaled, dim=-1)
     allowed = _shaped(logits, logprobs, requests, eos_ids)
     tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
     greedy = [i for i, temperature in enumerate(temperatures) if temperature == 0.0]
-    plain, filtered = list[int](), list[int]()
-    for i, request in enumerate(requests):
-        params = request.params
-        if params.temperature > 0.0:
-            (filtered if params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0 else plain).append(i)
+    filtered = [i for i, one in enumerate(requests) if one.params.temperature > 0.0 and one.params.has_filters]
+    plain = sorted({*range(len(requests))} - {*greedy, *filtered})
     if greedy:
         tokens[greedy] = _take(allowed, greedy).argmax(dim=-1)
     uniforms = torch.from_numpy(_uniforms(requests)).to(logits.device)
@@ -75,10 +93,10 @@ def _shaped(logits: Tensor, logprobs: Tensor, requests: Sequence[GenerationReque
     shaped = logprobs
     for i, request in enumerate(requests):
         params = request.params
-        early = len(request.output_ids) < params.min_new_tokens
-        if early or params.has_penalties or params.logit_bias or request.grammar is not None:
+        if _is_shaped(request):
             if shaped is logprobs:
                 shaped = logprobs.clone()
+            early = len(request.output_ids) < params.min_new_tokens
             stops = eos_ids | params.stop_token_ids if early else frozenset()
             shaped[i] = torch.log_softmax(_shaped_logits(logits[i], request, stops) / (params.temperature or 1.0), -1)
     return shaped

@@ -75,6 +75,10 @@ class SamplingParams:
         """True if ids of the output change the logits."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
+    @property
+    def has_filters(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf")
 

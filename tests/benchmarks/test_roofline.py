@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 import pytest
-from benchmarks.roofline import Limits, decode_limit, training_limit
+from benchmarks.roofline import Limits, decode_limit, prefill_limit, training_limit
 
 CONFIG = SimpleNamespace(
     hidden_size=4,
@@ -24,6 +24,7 @@ def test_one_request_is_bound_by_memory_and_many_by_products():
         assert rate == pytest.approx(in_flight / (seconds + in_flight * 5 * states))
     fast = Limits(gflops=1.0, bandwidth=1e-9, itemsize=2)
     assert decode_limit(CONFIG, fast, in_flight=3, context=0) == pytest.approx(3 / (2 * (LAYERS + HEAD)))
+    assert prefill_limit(CONFIG, limits) == pytest.approx(1 / (2 * LAYERS))
 
 
 def test_training_takes_six_operations_a_weight_and_the_head_for_trained_tokens_only():

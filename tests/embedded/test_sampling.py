@@ -6,8 +6,9 @@ import pytest
 import torch
 from areal_lite.embedded.bad_request import BadRequest
 from areal_lite.embedded.generation_request import GenerationRequest
-from areal_lite.embedded.sampling import sample
+from areal_lite.embedded.sampling import _sample, sample
 from areal_lite.embedded.sampling_params import SamplingParams, parse_sampling_params
+from areal_lite.models.kernels.score_kernels import score_library
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 
@@ -75,6 +76,37 @@ def test_penalties_and_biases_change_the_choice_and_not_the_logprobs(
     torch.testing.assert_close(frequencies, wanted, atol=0.03, rtol=0)
     plain = (logits / 0.8).log_softmax(-1)
     torch.testing.assert_close(torch.tensor(sampled.logprobs), plain[sampled.tokens])
+
+
+@pytest.mark.skipif(score_library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("width", [1, 5, 128, 129, 1000, 40_000])
+def test_compiled_samples_are_those_of_torch_whatever_the_other_requests_ask(width: int) -> None:
+    temperatures = [0.0, 0.3, 1.0, 2.5] * 20
+    requests = [
+        GenerationRequest(rid=str(i), prompt=[0], params=SamplingParams(temperature=temperature), seed=i)
+        for i, temperature in enumerate(temperatures)
+    ]
+    logits = (torch.randn(len(requests), width, generator=torch.Generator().manual_seed(width)) * 4).bfloat16()
+    logits[::8] = logits[::8].round()  # the most probable id is not the only one
+    sampled, plain = sample(logits, requests, frozenset()), _sample(logits, requests, frozenset())
+    assert sampled.tokens == plain.tokens
+    torch.testing.assert_close(torch.tensor(sampled.logprobs), torch.tensor(plain.logprobs), atol=1e-5, rtol=1e-5)
+    for request in requests[1::3]:
+        request.top_logprobs_num = 1  # torch samples for these
+    mixed = sample(logits, requests, frozenset())
+    assert mixed.tokens == sampled.tokens
+    assert [len(top) for top in mixed.top] == [i % 3 == 1 for i in range(len(requests))]
+    assert all(mixed.logprobs[i] == sampled.logprobs[i] for i in range(len(requests)) if i % 3 != 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"top_k": 1}, {"top_p": 0.5}, {"min_p": 1.0}, {"logit_bias": {0: 50.0}}, {"min_new_tokens": 1}],
+)
+def test_logits_in_bfloat16_are_shaped_and_filtered_too(changes: dict[str, Any]) -> None:
+    logits = torch.tensor(PROBABILITIES).log()
+    frequencies, half = (draw(given, 500, **changes) for given in (logits.bfloat16().float(), logits.bfloat16()))
+    assert torch.equal(frequencies, half)
 
 
 def test_a_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:

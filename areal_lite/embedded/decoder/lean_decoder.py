@@ -4,7 +4,6 @@ Projections of one input are one product, shared keys are not copied, and nothin
 model's own forward does. Shares the model's weights; in bfloat16 on a CPU it also keeps a packed copy of them.
 """
 
-from functools import cache
 from typing import Any
 import torch
 from torch import Tensor, nn
@@ -15,41 +14,18 @@ from areal_lite.models.vision_model import text_decoder
 
 
 class _Linear:
-    """A product that packs its weight for many rows in bfloat16 on a CPU: faster than ``linear``, and the same bits."""
+    """A product with a weight, or with its packed copy where that is faster."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, operations: LayerOperations) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._operations = operations
-        self._packs = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and can_pack()
+        self._weight, self._bias, self._operations = weight, bias, operations
         self.packed: Tensor | None = None
 
-    def __call__(self, states: Tensor) -> Tensor:
-        if not self._packs or self._operations.takes(states, self._weight):
+    def __call__(self, states: Tensor) -> Any:
+        if not self._operations.packs(states, self._weight):
             return self._operations.product(states, self._weight, self._bias)
         if self.packed is None:
-            self.packed = _pack(self._weight)
-        product: Tensor = _packed_product(states, self.packed, self._bias)
-        return product
-
-
-def _pack(weight: Tensor) -> Any:
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
-
-
-def _packed_product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Any:
-    return torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
-
-
-@cache
-def can_pack() -> bool:
-    """Try the operators for packed weights, which are private to torch: another version may lack or change them."""
-    try:
-        weight = torch.eye(32, dtype=torch.bfloat16)
-        supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return supported and torch.equal(_packed_product(weight, _pack(weight), None), weight)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
+            self.packed = self._operations.packed(self._weight)
+        return self._operations.packed_product(states, self.packed, self._weight, self._bias)
 
 
 class LeanDecoder:

@@ -4,6 +4,13 @@
 
 #include "bfloat16.h"
 
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && !defined(FLOAT32)  // oneDNN's products with AMX are faster
+#define PANEL 48
+#include <immintrin.h>
+#else
+#define PANEL 0
+#endif
+
 #ifdef FLOAT32
 using Number = float;
 static inline float wide(float number) { return number; }
@@ -148,7 +155,40 @@ static void strip(const float* states, const Number* weight, const Number* bias,
         tile<1, OUTS, 1>(states + row * width, weight, bias, width, stride, out + row * stride);
 }
 
+#if PANEL
+// ROWS rows of states [ROWS, width] times a panel [width / 2, PANEL, 2], of which `count` outs are stored.
+template <int ROWS>
+static void panel_tile(const Half* states, const Half* panel, const float* bias, Count width, Count stride, Count count,
+                       Half* out) {
+    constexpr int VECTORS = PANEL / LANES;
+    __m512 sums[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_loadu_ps(bias + v * LANES);
+    for (Count pair = 0; pair < width / 2; pair++) {
+        __m512i columns[VECTORS];
+        for (int v = 0; v < VECTORS; v++) columns[v] = _mm512_loadu_si512(panel + 2 * (pair * PANEL + v * LANES));
+        for (int r = 0; r < ROWS; r++) {
+            int state;
+            std::memcpy(&state, states + r * width + 2 * pair, sizeof state);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(state);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], both, (__m512bh)columns[v]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++) {
+        Half row[PANEL];
+        for (int v = 0; v < VECTORS; v++) {
+            const __m256bh numbers = _mm512_cvtneps_pbh(sums[r][v]);
+            std::memcpy(row + v * LANES, &numbers, sizeof numbers);
+        }
+        std::memcpy(out + r * stride, row, count * sizeof(Half));
+    }
+}
+#endif
+
 extern "C" {
+
+// outs of a panel; 0 without the instructions
+extern const int panel = PANEL;
 
 // n tokens: stores their keys and values, each at its slot's column, then reads the last `window` columns of the slot up
 // to that one.
@@ -229,5 +269,27 @@ void product(const Number* states, const Number* weight, const Number* bias, Cou
         for (Count i = 0; i < strips; i++) run(strip<OUTS>, i * OUTS);
         for (Count o = strips * OUTS; o < outs; o++) run(strip<1>, o);
     }
+}
+
+// The same from panels [outs / PANEL, width / 2, PANEL, 2] of the weight; a sum's order does not depend on other rows.
+void packed_product(const Half* states, const Half* panels, const Half* bias, Count n, Count width, Count outs, Half* out,
+                    int threads) {
+#if PANEL
+    constexpr int ROWS = 8;  // their sums are in registers
+    constexpr decltype(&panel_tile<1>) tiles[] = {panel_tile<1>, panel_tile<2>, panel_tile<3>, panel_tile<4>,
+                                                  panel_tile<5>, panel_tile<6>, panel_tile<7>, panel_tile<8>};
+    const Count count = (outs + PANEL - 1) / PANEL;
+    const Count each = std::clamp<Count>(n * count / (4 * threads) / ROWS * ROWS, ROWS, 64), parts = (n + each - 1) / each;
+#pragma omp parallel for num_threads(threads) schedule(guided)
+    for (Count task = 0; task < count * parts; task++) {
+        const Count first = task / parts * PANEL, size = std::min<Count>(outs - first, PANEL);
+        float added[PANEL] = {};
+        for (Count o = 0; bias && o < size; o++) added[o] = wide(bias[first + o]);
+        const Count end = std::min(n, (task % parts + 1) * each);
+        for (Count row = task % parts * each; row < end; row += ROWS)
+            tiles[std::min<Count>(end - row, ROWS) - 1](states + row * width, panels + first * width, added, width, outs,
+                                                        size, out + row * outs + first);
+    }
+#endif
 }
 }

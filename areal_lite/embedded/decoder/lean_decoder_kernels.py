@@ -7,6 +7,7 @@ any number of tokens of it. A product of few rows takes as long as reading the w
 
 import ctypes
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 import torch
@@ -23,7 +24,7 @@ _ARGUMENTS = {
     "attend": [*[ARRAY] * 5, NUMBER, *[ARRAY] * 4, *[COUNT] * 4, NUMBER, ARRAY, INT],
     "add_norm": [*[ARRAY] * 3, NUMBER, *[COUNT] * 2, ARRAY, INT],
     "gated_silu": [ARRAY, *[COUNT] * 2, ARRAY, INT],
-    "product": [*[ARRAY] * 3, *[COUNT] * 3, ARRAY, INT],
+    **dict.fromkeys(("product", "packed_product"), [*[ARRAY] * 3, *[COUNT] * 3, ARRAY, INT]),
 }
 _MIN_FLOAT32 = 20_000_000  # weights; compiling takes longer than what a smaller model gains in a short run
 
@@ -93,13 +94,21 @@ class LayerOperations:
         active: Tensor = activation(gate)
         return active.mul_(up)
 
-    def takes(self, states: Tensor, weight: Tensor) -> bool:
-        """Return whether :meth:`product` is faster than any of torch's."""
-        return False
-
     def product(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product of ``[..., width]`` and ``weight`` ``[outs, width]``."""
         return F.linear(states, weight, bias)
+
+    def packs(self, states: Tensor, weight: Tensor) -> bool:
+        """Return whether :meth:`packed_product` is faster than :meth:`product`."""
+        return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and can_pack()
+
+    def packed(self, weight: Tensor) -> Any:
+        """Return a copy of the weight for :meth:`packed_product`."""
+        return _reordered(weight)
+
+    def packed_product(self, states: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        """Return the :meth:`product` from a packed copy of the weight."""
+        return _reordered_product(states, packed, bias)
 
 
 class CompiledOperations(LayerOperations):
@@ -110,10 +119,9 @@ class CompiledOperations(LayerOperations):
     def __init__(self, model: Any, library: ctypes.CDLL) -> None:
         super().__init__(model)
         self._library = library
-        if has_bfloat16() and model.dtype == torch.bfloat16:
-            self._most_rows = 4
-        else:
-            self._most_rows = 32 if model.dtype == torch.float32 else sys.maxsize
+        self._panel = ctypes.c_int.in_dll(library, "panel").value  # outs of a packed part; 0 without such products
+        half = has_bfloat16() and model.dtype == torch.bfloat16
+        self._most_rows = 4 if half else 32 if model.dtype == torch.float32 else sys.maxsize
 
     def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
         if not cached.is_initialized:
@@ -122,19 +130,15 @@ class CompiledOperations(LayerOperations):
         assert cached.keys is not None and cached.values is not None
         (tokens, _, heads, width), (_, kv_heads, capacity, _) = states.shape, cached.keys.shape
         out = states.new_empty(tokens, 1, (heads - 2 * kv_heads) * width)
-        norms = query_key_norms(attention)
+        norms, sizes = query_key_norms(attention), (tokens, kv_heads, capacity)
         self._library.attend(
             *addresses(states, turn.cos, turn.sin),
             *((None, None) if norms is None else (norm.weight.data_ptr() for norm in norms)),
             0.0 if norms is None else norms[0].variance_epsilon,
             *addresses(cached.keys, cached.values, cached.plan.used, cached.plan.columns),
-            tokens,
-            kv_heads,
-            capacity,
+            *sizes,
             cached.plan.window if cached.is_sliding else capacity,
-            attention.scaling,
-            out.data_ptr(),
-            torch.get_num_threads(),
+            *(attention.scaling, out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
@@ -148,23 +152,63 @@ class CompiledOperations(LayerOperations):
     def gated(self, joined: Tensor, activation: Any) -> Tensor:
         width = joined.shape[-1] // 2
         out = joined.new_empty(*joined.shape[:-1], width)
-        rows = joined.numel() // (2 * width)
-        self._library.gated_silu(joined.data_ptr(), rows, width, out.data_ptr(), torch.get_num_threads())
+        rows, threads = joined.numel() // (2 * width), torch.get_num_threads()
+        self._library.gated_silu(joined.data_ptr(), rows, width, out.data_ptr(), threads)
         return out
 
-    def takes(self, states: Tensor, weight: Tensor) -> bool:
+    def product(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._takes(states, weight):
+            return super().product(states, weight, bias)
+        return self._computed(self._library.product, states, weight, len(weight), bias)
+
+    def packs(self, states: Tensor, weight: Tensor) -> bool:
+        return (
+            weight.shape[1] % 2 == 0
+            if self._panel
+            else not self._takes(states, weight) and super().packs(states, weight)
+        )
+
+    def packed(self, weight: Tensor) -> Any:
+        if not self._panel:
+            return super().packed(weight)
+        padded = F.pad(weight, (0, 0, 0, -len(weight) % self._panel)).view(torch.int32)  # numbers of two columns
+        return padded.view(-1, self._panel, padded.shape[1]).transpose(1, 2).contiguous()
+
+    def packed_product(self, states: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        if not self._panel:
+            return super().packed_product(states, packed, weight, bias)
+        return self._computed(self._library.packed_product, states, packed, len(weight), bias)
+
+    def _takes(self, states: Tensor, weight: Tensor) -> bool:
+        """Return whether a product is of few rows, which take as long as reading the weight."""
         width = weight.shape[1]
         return width % 16 == 0 and states.numel() <= self._most_rows * width
 
-    def product(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self.takes(states, weight):
-            return super().product(states, weight, bias)
-        outs, width = weight.shape
+    def _computed(self, function: Any, states: Tensor, weight: Tensor, outs: int, bias: Tensor | None) -> Tensor:
+        width, rows = states.shape[-1], states.numel() // states.shape[-1]
         out = states.new_empty(*states.shape[:-1], outs)
         bias_at, threads = None if bias is None else bias.data_ptr(), torch.get_num_threads()
-        rows = states.numel() // width
-        self._library.product(*addresses(states, weight), bias_at, rows, width, outs, out.data_ptr(), threads)
+        function(*addresses(states, weight), bias_at, rows, width, outs, out.data_ptr(), threads)
         return out
+
+
+def _reordered(weight: Tensor) -> Any:
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def _reordered_product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Any:
+    return torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+
+
+@cache
+def can_pack() -> bool:
+    """Try the operators for packed weights, which are private to torch: another version may lack or change them."""
+    try:
+        weight = torch.eye(32, dtype=torch.bfloat16)
+        supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return supported and torch.equal(_reordered_product(weight, _reordered(weight), None), weight)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 def lean_decoder_operations(model: Any) -> LayerOperations:

@@ -44,4 +44,39 @@ void score_gradient(const Half* logits, const Count* targets, float factor, cons
         out[row * width + targets[row]] = narrow(gradient(targets[row]) + of_chosen);
     }
 }
+
+// Per row, an id drawn from softmax(logits / temperature) by inverting its cumulative sum at a uniform number, and its
+// log-prob; the first of the most probable ids at temperature 0, which does not divide. First chooses a block of ids, then
+// an id of it: that needs no sum of the whole row in float64.
+void sample(const Half* logits, const float* temperatures, const double* uniforms, Count n, Count width, Count* ids,
+            float* logprobs, int threads) {
+    constexpr Count BLOCK = 128;
+#pragma omp parallel for num_threads(threads)
+    for (Count row = 0; row < n; row++) {
+        const Half* own = logits + row * width;
+        const float factor = temperatures[row] > 0 ? 1 / temperatures[row] : 1;
+        float top = wide(own[0]) * factor;
+#pragma omp simd reduction(max : top)
+        for (Count i = 0; i < width; i++) top = std::max(top, wide(own[i]) * factor);
+        const auto weight = [=](Count i) { return std::exp(bounded(wide(own[i]) * factor - top)); };
+        std::vector<float> sums((width + BLOCK - 1) / BLOCK);
+        double total = 0;
+        for (Count b = 0; b < static_cast<Count>(sums.size()); b++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (Count i = b * BLOCK; i < std::min(width, (b + 1) * BLOCK); i++) sum += weight(i);
+            total += sums[b] = sum;
+        }
+        Count id = 0, last = width - 1;
+        if (temperatures[row] > 0) {
+            double left = uniforms[row] * total;
+            for (; (id + 1) * BLOCK < width && left >= sums[id]; id++) left -= sums[id];
+            last = std::min(last, (id + 1) * BLOCK - 1);
+            for (id *= BLOCK; id < last && left >= weight(id); id++) left -= weight(id);
+        } else
+            while (id < last && wide(own[id]) < top) id++;
+        ids[row] = id;
+        logprobs[row] = wide(own[id]) * factor - top - static_cast<float>(std::log(total));
+    }
+}
 }

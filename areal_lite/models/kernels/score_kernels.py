@@ -17,6 +17,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = {
     "score": [*[ARRAY] * 2, NUMBER, *[COUNT] * 2, *[ARRAY] * 4, INT],
     "score_gradient": [*[ARRAY] * 2, NUMBER, *[ARRAY] * 4, *[COUNT] * 2, ARRAY, INT],
+    "sample": [*[ARRAY] * 3, *[COUNT] * 2, *[ARRAY] * 2, INT],
 }
 _BLOCK_BYTES = 3 << 19  # of float32 logits that a CPU works on at once: a core's cache holds them, so each is read once
 
@@ -109,10 +110,11 @@ def score_operations(
     device: torch.device, dtype: torch.dtype, temperature: float, truncation: Truncation | None
 ) -> ScoreOperations:
     """Return the compiled operations if they fit logits of this dtype and can be compiled, else torch's."""
-    library = _library() if device.type == "cpu" and dtype == torch.bfloat16 and truncation is None else None
+    library = score_library() if device.type == "cpu" and dtype == torch.bfloat16 and truncation is None else None
     return ScoreOperations(temperature, truncation) if library is None else CompiledScores(temperature, library)
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def score_library() -> ctypes.CDLL | None:
+    """Return the compiled functions, None without a compiler."""
     return compile_library(_SOURCE, _ARGUMENTS, otherwise="log-probs of tokens take five times as long")

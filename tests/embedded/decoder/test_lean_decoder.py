@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from areal_lite.embedded.decoder import lean_decoder
+from areal_lite.embedded.decoder import lean_decoder_kernels
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.models.decoder_family import FAMILIES
 
@@ -96,8 +96,8 @@ def test_a_torch_whose_private_operators_changed_gets_plain_products(
         return states + 1
 
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
-    monkeypatch.setattr(lean_decoder, "_pack", lambda weight: weight)
-    monkeypatch.setattr(lean_decoder, "_packed_product", packed_product)
-    assert not lean_decoder.can_pack.__wrapped__()
-    monkeypatch.setattr(lean_decoder, "_packed_product", lambda states, packed, bias: states @ packed)
-    assert lean_decoder.can_pack.__wrapped__()
+    monkeypatch.setattr(lean_decoder_kernels, "_reordered", lambda weight: weight)
+    monkeypatch.setattr(lean_decoder_kernels, "_reordered_product", packed_product)
+    assert not lean_decoder_kernels.can_pack.__wrapped__()
+    monkeypatch.setattr(lean_decoder_kernels, "_reordered_product", lambda states, packed, bias: states @ packed)
+    assert lean_decoder_kernels.can_pack.__wrapped__()

@@ -1,6 +1,7 @@
 """Compiled operations give what torch's give, and their absence costs nothing but time."""
 
 from __future__ import annotations
+import itertools
 import logging
 import re
 import shutil
@@ -20,7 +21,7 @@ from areal_lite.embedded.decoder.lean_decoder_kernels import (
 )
 from areal_lite.embedded.decoder.slot_cache import SlotCache, SlotLayer
 from areal_lite.embedded.model_runner import ModelRunner
-from tests.embedded.decoder.test_lean_decoder import MODELS, run, tiny
+from tests.embedded.decoder.test_lean_decoder import MODELS, PAST, TOKENS, run, tiny
 
 HALF_STEP = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
@@ -29,7 +30,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ 
 
 
 @cache
-def both(family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, LayerOperations, LayerOperations]:
+def both(family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, LayerOperations, CompiledOperations]:
     """Return a model's first layer, and operations: torch's and compiled."""
     model = tiny(family, dtype)
     compiled = compiled_operations(model)
@@ -65,10 +66,40 @@ def test_products_of_few_rows_are_compiled_ones(
     dtype: torch.dtype, has_instructions: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_lite.embedded.decoder.lean_decoder_kernels.has_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr("areal_lite.embedded.decoder.lean_decoder_kernels.can_pack", lambda: True)
     operations = compiled_operations(tiny("llama", dtype))
-    states, weight = torch.empty(900, 1, 48), torch.empty(5, 48)
-    assert [operations.takes(states[:rows], weight) for rows in (1, most, most + 1)] == [True, True, most == 900]
-    assert not operations.takes(states[:1, :, :47], weight[:, :47]), "47 columns do not fill the vectors"
+    assert isinstance(operations, CompiledOperations)
+    states, weight = torch.empty(900, 1, 48, dtype=dtype), torch.empty(5, 48, dtype=dtype)
+    for panel in (0, 48):  # without and with packed products of our own, which are as fast with few rows
+        monkeypatch.setattr(operations, "_panel", panel)
+        half = dtype == torch.bfloat16
+        packs = [operations.packs(states[:rows], weight) for rows in (1, most, most + 1)]
+        assert packs == [bool(panel), bool(panel), bool(panel) or (half and most == 4)]
+        assert operations.packs(states[:1, :, :47], weight[:, :47]) == (half and not panel), "no pairs of columns"
+
+
+@needs_compiler
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("outs", "width", "threads"), [(61, 48, 2), (3, 18, 1), (480, 64, 2), (48, 16, 3)])
+def test_the_packed_product_is_that_of_torch_whatever_the_other_rows(
+    outs: int, width: int, threads: int, bias: bool
+) -> None:
+    _, _, compiled = both()
+    if not compiled._panel:
+        pytest.skip("this CPU has no instructions for products in bfloat16, or better ones")
+    states, weight = drawn(100, 1, width), drawn(outs, width)
+    added = drawn(outs) if bias else None
+    expected = F.linear(states.double(), weight.double(), None if added is None else added.double())
+    packed, before = compiled.packed(weight), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        whole = compiled.packed_product(states, packed, weight, added)
+        torch.testing.assert_close(whole.double(), expected, atol=HALF_STEP * width**0.5 / 4, rtol=HALF_STEP)
+        for first, rows in itertools.product((0, 5), (1, 2, 3, 4, 7, 8, 9, 64, 65)):
+            part = compiled.packed_product(states[first : first + rows], packed, weight, added)
+            assert torch.equal(part, whole[first : first + rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_compiler
@@ -138,6 +169,22 @@ def test_logits_are_as_near_to_float32_as_those_of_torch(family: str, slots: lis
         assert type(runner._lean._operations) is (CompiledOperations if compiled else LayerOperations)
         errors[compiled] = (run(runner, slots).float() - expected).square().mean().sqrt()
     assert errors[True] < 1.2 * errors[False]
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", sorted({*MODELS} - {"gemma"}))
+def test_bits_of_logits_depend_on_no_other_request_and_on_no_split(family: str) -> None:
+    if not both()[2]._panel:
+        pytest.skip("this CPU has no instructions for products in bfloat16, or better ones")
+    runner = ModelRunner(tiny(family, torch.bfloat16), slots=16, context_length=32)
+    among = run(runner, [3, 0, 4])
+    for i in range(3):
+        end = PAST[i] + [3, 1, 2][i]
+        alone = runner.forward([7], [TOKENS[i][:end]], [0])
+        assert torch.equal(alone[0], among[1, i])
+        others = [TOKENS[1][:5]] * 6
+        crowd = runner.forward([*range(8, 14), 7], [*others, TOKENS[i][end : end + 1]], [0] * 6 + [end])
+        assert torch.equal(crowd[-1], among[2, i])
 
 
 @needs_compiler

@@ -87,7 +87,7 @@ def test_what_does_not_fit_uses_torch() -> None:
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(score_kernels, "_library", score_kernels._library.__wrapped__)
+    monkeypatch.setattr(score_kernels, "score_library", score_kernels.score_library.__wrapped__)
     with caplog.at_level(logging.INFO):
         assert type(score_operations(CPU, torch.bfloat16, 1.0, None)) is ScoreOperations
     assert caplog.messages[-1].startswith("no C++ compiler: log-probs of tokens take five times as long. Install")
