@@ -37,7 +37,7 @@ from benchmarks.train_step import LEARNING_RATE, MAX_TOKENS, make_batch, make_mo
 from tests.fixtures.tiny_model import build_tiny_model
 
 KINDS = {  # the first whose part is in an operation's name
-    "matrix products": ("mm", "linear", "baddbmm"),
+    "matrix products": ("mm", "linear", "baddbmm", "::product", "packed_product"),
     "attention": ("scaled_dot_product", "attend"),
     "clearing memory": ("fill", "zero"),
     "softmax and exponentials": ("softmax", "exp", "silu", "gate", "score"),
@@ -123,7 +123,7 @@ def training_profiles(model: str, *, threads: int, repeats: int) -> dict[str, Pr
     operations = fused_decoder_kernels.fused_decoder_operations(torch.bfloat16)
     if isinstance(operations, fused_decoder_kernels.CompiledOperations):
         record_calls(operations._library, fused_decoder_kernels._ARGUMENTS)
-        record_calls(score_kernels._library(), score_kernels._ARGUMENTS)
+        record_calls(score_kernels.score_library(), score_kernels._ARGUMENTS)
     profiles, fused = {}, trainer._policy._fused
     for name, chosen in (("the model's own", ()), ("ours", fused)):
         trainer._policy._fused = chosen
