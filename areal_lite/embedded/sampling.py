@@ -3,6 +3,7 @@
 Guarantees that a request's token depends only on its logits, parameters, seed and position, never on other requests.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 import numpy as np
@@ -27,7 +28,7 @@ class Sampled(NamedTuple):
 
 def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
     """Sample the next token of each request from ``logits [n, vocab]`` of any float type. ``min_new_tokens`` excludes
-    ``eos_ids``, besides the request's own stop ids."""
+    ``eos_ids``, besides the request's own stop ids. FloatingPointError if logits are NaN, +inf or all -inf."""
     count, on_cpu = len(requests), logits.device.type == "cpu"
     library = score_library() if on_cpu and logits.dtype == torch.bfloat16 else None
     asks_more = [one.params.has_filters or _is_shaped(one) or one.top_logprobs_num for one in requests]
@@ -39,6 +40,10 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
         parts = _take(logits, numbers), [requests[i] for i in numbers]
         sampled = _sample_simple(library, *parts) if numbers is simple else _sample(*parts, eos_ids)
         rows.update(zip(numbers, zip(*sampled, strict=True), strict=True))
+    if any(math.isnan(logprob) for _, logprob, _ in rows.values()):
+        raise FloatingPointError(
+            "the model's logits are not numbers: its weights are NaN, or too large for their dtype"
+        )
     return Sampled(*map(list, zip(*(rows[i] for i in range(count)), strict=True)))
 
 
@@ -75,7 +80,7 @@ def _sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froz
     if filtered:
         chosen_requests = [requests[i] for i in filtered]
         tokens[filtered] = _pick_filtered(_take(allowed, filtered).exp(), uniforms[filtered], chosen_requests)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    chosen = logprobs.gather(1, tokens.clamp_(max=logprobs.shape[1] - 1)[:, None])[:, 0]  # NaN are inverted beyond it
     top: list[list[tuple[float, int]]] = [[] for _ in requests]
     for i, request in enumerate(requests):
         if count := min(request.top_logprobs_num, logprobs.shape[1]):
@@ -96,8 +101,7 @@ def _shaped(logits: Tensor, logprobs: Tensor, requests: Sequence[GenerationReque
         if _is_shaped(request):
             if shaped is logprobs:
                 shaped = logprobs.clone()
-            early = len(request.output_ids) < params.min_new_tokens
-            stops = eos_ids | params.stop_token_ids if early else frozenset()
+            stops = eos_ids | params.stop_token_ids if len(request.output_ids) < params.min_new_tokens else frozenset()
             shaped[i] = torch.log_softmax(_shaped_logits(logits[i], request, stops) / (params.temperature or 1.0), -1)
     return shaped
 
@@ -156,7 +160,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     total = ends[:, -1:]
     # Rounding must not make the target equal the total, because no weight lies beyond it.
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(ends, target, right=True)[:, 0]
+    return torch.searchsorted(ends, target, right=True)[:, 0].clamp(max=weights.shape[1] - 1)  # NaN end beyond it
 
 
 def _pick_filtered(probabilities: Tensor, uniforms: Tensor, requests: list[GenerationRequest]) -> Tensor:

@@ -77,6 +77,7 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
+        """True if only the most probable ids are sampled."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 

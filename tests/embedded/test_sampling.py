@@ -109,6 +109,22 @@ def test_logits_in_bfloat16_are_shaped_and_filtered_too(changes: dict[str, Any])
     assert torch.equal(frequencies, half)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [float("nan"), -float("nan"), torch.inf])
+def test_logits_that_are_no_numbers_are_refused(broken: float, temperature: float, dtype: torch.dtype) -> None:
+    params = SamplingParams(temperature=temperature)
+    requests = [GenerationRequest(rid=str(i), prompt=[0], params=params, seed=i) for i in range(3)]
+    logits = torch.zeros(3, 300, dtype=dtype)
+    logits[1, 1:] = -torch.inf  # ids that are excluded are not broken
+    assert sample(logits, requests, frozenset()).tokens[1] == 0
+    for places, number in ((slice(None), -torch.inf), (7, broken)):
+        logits[1] = 0.0
+        logits[1, places] = number
+        with pytest.raises(FloatingPointError, match="the model's logits are not numbers: its weights are NaN"):
+            sample(logits, requests, frozenset())
+
+
 def test_a_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0, -1.5]])
     request = GenerationRequest(

@@ -162,11 +162,9 @@ class CompiledOperations(LayerOperations):
         return self._computed(self._library.product, states, weight, len(weight), bias)
 
     def packs(self, states: Tensor, weight: Tensor) -> bool:
-        return (
-            weight.shape[1] % 2 == 0
-            if self._panel
-            else not self._takes(states, weight) and super().packs(states, weight)
-        )
+        if self._panel:
+            return weight.shape[1] % 2 == 0
+        return not self._takes(states, weight) and super().packs(states, weight)
 
     def packed(self, weight: Tensor) -> Any:
         if not self._panel:

@@ -47,7 +47,7 @@ void score_gradient(const Half* logits, const Count* targets, float factor, cons
 
 // Per row, an id drawn from softmax(logits / temperature) by inverting its cumulative sum at a uniform number, and its
 // log-prob; the first of the most probable ids at temperature 0, which does not divide. First chooses a block of ids, then
-// an id of it: that needs no sum of the whole row in float64.
+// an id of it: that needs no sum of the whole row in float64. A row with a NaN or +inf, or all -inf, gets the log-prob NaN.
 void sample(const Half* logits, const float* temperatures, const double* uniforms, Count n, Count width, Count* ids,
             float* logprobs, int threads) {
     constexpr Count BLOCK = 128;
@@ -77,6 +77,13 @@ void sample(const Half* logits, const float* temperatures, const double* uniform
             while (id < last && wide(own[id]) < top) id++;
         ids[row] = id;
         logprobs[row] = wide(own[id]) * factor - top - static_cast<float>(std::log(total));
+        Half largest = 0;  // by their bits, because -ffast-math excludes NaN and infinities
+#pragma omp simd reduction(max : largest)
+        for (Count i = 0; i < width; i++) largest = std::max<Half>(largest, own[i] & 0x7FFF);
+        const auto broken = [](Half half) { return half != 0xFF80 && (half & 0x7FFF) >= 0x7F80; };
+        const auto excluded = [](Half half) { return half == 0xFF80; };
+        if (largest >= 0x7F80 && (std::any_of(own, own + width, broken) || std::all_of(own, own + width, excluded)))
+            std::memset(logprobs + row, 0xFF, sizeof(float));
     }
 }
 }
