@@ -150,8 +150,7 @@ class CompiledOperations(LayerOperations):
         return hidden, normed
 
     def gated(self, joined: Tensor, activation: Any) -> Tensor:
-        width = joined.shape[-1] // 2
-        out = joined.new_empty(*joined.shape[:-1], width)
+        out = joined.new_empty(*joined.shape[:-1], width := joined.shape[-1] // 2)
         rows, threads = joined.numel() // (2 * width), torch.get_num_threads()
         self._library.gated_silu(joined.data_ptr(), rows, width, out.data_ptr(), threads)
         return out
@@ -222,7 +221,6 @@ def compiled_operations(model: Any) -> LayerOperations:
     """Return the compiled operations for a model that they fit, or torch's if they cannot be compiled."""
     attention = (text_decoder(model) or model.model).layers[0].self_attn
     defines = [f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"]
-    if model.dtype == torch.float32:
-        defines.append("FLOAT32=1")
+    defines += ["FLOAT32=1"] if model.dtype == torch.float32 else []
     library = compile_library(_SOURCE, _ARGUMENTS, *defines, otherwise="decoding takes up to twice as long")
     return LayerOperations(model) if library is None else CompiledOperations(model, library)

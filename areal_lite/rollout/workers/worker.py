@@ -116,6 +116,8 @@ class Worker:
             return False
         reader = messages.Reader(self._on_message, self._on_disconnect, max_bytes=MAX_MESSAGE)
         self._transport = await reader.read_from(connection)
+        if self._exited:  # before it was connected; what it left running may hold the connection open
+            self._transport.abort()
         self.send(settings)
         self.send("version", self._engine.get_version())
         if self._closing:
