@@ -309,6 +309,26 @@ def test_a_worker_that_does_not_get_ready_has_ended(
         start_engine(start_stub(), workers=2)
 
 
+def test_a_worker_that_ends_before_it_is_connected_leaves_no_connection(
+    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = NOT_READY["leaves its connection"][0]
+    monkeypatch.setattr(
+        child_process, "main_command", lambda _, fd, **__: [sys.executable, "-S", "-c", program.format(fd=fd)]
+    )
+    read_from, transports = workers.messages.Reader.read_from, list[asyncio.WriteTransport]()
+
+    async def read_late(reader: Any, connection: socket.socket) -> asyncio.WriteTransport:
+        await reader._on_close.__self__.ended.wait()
+        transports.append(await read_from(reader, connection))
+        return transports[-1]
+
+    monkeypatch.setattr(workers.messages.Reader, "read_from", read_late)
+    with pytest.raises(EpisodeError, match="ended with exit code 0 before it was ready, 3 times"):
+        start_engine(start_stub(), workers=2)
+    assert len(transports) >= 3 and all(transport.is_closing() for transport in transports)
+
+
 def test_a_worker_whose_program_is_missing_is_an_error(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
