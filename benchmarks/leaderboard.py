@@ -54,6 +54,7 @@ class Task:
     new_tokens: int = 16
     kwargs: dict[str, Any] = field(default_factory=dict)
     opponent: str | None = None  # of a game of several seats
+    wrong_action_reward: float = 0.0
     batch: tuple[int, int] = (ROWS, ANSWERS)  # rows of a step, and answers to each
     steps: int = 25
     every_steps: int | None = 5  # steps between evaluations; without them there is one, at the end
@@ -74,10 +75,13 @@ def question(name: str, system_prompt: str = SYSTEM, new_tokens: int = 16, **row
     return Task(env=f"reasoning-gym:{name}", rows=rows, system_prompt=system_prompt, new_tokens=new_tokens)
 
 
-def game(env: str, system_prompt: str, max_turns: int, *, opponent: str | None = None, **kwargs: Any) -> Task:
+def game(
+    env: str, system_prompt: str, max_turns: int, *, opponent: str | None = None, wrong: float = 0.0, **kwargs: Any
+) -> Task:
     """Return a task of several turns, whose episodes have several hundred tokens each: fewer of them, and of steps."""
     few: dict[str, Any] = {"batch": (4, 4), "steps": 15, "every_steps": 15, "held_out": 40}
-    return Task(env=env, system_prompt=system_prompt, max_turns=max_turns, opponent=opponent, kwargs=kwargs, **few)
+    few |= {"opponent": opponent, "wrong_action_reward": wrong}
+    return Task(env=env, system_prompt=system_prompt, max_turns=max_turns, kwargs=kwargs, **few)
 
 
 WORD, GUESS = "Reply with one word only.", "Reply with your move in square brackets only, such as [5]."
@@ -106,8 +110,8 @@ TASKS = {
     "nim": game("textarena:Nim-v0", "Reply with [pile quantity] only, such as [0 2].", 8, opponent="random"),
     "blackjack cards": game("textarena:Blackjack-v0", "Reply with [Hit] or [Stand] only.", 8),
     "frozen lake": game("gymnasium:FrozenLake-v1", WORD, 8, is_slippery=False),
-    "cliff": game("gymnasium:CliffWalking-v1", WORD, 14),
-    "taxi": game("gymnasium:Taxi-v4", WORD, 12),
+    "cliff": game("gymnasium:CliffWalking-v1", WORD, 14, wrong=-1.0),
+    "taxi": game("gymnasium:Taxi-v4", WORD, 12, wrong=-1.0),
     "blackjack": game("gymnasium:Blackjack-v1", WORD, 6),
     "empty room": game("gymnasium:MiniGrid-Empty-5x5-v0", WORD, 8),
     "calculator": Task(
@@ -167,6 +171,7 @@ def config_of(task: Task, seed: int, model: str, changes: dict[str, Any]) -> dic
         config["workflow_kwargs"] = {"system_prompt": task.system_prompt, "max_turns": task.max_turns}
         config["workflow_kwargs"] |= {"kwargs": task.kwargs} if task.kwargs else {}
         config["workflow_kwargs"] |= {"opponent": task.opponent} if task.opponent else {}
+        config["workflow_kwargs"] |= {"wrong_action_reward": task.wrong_action_reward}
     else:
         config["workflow"] = task.workflow
         for section in sections.values():

@@ -63,8 +63,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from transformers import AutoModelForCausalLM
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
-from areal_lite.config.trainer_config import LoRAConfig
-from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.config.trainer_config import AdapterShape, LoRAConfig
 from areal_lite.models.lora import adapter_shape
 from areal_lite.models.policy_model import load_policy
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine

@@ -12,6 +12,7 @@ from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from tests import fork_server
 from tests.fixtures.tiny_model import build_tiny_model
 
+os.environ["PYTHONHASHSEED"] = "0"  # as the command sets it, which would else start anew in each child process
 fork_server.install()
 
 # A loaded machine is no bug; pytest-timeout bounds each test.

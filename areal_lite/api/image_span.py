@@ -89,3 +89,10 @@ def images_between(images: Iterable[ImageSpan], start: int, end: int) -> Images:
         if span.offset < 0 or span.end > end - start:
             raise ValueError(f"the tokens {start} to {end} cut the image {span.sha256[:12]}: cut outside of images")
     return inside
+
+
+def common_prefix(first: "NDArray[Any]", second: "NDArray[Any]") -> int:
+    """Return how many (keyed) ids two sequences begin with together."""
+    limit = min(len(first), len(second))
+    differs = first[:limit] != second[:limit]
+    return int(differs.argmax()) if differs.any() else limit

@@ -138,7 +138,6 @@ class SharedPromptResponse(ModelResponse):
 
     @classmethod
     def of(cls, response: ModelResponse, prompt: TokenPrefix) -> SharedPromptResponse:
-        """Return ``response`` with ``prompt`` as its prompt."""
         shared = cls.__new__(cls)
         shared._prompt = prompt
         for name in _OWN_FIELDS:

@@ -47,8 +47,7 @@ class InteractionCache(dict[str, InteractionWithTokenLogpReward]):
         return dict(self)
 
     def export_interactions(self, style: Style, reward_discount: float | None = None) -> Interactions:
-        """Return what ``arun_episode`` may return, as ``ArealOpenAI`` does; with ``reward_discount``, discount first,
-        unless that was done."""
+        """Return what ``arun_episode`` may return, as ``ArealOpenAI``; ``reward_discount`` discounts first, once."""
         if reward_discount is not None and not self._discounted:
             self.apply_reward_discount(reward_discount)
         history = ChatHistory()

@@ -30,8 +30,7 @@ class MathVerifyWorker:
         self._precision = precision
 
     def verify(self, response: str, ground_truth: str) -> float:
-        """Return 1.0 if the last answer in ``response`` equals the one in ``ground_truth``, else 0.0; ValueError if
-        ``ground_truth`` has none."""
+        """Return 1.0 if both texts' last answers are equal, else 0.0; ValueError if ``ground_truth`` has none."""
         from math_verify import parse, verify
 
         truth, answer = (

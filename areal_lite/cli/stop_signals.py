@@ -26,8 +26,7 @@ STOP_SECONDS = 11.0
 :func:`~areal_lite.runs.stopping.finishing`."""
 
 _ECHO_SECONDS = 1.0
-"""The same signal again within this time is ignored: a scheduler may signal all processes, and their launcher
-forwards it."""
+"""The same signal again within this time is ignored: a scheduler may signal a process that a launcher signals too."""
 _STDERR = 2
 DEBUG = "AREAL_LITE_DEBUG"
 """Environment variable that ``-v`` sets to 1: errors show where they come from, and so do processes that hang."""
@@ -87,8 +86,7 @@ def _next_signal(watched: socket.socket) -> int:
 
 
 def task_stacks() -> str:
-    """Return the stack of each asyncio task of this process, outermost call first, equal ones once with their number;
-    for any thread."""
+    """Return the stacks of this process's asyncio tasks, outermost call first, each with its number of tasks."""
     tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
     stacks = Counter("".join(_calls(task.get_coro())) for task in tasks)
     return "\n".join(f"{count} x\n{stack}" for stack, count in stacks.most_common())

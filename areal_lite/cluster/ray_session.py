@@ -22,6 +22,7 @@ from areal_lite.config.run_config import RayConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.processes import process_tree
 from areal_lite.processes.child_process import ChildProcess
+from areal_lite.processes.place import stop
 from areal_lite.processes.ports import fault, free_ports
 
 logger = logging.getLogger(__name__)
@@ -148,4 +149,4 @@ def _own_head(num_cpus: float) -> Iterator[str]:
                     raise ServerError(f"Ray could not be started: {log.read().decode(errors='replace')[-2000:]}")
             yield f"{LOOPBACK}:{port}"
         finally:
-            head.stop(5.0)
+            stop(head, 5.0)

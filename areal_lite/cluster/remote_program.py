@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from areal_lite.processes.child_process import DEFAULTS
 from areal_lite.processes.place import OnEnd, Program
 from areal_lite.processes.token_socket import TokenListener
 
@@ -65,12 +66,6 @@ class RemoteProgram:
         if not self._ended.is_set():
             self._actor.end.remote(kill=True)
 
-    def stop(self, timeout_s: float) -> None:
-        self.terminate()
-        if self.wait(timeout_s) is None:
-            self.kill()
-            self._ended.wait()
-
     def _next(self) -> Any:
         import ray
 
@@ -113,7 +108,7 @@ async def start_over_tcp(
     listener = TokenListener(host)
     accepting = loop.create_task(listener.accept())
     try:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **listener.variables}  # many share the cores
+        environment = DEFAULTS | {**os.environ, **listener.variables}
         program = await asyncio.to_thread(start, environment, note_end)
         first: list[asyncio.Future[Any]] = [accepting, ended]
         await asyncio.wait(first, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

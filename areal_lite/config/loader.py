@@ -84,10 +84,6 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any], opened: O
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the file holds a {type(values).__name__}: write a mapping, 'key: value'")
     if opened is not None:
-        if isinstance(rollout := values.get("rollout"), dict):
-            for name in _MOVED.keys() & rollout.keys():
-                _, section, key = _MOVED[name].split(".")
-                rollout.setdefault(section, {})[key] = rollout.pop(name)
         check_resolved(values, where=str(path))
     root = _config_class(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}

@@ -44,6 +44,10 @@ def check_rollouts(config: RunConfig) -> None:
                 rollout.agents.sandbox.startswith("docker")
                 and (str(given.get("env")).startswith("mcp:") or given.get("isolation", "inline") != "inline")
             ),
+            "rollout.agents.isolation is thread, and environments take turns at the process's random state: one that "
+            "blocks would stop all. Remove it, and set workflow_kwargs.isolation: process": (
+                rollout.agents.isolation == "thread" and str(config.workflow).endswith(".EnvironmentAgent")
+            ),
             "workflow_kwargs.opponent is older, and older_policy is null: set older_policy.every_steps": (
                 config.older_policy is None and "older" in given.get("opponent", ())
             ),

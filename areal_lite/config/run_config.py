@@ -36,8 +36,7 @@ class CheckpointConfig:
     keep: Positive = 2
     """Number of latest checkpoints to keep."""
     expiry_margin_s: Above0 = 120.0
-    """On platforms that announce when the machine expires: save this many seconds, plus the longest step so far, before
-    that."""
+    """Where a platform announces when the machine expires: save this many seconds plus the longest step before."""
     resume: str = "auto"
     """auto resumes from the newest checkpoint of the run, never does not resume, and a path names a checkpoint."""
 
@@ -78,8 +77,7 @@ class RayConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OlderPolicyConfig:
-    """An older version of the policy on a server of its own, as an opponent or a judge: it answers the agent
-    older-policy."""
+    """An older version of the policy on its own server, an opponent or a judge: it answers the agent older-policy."""
 
     every_steps: Positive | None = 50
     """Steps after which it gets the newest weights. Null: it keeps those that the run began with."""
@@ -129,8 +127,7 @@ class RunConfig(ExperimentConfig):
     """Dotted path of a filter, called once per group: tensor dict -> bool or FilterDecision; false rejects the group.
     areal_lite.data.source.dynamic_filters.nonzero_reward_std keeps groups whose rewards differ."""
     data_packer: str | None = None
-    """Dotted path of the DataPacker that turns rows into workflow input and trajectories into training data. Null
-    selects one by model type."""
+    """Dotted path of the DataPacker, from rows to workflow input and trajectories to training data. Null: by model."""
     buffer_filter: str | None = None
     """Dotted path of a function that chooses which returned groups to run first. Null: oldest first."""
     train_dataset: DatasetConfig

@@ -1,7 +1,7 @@
 """The ``trainer:`` section: optimizer, algorithm and losses."""
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from areal_lite.config.schema import STRICT, Above0, AtLeast0, Count, Fraction, Positive, refuse
@@ -19,6 +19,13 @@ class LoRAConfig:
     """Adapters are scaled by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
     """Names of the layers to adapt. all-linear is every linear layer except the output embedding."""
+
+
+class AdapterShape(NamedTuple):
+    """Size of a LoRA adapter, which servers must know before they start."""
+
+    rank: int
+    layers: tuple[str, ...]  # last parts of the adapted layers' names, such as ``q_proj``
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
+from areal_lite.api.image_span import common_prefix
 from areal_lite.embedded.generation_request import Decode, FinishReason, GenerationRequest, aborted
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.embedded.sampling import sample
@@ -61,7 +62,7 @@ class Scheduler:
         self.paused = False
         self.running: list[GenerationRequest] = []
         self.waiting: deque[GenerationRequest] = deque()
-        self._retained: dict[int, npt.NDArray[np.int64]] = {}  # slot -> ids of its KV; oldest first
+        self._retained: dict[int, NDArray[np.int64]] = {}  # slot -> ids of its KV; oldest first
         self._stale_kv: set[GenerationRequest] = set()  # running on KV of earlier weights
         self.changed: list[GenerationRequest] = []
         """Requests that ended or, if they stream, have new tokens, since the thread last emptied this list."""
@@ -191,7 +192,7 @@ class Scheduler:
         donor, past = None, 0
         running = [(i, one.prompt_array) for i, one in enumerate(self.running) if one not in self._stale_kv]
         for slot, held in [*running, *self._retained.items()]:
-            shared = min(_shared_prefix(ids, held), len(keys) - 1)  # the last token's logits are needed
+            shared = min(common_prefix(ids, held), len(keys) - 1)  # the last token's logits are needed
             if shared > max(past, _MIN_SHARED_PREFIX - 1):
                 donor, past = slot, shared
         return _Prefill([request], request.tokens, donor, past)
@@ -210,7 +211,7 @@ class Scheduler:
             return "later"
         ids = np.asarray(prefill.requests[0].keys, dtype=np.int64)
         for other in chosen:  # a long shared prefix is computed once, in this step, and copied in the next
-            shared = _shared_prefix(ids, other.requests[0].prompt_array)
+            shared = common_prefix(ids, other.requests[0].prompt_array)
             if shared - prefill.past >= max(2 * _MIN_SHARED_PREFIX, lengths[-1] // 2):
                 return "later"
         return "yes"
@@ -263,7 +264,7 @@ class Scheduler:
             self.runner.cache.copy_columns([last], [slot], len(moved.prompt) + len(moved.output_ids))
         self.running.pop()
 
-    def _retain(self, slot: int, ids: npt.NDArray[np.int64]) -> None:
+    def _retain(self, slot: int, ids: NDArray[np.int64]) -> None:
         slots = range(self.limits.max_running_requests, self.runner.slots)
         target = next((one for one in slots if one not in self._retained), None)
         if target is None:
@@ -291,9 +292,3 @@ def _finish_reason(request: GenerationRequest, eos_ids: frozenset[int], decode: 
                 if text in tail:
                     return {"type": "stop", "matched": text}
     return {"type": "length", "length": count} if count >= params.max_new_tokens else None
-
-
-def _shared_prefix(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> int:
-    length = min(len(first), len(second))
-    different = np.flatnonzero(first[:length] != second[:length])
-    return int(different[0]) if different.size else length

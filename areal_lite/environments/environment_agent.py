@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
+from numbers import Real
 from typing import Any, TypeVar
 from openai import AsyncOpenAI
 from areal_lite.api.engine_api import OLDER_POLICY
@@ -46,6 +47,8 @@ class EnvironmentAgent:
     and brackets of what it reads; or a server with OpenAI's API, http://HOST:PORT/v1. Of a list, the row chooses."""
     max_turns: int = 30
     """Answers per episode, of all players; then it is truncated."""
+    wrong_action_reward: float = 0.0
+    """Reward of an answer that means nothing: where each step costs, the same, or a model learns to make no move."""
     system_prompt: str | None = None
     """First message of every conversation."""
     timeout_s: float = 60.0
@@ -70,6 +73,10 @@ class EnvironmentAgent:
                 raise ConfigError(
                     f"workflow_kwargs.opponent is {each!r}: write {', '.join(OPPONENTS)} or http://HOST:PORT/v1"
                 )
+        for name in ("max_turns", "timeout_s", "processes", "lease_s", "idle_s", "uses"):
+            value, is_optional = getattr(self, name), name in ("processes", "uses")
+            if not (is_optional and value is None or isinstance(value, int | float) and value > 0):
+                raise ConfigError(f"workflow_kwargs.{name} is {value!r}: it must be a number above 0")
         self._python = interpreter_of(self.isolation)
         self._make: dict[str, Any] = {
             name: environment_maker(name, own) if self._python is None else pickled_host(name, own, self._python)
@@ -86,7 +93,8 @@ class EnvironmentAgent:
             environment = await self._made(own, seed, self.env if isinstance(self.env, str) else data["env"])
         try:
             seen = await self.call("reset", own, environment.reset(data, seed))
-            game = _Game(self, environment, seen if isinstance(seen, Observation) else Observation(seen), seed)
+            with attributed_to(FailureKind.ENVIRONMENT), own.in_place():
+                game = _Game(self, environment, seen if isinstance(seen, Observation) else Observation(seen), seed)
             rewards = await game.play(AsyncOpenAI(**extra_kwargs), own)
         finally:
             await self.call("close", own, environment.close())
@@ -139,11 +147,13 @@ class _Game:
                 with attributed_to(FailureKind.ENVIRONMENT):
                     self.model = (await opponent.models.list()).data[0].id
             while not (step.done or step.truncated):
-                step = await self.act(own, await self.answer(client if self.seat == self.trained else opponent))
-                self.keep(step)
+                action = await self.answer(client if self.seat == self.trained else opponent)
+                with attributed_to(FailureKind.ENVIRONMENT):
+                    step = await self.act(own, action)
+                    self.keep(step)
                 if (answers := answers + 1) >= self.agent.max_turns:
                     step = replace(step, truncated=True)
-        facts = {name: float(value) for name, value in step.info.items() if isinstance(value, int | float)}
+        facts = {name: float(value) for name, value in step.info.items() if isinstance(value, Real)}
         facts |= {"turns": answers, "truncated": float(not step.done)}
         record_counts({f"environment/{name}": value for name, value in facts.items() if math.isfinite(value)})
         return self.rewards
@@ -171,12 +181,13 @@ class _Game:
 
     async def act(self, own: OwnRandom, action: str | list[ToolCall]) -> Step:
         """Take an action; one that means nothing is answered."""
+        wrong = Step([], self.agent.wrong_action_reward, player=self.seat)
         if action == []:
-            return Step([], player=self.seat)
+            return wrong
         try:
             step = await self.agent.call("step", own, self.environment.step(action))
         except WrongAction as error:
-            step = Step(str(error), player=self.seat)
+            step = replace(wrong, messages=str(error))
         if isinstance(action, list) and isinstance(step.messages, str):
             step = replace(step, messages=[call.result(step.messages) for call in action])
         return step
@@ -206,7 +217,7 @@ def _by_name(env: str | Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, M
 
 def episode_seed(run_seed: int, row: Mapping[str, Any]) -> int:
     """Return the seed of a row's episodes, 31 bits: equal for all members of its group, and when it is drawn again."""
-    text = json.dumps([run_seed, row], sort_keys=True, default=str)
+    text = json.dumps([run_seed, row], sort_keys=True, default=lambda value: type(value).__name__)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
 
 
@@ -228,7 +239,7 @@ def read_action(message: Any, tools: list[dict[str, Any]]) -> tuple[str | list[T
         call, problem = ToolCall(one.id, one.function.name, {}), ""
         try:
             call = call._replace(arguments=json.loads(one.function.arguments or "{}"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problem = f"the arguments are not JSON: {error}"
         if call.name not in parameters:
             problem = f"there is no tool {call.name!r}; the tools are {', '.join(parameters)}"

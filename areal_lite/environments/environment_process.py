@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 from areal_lite.api import episode_context
@@ -43,15 +43,18 @@ class EnvironmentHost:
     def reset(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
         seen = self._run(self._environment.reset(row, seed))
         offered: Any = getattr(self._environment, "tools", list)
-        about = {"players": getattr(self._environment, "players", 1), "tools": offered()}
-        return {"seen": asdict(seen if isinstance(seen, Observation) else Observation(seen)), **about}
+        with self._own.in_place():
+            about = {"players": getattr(self._environment, "players", 1), "tools": offered()}
+        return {"seen": _fields(seen if isinstance(seen, Observation) else Observation(seen)), **about}
 
     def step(self, action: str | list[ToolCall]) -> dict[str, Any] | str:
         """Return the fields of a step, or the text of a WrongAction."""
         try:
-            return asdict(self._run(self._environment.step(action)))
+            step = _fields(self._run(self._environment.step(action)))
         except WrongAction as error:
             return str(error)
+        by_name = {name: step[name] for name in ("reward", "info") if isinstance(step[name], Mapping)}
+        return step | {name: {str(key): value for key, value in each.items()} for name, each in by_name.items()}
 
     def close(self) -> None:
         with self._runner:  # its end cancels what the environment left on the loop
@@ -59,6 +62,10 @@ class EnvironmentHost:
 
     def _run(self, coroutine: Any) -> Any:
         return self._runner.run(self._own.run(coroutine))
+
+
+def _fields(made: Any) -> dict[str, Any]:
+    return {each.name: getattr(made, each.name) for each in fields(made)}  # asdict copies, and not everything can be
 
 
 class Leases(Protocol):

@@ -15,7 +15,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 """Control characters except newline and tab, and marks that reverse the reading direction."""
 _NAME = r"(?:api[_-]?key|passwd|password|secret|(?:secret|access)[_-]key|(?:access|api|auth|hf)[_-]?token)"
 SECRET_KEY = re.compile(rf"(?:{_NAME}|^token)$", re.IGNORECASE)  # names of config keys whose value is a secret
-_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
+SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 _SHORTEST = 8  # characters of a variable's value that is looked for; a shorter one may be part of any text
 _PREFIXED = r"(?:sk-|al_|hf_|gh[opsu]_|github_pat_|xox[abprs]-)[\w-]{8,}"
 _KINDS = rf"{_PREFIXED}|AKIA[A-Z0-9]{{16}}|AIza[\w-]{{30,}}|eyJ[\w-]{{9,}}\.[\w.-]{{9,}}"
@@ -62,7 +62,7 @@ def command_without_secrets(command: Sequence[str]) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _values(environment: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    found = {value for name, value in environment if _VARIABLE.search(name) and len(value) >= _SHORTEST}
+    found = {value for name, value in environment if SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST}
     return tuple(sorted(found, key=len, reverse=True))
 
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.peft_utils import check_peft_version
-from areal_lite.config.trainer_config import LoRAConfig
+from areal_lite.config.trainer_config import AdapterShape, LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.files.model_path import stored_tensors
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.models.parallel.sharding import full_tensors, read_into, weights_of
 from areal_lite.models.vision_model import auto_class_of, vision_parameters
 

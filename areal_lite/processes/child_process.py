@@ -1,6 +1,6 @@
 """A program as a child process that cannot outlive this process: the one supervisor, for servers, workers and writers.
 
-Guarantees that the program and everything in its process group are killed when the program ends, on ``stop``, and when
+Guarantees that the program and everything in its process group are killed when the program ends, on ``kill``, and when
 this process ends, also by SIGKILL; and that a Ctrl-C at the terminal reaches only this process. A thread per program
 waits for its end: freeing gigabytes takes the kernel a while, and no event loop may wait for it. Until that thread has
 reaped the leader, its id names the group and no other process, so a signal cannot hit a stranger. A process that left
@@ -24,6 +24,10 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from areal_lite.errors import ConfigError
+from areal_lite.files.safe_text import SECRET_VARIABLE
+
+DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+"""Variables of processes: one thread each, as many share the cores, and the same order of sets in all."""
 
 
 def main_command(module: str, *arguments: int | str, python: Sequence[str] = (sys.executable,)) -> list[str]:
@@ -135,13 +139,6 @@ class ChildProcess:
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
-    def stop(self, timeout_s: float) -> None:
-        """Ask the program to end; kill its group if it still runs after ``timeout_s``."""
-        self.terminate()
-        if self.wait(timeout_s) is None:
-            self.kill()
-            self._ended.wait()
-
     def _signal(self, number: int) -> None:
         if not self._ended.is_set():
             with contextlib.suppress(ProcessLookupError):
@@ -163,10 +160,13 @@ def start_python(
     on_end: Callable[[], object] = bool,
     python: Sequence[str] = (sys.executable,),
 ) -> ChildProcess:
-    """Start a process that calls ``main(*descriptors, *arguments)`` of ``module`` and shares this one's output."""
+    """Start a process that calls ``main(*descriptors, *arguments)`` of ``module`` and shares this one's output; in a
+    box, that is with more than an interpreter in ``python``, without the variables that hold secrets."""
+    own = Context().run(dict, os.environ)  # of no episode, whoever needs it first
+    kept = {name: value for name, value in own.items() if len(python) == 1 or not SECRET_VARIABLE.search(name)}
     return ChildProcess(
         main_command(module, *descriptors, *arguments, python=python),
-        environment={"OMP_NUM_THREADS": "1", **os.environ},  # many of them share the cores
+        environment=DEFAULTS | kept,
         output=None,
         pass_fds=descriptors,
         on_end=on_end,

@@ -17,7 +17,14 @@ class Program(Protocol):
     def wait(self, timeout_s: float | None = None) -> int | None: ...
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
-    def stop(self, timeout_s: float) -> None: ...
+
+
+def stop(program: Program, timeout_s: float) -> None:
+    """Ask a program to end; kill its group if it still runs after ``timeout_s``."""
+    program.terminate()
+    if program.wait(timeout_s) is None:
+        program.kill()
+        program.wait()
 
 
 class Place(Protocol):

@@ -74,6 +74,8 @@ def _links(path: Path) -> Iterator[Path]:
 def bubblewrap(folder: Sequence[str], programs: Sequence[str], limits: ProcessLimits) -> list[str]:
     """Return what is put before a command; ``folder`` are the options that show its working folder, and ``programs``
     interpreters whose installations are visible wherever they are."""
+    bounds = {"nproc": limits.processes, "data": limits.memory_bytes, "fsize": limits.file_bytes}
+    options = [f"--{name}={value}" for name, value in bounds.items() if value is not None]
     size = [] if limits.memory_bytes is None else ["--size", str(limits.memory_bytes)]
     hidden = {Path(path).resolve() for path in (*_HIDDEN, Path.home(), Path.cwd())}
     hidden = {path for path in hidden if path.is_dir() and path.parent != path}
@@ -86,7 +88,7 @@ def bubblewrap(folder: Sequence[str], programs: Sequence[str], limits: ProcessLi
         *(part for path in sorted(hidden) for part in (*size, "--tmpfs", str(path))),
         *(part for path in shown for part in ("--ro-bind", path, path)),
         *("--remount-ro", "/dev", *folder, "--"),
-        *([] if limits.processes is None else ["prlimit", f"--nproc={limits.processes}", "--"]),
+        *(["prlimit", *options, "--"] if options else []),
     ]
 
 

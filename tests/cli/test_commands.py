@@ -476,3 +476,15 @@ def test_config_explains_a_key_a_section_and_a_last_part():
     unknown = areal_lite("config", "--explain", "rollout.grup_size")
     assert (unknown.returncode, unknown.stdout) == (64, "")
     assert "error: unknown key 'rollout.grup_size'; did you mean rollout.group_size" in unknown.stderr
+
+
+def test_the_command_has_the_same_order_of_sets_in_every_process() -> None:
+    def hashes(**seed: str) -> list[str]:
+        code = "print(hash('a'), flush=True); from areal_lite.__main__ import main; main()"
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"} | seed
+        words = [sys.executable, "-c", code, "--version"]
+        return subprocess.run(words, capture_output=True, text=True, env=environment, check=True).stdout.split()[:-1]
+
+    (first, same, *name), (other, again, *_) = hashes(), hashes()
+    assert first != other and same == again and name == ["areal-lite"]
+    assert len(hashes(PYTHONHASHSEED="7")) == 2

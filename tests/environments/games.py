@@ -5,6 +5,7 @@ import asyncio
 import os
 import random
 import shlex
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,9 @@ class Troubled:
             raise KeyError("broken")
         if action == "wrong":
             raise WrongAction("say something else")
-        info = {"pid": os.getpid(), "object": self.closes.__class__}
-        return Step(f"pid {os.getpid()}", reward={0: 0.25, 1: 0.5}, truncated=True, info=info)
+        info: dict[Any, Any] = {"pid": os.getpid(), "lock": threading.Lock(), (1, 2): 3}
+        info |= {"key": os.environ.get("OPENAI_API_KEY"), "first": next(iter({"plum", "pear", "nut", "fig", "date"}))}
+        return Step(f"pid {os.getpid()}", reward={np.int64(0): 0.25, 1: 0.5}, truncated=True, info=info)
 
     async def close(self) -> None:
         if not self.closes:

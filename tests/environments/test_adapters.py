@@ -266,6 +266,8 @@ def test_an_mcp_server_that_does_not_start_fails_the_reset_and_one_without_rewar
     pytest.importorskip("mcp")
     with pytest.raises(FileNotFoundError):
         run("mcp:/no/such/program", kwargs={"reward": print}, row={"prompt": "x"})
+    with pytest.raises(ValueError, match="No closing quotation"):
+        run("mcp:python server.py --name 'x", kwargs={"reward": print}, row={"prompt": "x"})
     with pytest.raises(ConfigError, match="has no reward: name a function of answer and row"):
         environment_maker("mcp:/no/such/program", {})()
     with pytest.raises(ConfigError, match="tools and no rows: set train_dataset.path"):

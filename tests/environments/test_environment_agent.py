@@ -4,12 +4,15 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import random
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+import numpy as np
 import pytest
 from openai import BadRequestError
+from openai.types.chat import ChatCompletionMessage
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import OLDER_POLICY
@@ -18,7 +21,8 @@ from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.environments import Step, ToolCall
-from areal_lite.environments.environment_agent import EnvironmentAgent, episode_seed
+from areal_lite.environments.environment_agent import EnvironmentAgent, episode_seed, read_action
+from areal_lite.environments.random_player import tool_call as draw_call
 from areal_lite.errors import ConfigError
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 from tests.environments.games import Scripted
@@ -121,7 +125,7 @@ def test_each_answer_has_the_reward_of_its_step(play: Any) -> None:
 
 
 def test_the_last_numbers_of_info_become_metrics(play: Any) -> None:
-    info = {"won": True, "score": 2, "text": "x", "worst": float("nan")}
+    info = {"won": True, "score": np.int64(2), "text": "x", "worst": float("nan")}
     *_, counts = play(["one"], Scripted([Step(done=True, info=info)]))
     found = {name: value for name, value in counts.items() if name.startswith("environment/")}
     assert found == {
@@ -152,6 +156,12 @@ def test_a_wrong_action_is_answered_and_the_model_acts_again(play: Any) -> None:
     trajectory, prompts, _ = play(["what", "left"], Scripted(["write left or right", Step(reward=1.0, done=True)]))
     assert "write left or right" in prompts[1]
     assert [sequence.reward for sequence in trajectory.sequences] == [0.0, 1.0]
+
+
+def test_a_wrong_action_costs_what_is_said(play: Any) -> None:
+    game = Scripted(["write left or right", Step(reward=1.0, done=True)], tools=["add"])
+    trajectory, *_ = play(["what", tool_call("sub", {}), "left"], game, wrong_action_reward=-0.5)
+    assert [sequence.reward for sequence in trajectory.sequences] == [-0.5, -0.5, 1.0]
 
 
 def tool_call(name: str, arguments: Any) -> str:
@@ -196,6 +206,30 @@ def test_what_breaks_in_an_environment_is_a_failure_and_no_reward(play: Any, whe
     assert game.calls[-1] == "close"
     if how:
         assert failure.message.startswith(f"{where}() of env tests.environments.games.Scripted took longer than")
+
+
+@pytest.mark.parametrize("step", [("", 1.0), Step(reward=None), Step(player=7)])  # type: ignore[arg-type]
+def test_a_step_that_is_none_is_the_environments_failure(play: Any, step: Any) -> None:
+    with pytest.raises((AttributeError, TypeError, IndexError)) as caught:
+        play(["a"], Scripted([step]))
+    assert Failure.of(caught.value).kind is FailureKind.ENVIRONMENT
+
+
+class DrawsTools(Scripted):
+    """Offers a tool with a name that it draws, and may fail at that."""
+
+    def tools(self) -> list[dict[str, Any]]:
+        if self.fails_in == "tools":
+            raise KeyError("broken in tools")
+        return [{"type": "function", "function": {"name": f"tool-{random.random()}", "parameters": {}}}]
+
+
+def test_tools_are_drawn_from_the_episodes_random_state_and_fail_as_the_environment(play: Any) -> None:
+    prompts = [play(["a"], DrawsTools([Step(done=True)]))[1] for _ in range(2)]
+    assert prompts[0] == prompts[1] and "tool-0." in prompts[0][0]
+    with pytest.raises(KeyError) as caught:
+        play(["a"], DrawsTools([], fails_in="tools"))
+    assert Failure.of(caught.value).kind is FailureKind.ENVIRONMENT
 
 
 def test_each_seat_reads_its_own_conversation_and_one_trains(play: Any) -> None:
@@ -303,6 +337,32 @@ def test_the_seed_follows_from_the_run_and_the_row_alone(play: Any) -> None:
     assert episode_seed(1, {"a": 1, "b": 2}) == episode_seed(1, {"b": 2, "a": 1}) < 2**31
 
 
+def test_arguments_nested_too_deep_go_back_to_the_model() -> None:
+    message = ChatCompletionMessage.model_validate(
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "x", "type": "function", "function": {"name": "add", "arguments": "[" * 100_000}}],
+        }
+    )
+    calls, (problem,) = read_action(message, [{"function": {"name": "add"}}])
+    assert calls == [] and "the arguments are not JSON" in problem["content"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_turns": "4"}, {"max_turns": None}, {"processes": -1}, {"uses": 0}, {"timeout_s": 0}, {"idle_s": "1h"}],
+)
+def test_a_setting_that_is_no_number_above_0_is_refused(wrong: Any) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"workflow_kwargs.{name} is {value!r}: it must be a number above 0"):
+        EnvironmentAgent("tests.environments.games.Scripted", **wrong)
+
+
+def test_a_row_has_its_seed_though_it_holds_an_object() -> None:
+    assert episode_seed(1, {"image": object()}) == episode_seed(1, {"image": object()})
+    assert episode_seed(1, {"image": object()}) != episode_seed(1, {"image": object(), "number": 1})
+
+
 def test_an_environment_that_is_not_there_is_refused_with_the_fix() -> None:
     for env, says in (
         ("gymnasim:X-v0", r"env is 'gymnasim:X-v0': did you mean gymnasium:X-v0\?"),
@@ -312,3 +372,18 @@ def test_an_environment_that_is_not_there_is_refused_with_the_fix() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             EnvironmentAgent(env)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, lambda value: type(value) is int),
+        ({"oneOf": [{"type": "array", "items": {"type": "boolean"}}]}, lambda value: type(value[0]) is bool),
+        ({"type": ["null", "string"]}, lambda value: value is None),
+        ({"const": 5}, lambda value: value == 5),
+        ({"type": "string", "enum": ["x", "y"]}, lambda value: value in ("x", "y")),
+    ],
+)
+def test_a_drawn_call_fits_its_schema(schema: Any, fits: Any) -> None:
+    tool = {"function": {"name": "look", "parameters": {"properties": {"depth": schema}}}}
+    assert all(fits(draw_call(tool, random.Random(seed)).arguments["depth"]) for seed in range(20))

@@ -150,6 +150,21 @@ async def test_an_episode_waits_for_a_process_without_a_limit() -> None:
     await (await waiting).close()
 
 
+def test_a_process_has_one_order_of_sets_and_the_variables_of_no_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's")
+    monkeypatch.delenv("PYTHONHASHSEED")
+
+    async def last(key: str) -> Any:
+        with AgentAccess(base_url="", anthropic_base_url="", api_key=key, http_client=None).given():
+            assert os.environ["OPENAI_API_KEY"] == key
+            return (await play(agent(uses=1), "end"))[1].info
+
+    close_shared_pools()
+    seen = [asyncio.run(last(key)) for key in ("episode-1", "episode-2", "episode-3")]
+    assert {each["key"] for each in seen} == {"the user's"}
+    assert len({each["first"] for each in seen}) == 1 < len({each["pid"] for each in seen})
+
+
 @on_a_loop
 async def test_an_environment_that_cannot_be_made_fails_its_episode_and_no_other() -> None:
     player = agent(kwargs={"wrong": 1})
@@ -225,6 +240,15 @@ def test_an_interpreter_without_the_packages_is_refused_with_their_names(tmp_pat
         agent(isolation=f"python:{other_python(tmp_path, 'numpy', 'numpy.libs')}")
 
 
+def test_environments_in_threads_of_agents_are_refused(load: Any) -> None:
+    kind = "rollout.agents.isolation=thread"
+    with pytest.raises(
+        ConfigError, match=r"isolation is thread, and environments .* set workflow_kwargs.isolation: pr"
+    ):
+        check_rollouts(load(kind, env="tests.environments.games.Dice"))
+    check_rollouts(load(kind, workflow="workflows.largest_number.LargestNumberAgent", train_dataset={"path": "x"}))
+
+
 @pytest.mark.parametrize("kwargs", ["{env: 'mcp:a b'}", "{isolation: process}", "{isolation: 'python:/x'}"])
 def test_docker_is_refused_around_environments(kwargs: str) -> None:
     values = [f"workflow_kwargs={kwargs}", "rollout.agents.sandbox=docker:x"]
@@ -235,16 +259,23 @@ def test_docker_is_refused_around_environments(kwargs: str) -> None:
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bubblewrap")
 @pytest.mark.parametrize("isolation", ["process", "python"])
-def test_a_sandbox_is_around_an_environment_and_all_that_it_starts(isolation: str, tmp_path: Path) -> None:
+def test_a_sandbox_is_around_an_environment_and_all_that_it_starts(
+    isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "hidden")
     place = isolation if isolation == "process" else f"python:{other_python(tmp_path, *NEEDED)}"
     access = AgentAccess(base_url="", anthropic_base_url="", api_key="", http_client=None, sandbox="bubblewrap")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connect = ["bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{listener.getsockname()[1]}"]
-        programs = map(shlex.join, [["true"], ["touch", "tests/escaped"], connect])
+        limits, secrets = (
+            ["bash", "-c", "[ $(ulimit -d) = 8388608 ]"],
+            ["bash", "-c", "cat /proc/*/environ | grep -q hidden"],
+        )
+        programs = map(shlex.join, [["true"], ["touch", "tests/escaped"], connect, limits, secrets])
 
         async def run() -> list[Any]:
             episode_context.enter(EpisodeContext(agent=access))
             return await play(agent("Starts", place), *programs)
 
         codes = [step.messages for step in asyncio.run(run())[1:-2]]
-    assert codes == ["0", "1", "1"] and not Path("tests/escaped").exists()
+    assert codes == ["0", "1", "1", "0", "1"] and not Path("tests/escaped").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -87,6 +88,18 @@ def test_a_folder_without_tasks_or_with_one_that_cannot_be_played_is_refused(tmp
         rows(f"harbor:{tmp_path}", {})
 
 
+def test_of_much_that_a_command_prints_the_beginning_and_the_end_are_kept(tmp_path: Path) -> None:
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\nif [ $1 = exec ]; then seq 99999; echo é >&2; exit 7; fi\n")
+    program.chmod(0o755)
+    task = write_task(tmp_path / "a", toml='[environment]\ndocker_image = "x"\n')
+    _, seen = play(task, bash("x"), docker=str(program))
+    first, left_out, last = re.split(r"\n\[(\d+) bytes left out\]\n", text(seen))
+    printed = "".join(f"{number}\n" for number in range(1, 100_000)).encode() + "é\n".encode()
+    assert (first.encode(), int(left_out)) == (printed[:9000], len(printed) - 10_000)
+    assert last == printed[-1000:].decode() + "[exit code 7]"
+
+
 class TestInContainers:
     pytestmark = in_containers
 
@@ -107,7 +120,11 @@ class TestInContainers:
         commands = "cd /; echo é > /root/f; exit 3", "cat /root/f", "sleep 50; echo late", "seq 9999"
         _, failed, read, hung, long = play(task, *map(bash, commands), command_s=1)
         assert (text(failed), text(read), text(hung)) == ("[exit code 3]", "é\n", "[exit code 124]")
-        assert text(long).startswith("1\n2\n") and text(long).endswith("[38888 more characters]")
+        assert (
+            text(long).startswith("1\n2\n")
+            and text(long).endswith("\n9999\n")
+            and "\n[38888 bytes left out]\n" in text(long)
+        )
 
     def test_a_limit_of_commands_truncates_and_judges(self, tmp_path: Path) -> None:
         task = write_task(tmp_path / "a")

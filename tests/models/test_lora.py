@@ -9,9 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from areal_lite.config.trainer_config import LearnerConfig, LoRAConfig
+from areal_lite.config.trainer_config import AdapterShape, LearnerConfig, LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.models.lora import (
     adapter_shape,
     adapters_off,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 from areal_lite.config.server_config import ServerConfig
-from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.config.trainer_config import AdapterShape
 from areal_lite.servers.programs.server_group import check_servers, make_servers
 from areal_lite.servers.programs.server_process import ServerProcess
 from areal_lite.servers.programs.server_program import ServedModel

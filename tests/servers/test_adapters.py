@@ -5,8 +5,8 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 import pytest
+from areal_lite.config.trainer_config import AdapterShape
 from areal_lite.errors import ServerError
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.weights.published_weights import WeightFolder

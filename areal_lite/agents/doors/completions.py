@@ -64,7 +64,6 @@ class ChatCompletions(Api):
         return event({**self._head, "choices": [self._choice(index, answer, text)]})
 
     def _choice(self, index: int, answer: ChatAnswer | None, text: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice, or a piece of it without the answer."""
         logprobs = self._logprobs(answer) if answer and self.request.options.logprobs else None
         return {"index": index, **text, "finish_reason": answer and answer.finish_reason, "logprobs": logprobs}
 

@@ -133,8 +133,7 @@ _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 
 
 def deepseek(text: str, tools: Tools) -> Iterator[Part]:
-    """DeepSeek, between begin and end tokens: V3 and R1 write ``function<sep>name``, a line break and fenced JSON; V3.1
-    writes ``name<sep>{...}``."""
+    """DeepSeek, in begin and end tokens: V3, R1 ``function<sep>name``, a line, fenced JSON; V3.1 ``name<sep>{...}``."""
     if _DEEPSEEK_CALLS in text and _DEEPSEEK_CALL not in text:
         yield Unreadable(text)
         return

@@ -9,13 +9,15 @@ import os
 import re
 import tomllib
 import uuid
+from functools import cache
 from pathlib import Path
 from typing import Any
-from areal_lite.environments.adapters.task_split import is_held_out, task_of
+from areal_lite.environments.adapters.task_split import FIRST_HELD_OUT, task_of
 from areal_lite.environments.environment import Step, ToolCall
 from areal_lite.errors import ConfigError
 
-_A_DAY_S, _RESULT_CHARS = "86400", 10_000
+_A_DAY_S = "86400"
+_FIRST_BYTES, _LAST_BYTES = 9_000, 1_000  # of what a command prints
 _PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 _BASH = {"name": "bash", "description": "Run a command and return what it prints.", "parameters": _PARAMETERS}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -31,7 +33,8 @@ class HarborTask:
         folder: Such a folder, or one of them: rows that are held out take the last tenth.
         docker: Program with docker's command line; DOCKER_HOST says where its daemon is.
         network: Let the model's commands use the network where the task does too. Tests use it where the task does.
-        command_s: Limit on one command, in seconds; what runs longer has the exit code 124.
+        command_s: Limit on one command, in seconds; what runs longer has the exit code 124. The commands of an answer
+            share the loop's ``timeout_s``.
         max_commands: Answers with commands after which the task is judged and the episode truncated, as after the
             task's own time.
         reward_key: The reward among those of reward.json; the others are metrics.
@@ -43,7 +46,7 @@ class HarborTask:
         *,
         docker: str = "docker",
         network: bool = False,
-        command_s: int = 60,
+        command_s: int = 30,
         max_commands: int = 30,
         reward_key: str = "reward",
     ) -> None:
@@ -62,7 +65,7 @@ class HarborTask:
         """Return rows with the names of their tasks, each task once."""
         tasks = tasks_of(folder)
         held_out = -(-len(tasks) // 10)
-        most = held_out if is_held_out(seed) else max(len(tasks) - held_out, 1)
+        most = held_out if seed >= FIRST_HELD_OUT else max(len(tasks) - held_out, 1)
         numbers = range(seed, seed + min(size, most))
         names = (tasks[task_of(number, len(tasks))].name for number in numbers)
         return [{"number": number, "task": name} for number, name in zip(numbers, names, strict=True)]
@@ -70,8 +73,8 @@ class HarborTask:
     async def reset(self, row: dict[str, Any], seed: int) -> str:
         self._task = self._tasks[task_of(int(row["number"]), len(self._tasks))]
         self._config = tomllib.loads((self._task / "task.toml").read_text())
-        about = self._config.get("environment", {})
-        image = about.get("docker_image") or await self._docker("build", "--quiet", str(self._task / "environment"))
+        self._about = self._config.get("environment", {})
+        image = self._about.get("docker_image") or await self._docker("build", "-q", str(self._task / "environment"))
         await self._start(image.split()[-1], network=self._network)
         limit_s = self._config.get("agent", {}).get("timeout_sec", float("inf"))
         self._deadline, self._answers = asyncio.get_running_loop().time() + limit_s, 0
@@ -95,19 +98,16 @@ class HarborTask:
                 await self._docker(command, "--force", *names, may_fail=True)
 
     async def _start(self, image: str, *, network: bool) -> None:
-        about = self._config.get("environment", {})
-        allowed = network and about.get("allow_internet", True)
-        options = [f"--network={'bridge' if allowed else 'none'}", "--pids-limit=4096", *_variables(about)]
-        options += [f"--{name}={about[key]}{unit}" for key, name, unit in _RESOURCES if key in about]
+        allowed = network and self._about.get("allow_internet", True)
+        options = [f"--network={'bridge' if allowed else 'none'}", "--pids-limit=4096", *_variables(self._about)]
+        options += [f"--{name}={self._about[key]}{unit}" for key, name, unit in _RESOURCES if key in self._about]
         self._containers.append(name := f"areal-lite-{uuid.uuid4().hex}")
         command = ["run", "--detach", "--rm", "--init", f"--name={name}", *options]
         await self._docker(*command, "--entrypoint=sleep", image, _A_DAY_S)
 
     async def _bash(self, command: str) -> str:
         limit = ["timeout", "--kill-after=1", str(self._command_s)]
-        printed = await self._docker("exec", self._containers[-1], *limit, "bash", "-c", command, may_fail=True)
-        left_out = len(printed) - _RESULT_CHARS
-        return printed if left_out <= 0 else f"{printed[:_RESULT_CHARS]}\n[{left_out} more characters]"
+        return await self._docker("exec", self._containers[-1], *limit, "bash", "-c", command, may_fail=True)
 
     async def _judged(self, *, done: bool) -> Step:
         self._images.append(f"areal-lite:{uuid.uuid4().hex}")
@@ -130,24 +130,38 @@ class HarborTask:
         return Step("", reward, done, not done, scores)
 
     async def _docker(self, *words: str, may_fail: bool = False) -> str:
+        """Return what a command of docker prints, of much only the beginning and the end."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             self._program, *words, stdout=pipe, stderr=asyncio.subprocess.STDOUT if may_fail else pipe
         )
         try:
-            out, err = await process.communicate()
+            streams = (process.stdout, process.stderr)
+            text, *errors = await asyncio.gather(*(_printed(stream) for stream in streams if stream is not None))
+            await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
-        text = out.decode(errors="replace")
         if process.returncode and not may_fail:
-            raise RuntimeError(f"{self._program} {words[0]} failed: {err.decode(errors='replace').strip() or text}")
+            raise RuntimeError(f"{self._program} {words[0]} failed: {errors[0].strip() or text}")
         return f"{text}[exit code {process.returncode}]" if process.returncode else text
+
+
+async def _printed(stream: asyncio.StreamReader) -> str:
+    first, last, left_out = b"", b"", 0
+    while part := await stream.read(2**16):
+        room = _FIRST_BYTES - len(first)
+        first, last = first + part[:room], last + part[room:]
+        left_out += max(len(last) - _LAST_BYTES, 0)
+        last = last[-_LAST_BYTES:]
+    between = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
+    return (first + between + last).decode(errors="replace")
 
 
 _RESOURCES = ("cpus", "cpus", ""), ("memory_mb", "memory", "m"), ("memory", "memory", "")
 
 
+@cache
 def tasks_of(folder: str) -> list[Path]:
     """Return the folders of tasks in order of their names; raises ConfigError."""
     root = Path(folder)

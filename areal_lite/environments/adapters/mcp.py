@@ -80,10 +80,10 @@ class McpServer:
             await asyncio.wait({self._connection})
 
     async def _connect(self) -> None:
-        command, *arguments = [*box_around(episode_context.current().agent), *shlex.split(self._server)]
-        is_address = self._server.startswith(("http://", "https://"))
-        server = self._server if is_address else StdioServerParameters(command=command, args=arguments)
         try:
+            command, *arguments = [*box_around(episode_context.current().agent), *shlex.split(self._server)]
+            is_address = self._server.startswith(("http://", "https://"))
+            server = self._server if is_address else StdioServerParameters(command=command, args=arguments)
             async with Client(server) as client:
                 self._opened.set_result(client)
                 await self._closing.wait()

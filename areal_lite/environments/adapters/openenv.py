@@ -48,7 +48,7 @@ class OpenEnvServer:
     def _action(self, text: str) -> dict[str, Any]:
         try:
             written = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             written = None
         return written if isinstance(written, dict) else {self._action_key: text}
 

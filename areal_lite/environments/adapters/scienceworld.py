@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 from scienceworld import ScienceWorldEnv
 from scienceworld.constants import ID2TASK
-from areal_lite.environments.adapters.task_split import is_held_out
+from areal_lite.environments.adapters.task_split import FIRST_HELD_OUT
 from areal_lite.environments.environment import Step
 from areal_lite.errors import ConfigError
 
@@ -48,7 +48,7 @@ class ScienceWorldTask:
         while not self._idle:  # one that is cancelled here leaves a simulator to the others
             await asyncio.to_thread(self._start_one)
         self._world = self._idle.pop()
-        return str(await self._asked(self._begin, is_held_out(int(row.get("number", 0))), seed))
+        return str(await self._asked(self._begin, int(row.get("number", 0)) >= FIRST_HELD_OUT, seed))
 
     async def step(self, action: str) -> Step:
         assert self._world is not None

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from aiohttp import web
 from verifiers.v1 import Episode, EvalClientConfig, ModelContext, Task
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-from areal_lite.environments.adapters.task_split import FIRST_HELD_OUT, is_held_out, task_of
+from areal_lite.environments.adapters.task_split import FIRST_HELD_OUT, task_of
 from areal_lite.environments.environment import Messages, Step, ToolCall
 
 # The programs beside its interpreter, as uv, are found though the run began with another one.
@@ -88,7 +88,7 @@ class VerifiersTaskset:
 
     def _task(self, number: int) -> Task:
         if self._env.taskset.INFINITE:
-            place = 2 * (number % FIRST_HELD_OUT) + is_held_out(number)
+            place = 2 * (number % FIRST_HELD_OUT) + (number >= FIRST_HELD_OUT)
             return next(islice(iter(self._env.taskset), place, None))
         if (tasks := self._tasks.get(self._settings)) is None:
             tasks = self._tasks[self._settings] = list(self._env.taskset)

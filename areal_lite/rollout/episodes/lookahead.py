@@ -61,8 +61,7 @@ class Lookahead:
             self._batches, self._step_s, self._waited_s, self._starved_s, self._spare = 0, 0.0, 0.0, 0.0, None
 
     def forecast(self, batches: int) -> float:
-        """Return the mean lookahead of the next ``batches``, at least one, if they go as those since the last decision
-        went."""
+        """Return the mean lookahead of the next ``batches``, at least one, if they go as since the last decision."""
         ahead, seen, groups = copy.copy(self), max(1, self._batches), list[int]()
         for _ in range(batches):
             groups.append(ahead.groups)

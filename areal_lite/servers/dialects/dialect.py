@@ -186,8 +186,7 @@ def checked_scores(pairs: Sequence[tuple[int, float | None]], input_ids: list[in
 
 @contextmanager
 def reading(reply: Any, what: str) -> Iterator[None]:
-    """Raise ErrorReply if a reply or event is ``{"error": {message, code}}``, BadResponse if it is read without
-    ``what``."""
+    """Raise ErrorReply if a reply or event is ``{"error": {message, code}}``, BadResponse if it has no ``what``."""
     error = reply.get("error") if isinstance(reply, dict) else None
     if error:
         code = error.get("code") if isinstance(error, dict) else None

@@ -4,8 +4,8 @@ import re
 from typing import TYPE_CHECKING, Any
 from areal_lite.api.image_span import plain_images
 from areal_lite.config.generation import CONSTRAINTS, GenerationHyperparameters
+from areal_lite.config.trainer_config import AdapterShape
 from areal_lite.errors import ConfigError
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.dialects import dialect
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, GenerationCall, ServerInfo
 from areal_lite.servers.weights.published_weights import WeightBucket, WeightFolder
@@ -97,7 +97,6 @@ class SGLang:
         return None
 
     def with_features(self, body: dict[str, Any], call: GenerationCall, reply: Any) -> dict[str, Any]:
-        """Return ``body``."""
         return body
 
     def parse(self, reply: Any, received: int = 0, *, top_logprobs: int = 0) -> Chunk | None:

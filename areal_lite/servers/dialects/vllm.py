@@ -6,7 +6,7 @@ after penalties and ``logit_bias`` in the processed mode.
 """
 
 from typing import TYPE_CHECKING, Any
-from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.config.trainer_config import AdapterShape
 from areal_lite.servers.dialects import dialect
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, GenerationCall, ServerInfo, TopLogprobs
 from areal_lite.servers.weights.published_weights import WeightBucket, WeightFolder

@@ -1,5 +1,4 @@
-"""The embedded server as a child process of a run or of own scripts, and settings of servers that are given one by one.
-Imports no torch."""
+"""The embedded server as a child process of a run or of own scripts, with settings one by one. Imports no torch."""
 
 import os
 import select
@@ -101,8 +100,7 @@ class EmbeddedProgram(ServerProcess):
 
 def cpu_threads(config: EmbeddedServerConfig) -> int:
     """Return the CPU threads of the model: those of ``config``, or half of the cores this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return config.num_threads or max(1, cores // 2)
+    return config.num_threads or max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 C = TypeVar("C", bound=EmbeddedServerConfig)

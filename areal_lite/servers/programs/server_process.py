@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Self
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.processes.place import HERE, Place, Program
+from areal_lite.processes.place import HERE, Place, Program, stop
 
 _LOG_TAIL_LINES = 30
 _LEAKS = ("nanobind: ", "See https://nanobind", " - leaked", " - ... skipped")  # triton's last lines, after any error
@@ -60,16 +60,13 @@ class ServerProcess(ABC):
     def pid(self) -> int | None:
         return None if self._child is None else self._child.pid
 
-    def poll(self) -> int | None:
-        return self.wait(0)
-
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Return the exit code once the server has ended, negative for a signal; None after ``timeout_s``."""
         return None if self._child is None else self._child.wait(timeout_s)
 
     def launch(self) -> None:
         """Start the program; :meth:`wait_until_ready` must follow."""
-        if self._child is not None and self.poll() is None:
+        if self._child is not None and self.wait(0) is None:
             raise ServerError(f"{self.name} is already started (pid {self.pid}); create another one.")
         if self._log is None or self._log.closed:
             if self.log_path is None:
@@ -86,7 +83,7 @@ class ServerProcess(ABC):
         """Return once the server answers requests; raises ConfigError or ServerError."""
         try:
             answers = self._answers(time.monotonic() + self.config.start_timeout_s)
-            if not answers and (code := self.poll()) is not None:
+            if not answers and (code := self.wait(0)) is not None:
                 raise self._start_error(code)
             if not answers:
                 raise ServerError(
@@ -116,7 +113,7 @@ class ServerProcess(ABC):
     def end(self, timeout_s: float) -> None:
         """Do :meth:`stop`'s work while another thread may wait for the server."""
         if self._child is not None:
-            self._child.stop(timeout_s)
+            stop(self._child, timeout_s)
 
     def terminate(self) -> None:
         if self._child is not None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.server_config import ServerConfig, flag_of, tensor_parallel_size
+from areal_lite.config.trainer_config import AdapterShape
 from areal_lite.errors import ConfigError
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.place import HERE, Place
 from areal_lite.processes.ports import check_port, free_ports
 from areal_lite.servers.dialects import dialect_of

@@ -4,7 +4,7 @@ makes one beside the trainer, and the weight loader has every server load it, so
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.config.trainer_config import AdapterShape
 
 if TYPE_CHECKING:
     from torch import Tensor

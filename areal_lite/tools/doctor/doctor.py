@@ -15,7 +15,7 @@ from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.files.safe_text import printable
-from areal_lite.tools.doctor.doctor_machine import Finding, Findings, Level, devices, machine, ok, packages, warning
+from areal_lite.tools.doctor.doctor_machine import Finding, Findings, devices, machine, ok, packages, warning
 from areal_lite.tools.run.config import load_run
 
 
@@ -93,7 +93,7 @@ def doctor(config: str | None, overrides: Sequence[str], *, show: Callable[[Find
             if isinstance(error, ArealLiteError):
                 text, exit_code = "\n".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code
             if text not in failures:
-                show(Finding(Level.FIX, text))
+                show(Finding("fix", text))
                 failures[text] = exit_code
             return False
         return True

@@ -6,9 +6,8 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from areal_lite import __version__
 from areal_lite.errors import ConfigError
 
@@ -17,14 +16,8 @@ _LOW_DISK = 5e9
 """Bytes; torch, a small model and its checkpoints take about this."""
 
 
-class Level(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    FIX = "fix"
-
-
 class Finding(NamedTuple):
-    level: Level
+    level: Literal["ok", "warning", "fix"]
     text: str
 
     def __str__(self) -> str:
@@ -35,11 +28,11 @@ Findings = Iterator[Finding]
 
 
 def ok(text: str) -> Finding:
-    return Finding(Level.OK, text)
+    return Finding("ok", text)
 
 
 def warning(text: str) -> Finding:
-    return Finding(Level.WARNING, text)
+    return Finding("warning", text)
 
 
 def packages() -> Findings:

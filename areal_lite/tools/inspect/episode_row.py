@@ -1,5 +1,4 @@
-"""From one line of a dump to one row of the index; a line of another shape is an error that says where. A missing field
-is None."""
+"""From a line of a dump to a row of the index; another shape is an error that says where, a missing field is None."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -38,7 +38,6 @@ class Measurements:
 
     warm_up_steps: int = 0
     """First steps, which cost more."""
-    min_steady_steps: int = 2
     min_steady_s: float = 0.0
     max_steps: int | None = None
     """The run ends after this many steps, or when it has enough steady steps and seconds. None: at its own end."""
@@ -75,7 +74,7 @@ class Measurements:
         steady = self.step_s[self.warm_up_steps :]
         if self.max_steps is None:
             return False
-        enough = len(steady) >= self.min_steady_steps and sum(steady) >= self.min_steady_s
+        enough = len(steady) >= 2 and sum(steady) >= self.min_steady_s
         return enough or len(self.step_s) >= self.max_steps
 
 

@@ -70,8 +70,7 @@ def _trouble(metrics: Mapping[str, float]) -> str:
 
 
 def server_table(metrics: Mapping[str, float], addresses: Sequence[str], started: str | None = None) -> Table | None:
-    """Return the figures of each server in the last record of a run; None without any. ``started`` is the backend of a
-    run that started its own."""
+    """Return the figures of each server in a run's last record, None without; ``started`` is the backend of its own."""
     figures: dict[str, dict[str, float]] = {}
     for metric, value in metrics.items():
         if metric.startswith("servers/"):

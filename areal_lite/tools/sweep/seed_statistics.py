@@ -6,17 +6,10 @@ pairs, are about normal. Two variants share seeds, so differences of pairs vary 
 
 import math
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 import numpy as np
 
-
-class Verdict(StrEnum):
-    """Result of a comparison at its level."""
-
-    BETTER = "better"
-    WORSE = "worse"
-    INCONCLUSIVE = "inconclusive"
+Verdict = Literal["better", "worse", "inconclusive"]
 
 
 class Interval(NamedTuple):
@@ -48,8 +41,8 @@ def compare_pairs(
     verdict is inconclusive if the interval holds 0."""
     interval = mean_interval([after - before for before, after in zip(first, second, strict=True)], level)
     if interval.low <= 0 <= interval.high:
-        return Verdict.INCONCLUSIVE, interval
-    return Verdict.BETTER if (interval.mean > 0) != lower_is_better else Verdict.WORSE, interval
+        return "inconclusive", interval
+    return "better" if (interval.mean > 0) != lower_is_better else "worse", interval
 
 
 def t_quantile(probability: float, freedom: int) -> float:

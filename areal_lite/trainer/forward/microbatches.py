@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 import numpy as np
 from numpy.typing import NDArray
-from areal_lite.api.image_span import keyed_ids
+from areal_lite.api.image_span import common_prefix, keyed_ids
 from areal_lite.api.trajectory import TokenSequence
 
 
@@ -127,12 +127,6 @@ class _PrefixTree:
     def _shared(self, places: Sequence[int]) -> NDArray[np.int64]:
         """Return the common prefix length of each place with the one before it: the minimum in between."""
         return np.minimum.reduceat(self._common[: places[-1]], np.array(places[:-1], np.int64))
-
-
-def common_prefix(first: NDArray[Any], second: NDArray[Any]) -> int:
-    limit = min(len(first), len(second))
-    differs = first[:limit] != second[:limit]
-    return int(differs.argmax()) if differs.any() else limit
 
 
 def _cost(length: int, balance_length: int) -> float:

@@ -51,11 +51,6 @@ class PackedSequences:
     num_pairs: int  # pairs of a token and one that it sees
     images: PackedImages | None = None
 
-    @property
-    def most_seen(self) -> int:
-        """Pairs of a token and one of its block, of bins as long as the longest."""
-        return len(self.lengths) * max(self.lengths) ** 2
-
 
 def pack(
     sequences: Sequence[TokenSequence],
@@ -239,7 +234,8 @@ class PackedModel(nn.Module):
 
     def read(self, module: Any, packed: PackedSequences) -> Tensor:
         """Return ``[N, ...]``, what the model or a part of it gives for the token before each trained one."""
-        wide = not packed.is_causal and packed.most_seen > packed.num_pairs + WIDE
+        masked = len(packed.lengths) * max(packed.lengths) ** 2  # pairs of tokens of a mask of bins
+        wide = not packed.is_causal and masked > packed.num_pairs + WIDE
         embeddings = self._embeddings(packed)
         tokens = {"input_ids": packed.input_ids} if embeddings is None else {"inputs_embeds": embeddings}
         if self.ragged or (self._reads_segments and wide):

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from areal_lite.api.image_span import Images
+from areal_lite.api.image_span import Images, common_prefix
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
 from areal_lite.models.policy_model import load_policy, resolve_device
 from areal_lite.trainer.forward.logprobs import TokenScorer
-from areal_lite.trainer.forward.microbatches import common_prefix, num_inputs, read_ids
+from areal_lite.trainer.forward.microbatches import num_inputs, read_ids
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.learner import Learner, OnSkip
 from areal_lite.trainer.machine_metrics import peak_flops

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 from areal_lite.api import GenerationHyperparameters
-from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.config.trainer_config import AdapterShape
 from areal_lite.servers.dialects import Dialect
 from areal_lite.servers.dialects.dialect import (
     BadResponse,

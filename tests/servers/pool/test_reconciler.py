@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 import pytest
 from areal_lite.api import InferenceEngineConfig
+from areal_lite.config.trainer_config import AdapterShape
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.client.server_requests import RefusedError
 from areal_lite.servers.dialects import Dialect, dialect_of
 from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, ServerInfo, ServerLimits

@@ -32,7 +32,7 @@ def test_the_server_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     server = EmbeddedServer(model_path=str(tiny), log_path=log, weight_version="3", max_running_requests=2, **FAST)
     with server:
-        assert server.poll() is None
+        assert server.wait(0) is None
         info = json.loads(get(server.address, "/model_info"))
         assert (info["weight_version"], info["max_running_requests"], info["num_threads"]) == ("3", 2, 1)
         assert f"embedded server ready at {server.address} (model {tiny})" in log.read_text()
@@ -42,7 +42,7 @@ def test_the_server_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
         port = int(server.address.rsplit(":", 1)[1])
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*port 0"):
             EmbeddedServer(model_path=str(tiny), port=port)
-    assert server.poll() == 0  # SIGTERM was enough
+    assert server.wait(0) == 0  # SIGTERM was enough
     with pytest.raises(ServerError, match="not running"):
         _ = server.address
 
@@ -85,7 +85,7 @@ def test_the_exit_of_a_killed_server_is_detected(tiny: Path) -> None:
     with EmbeddedServer(model_path=str(tiny), **FAST) as server:
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
-        assert server.wait(20) == server.poll() == -signal.SIGKILL
+        assert server.wait(20) == server.wait(0) == -signal.SIGKILL
 
 
 def test_the_server_exits_if_its_parent_is_killed(tiny: Path) -> None:
@@ -156,7 +156,7 @@ def test_errors_of_the_child_process_are_raised_in_the_parent(tiny: Path, tmp_pa
     server = EmbeddedServer(model_path=str(broken), **FAST)
     with pytest.raises(ServerError, match="ended with code 1 before it was ready. The end of its log:\n(.|\n)*Error"):
         server.start()
-    assert server.poll() == 1
+    assert server.wait(0) == 1
 
 
 def test_an_unreachable_hub_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ import psutil
 import pytest
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.config.server_config import ServerConfig
+from areal_lite.config.trainer_config import AdapterShape
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.place import HERE
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs import server_group
@@ -244,14 +244,14 @@ def test_a_server_that_does_not_start_is_an_error_with_the_end_of_its_log(tmp_pa
     heading, *lines = message.splitlines()
     assert heading.endswith("servers/sglang-0.log:")
     assert lines == [f"line {number}" for number in range(20, 50)]
-    assert [server.poll() is not None for server in group._servers] == [True, True]
+    assert [server.wait(0) is not None for server in group._servers] == [True, True]
 
 
 def test_a_server_that_never_answers_is_an_error_at_the_time_limit(tmp_path: Path) -> None:
     group = servers(tmp_path, args={"fault": "never ready"}, start_timeout_s=3)
     with pytest.raises(ServerError, match="server sglang-0 was not ready after 3 s.*raise start_timeout_s"), group:
         pass
-    assert group._servers[0].poll() is not None
+    assert group._servers[0].wait(0) is not None
 
 
 def test_a_killed_server_comes_back_with_the_newest_weights_and_answers_wait_for_it(
@@ -358,7 +358,7 @@ def test_a_group_can_be_stopped_while_a_server_is_restarted(tmp_path: Path) -> N
         assert group.downs.acquire(timeout=20)
         began = time.monotonic()
     assert time.monotonic() - began < server_group.STOP_SECONDS + 2
-    assert group._servers[0].poll() is not None
+    assert group._servers[0].wait(0) is not None
 
 
 def child_of(log: Path) -> psutil.Process:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 import math
 import pytest
-from areal_lite.tools.sweep.seed_statistics import Interval, Verdict, compare_pairs, mean_interval, t_quantile
+from areal_lite.tools.sweep.seed_statistics import Interval, compare_pairs, mean_interval, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -30,24 +30,24 @@ def test_an_interval_is_the_mean_and_t_standard_errors_on_each_side() -> None:
 
 def test_one_seed_has_no_interval_and_decides_nothing() -> None:
     assert mean_interval([0.5]) == Interval(0.5, -math.inf, math.inf)
-    assert compare_pairs([0.1], [0.9])[0] is Verdict.INCONCLUSIVE
+    assert compare_pairs([0.1], [0.9])[0] == "inconclusive"
     assert "no interval of one seed" in str(mean_interval([0.5]))
 
 
 def test_pairs_decide_where_the_values_alone_would_not() -> None:
     first = [0.1, 0.5, 0.9]
-    assert compare_pairs(first, [0.21, 0.60, 1.01])[0] is Verdict.BETTER
-    assert compare_pairs(first, [0.21, 0.60, 1.01], lower_is_better=True)[0] is Verdict.WORSE
-    assert compare_pairs(first, [0.0, 0.41, 0.79])[0] is Verdict.WORSE
-    assert compare_pairs(first, [0.2, 0.4, 1.0])[0] is Verdict.INCONCLUSIVE
+    assert compare_pairs(first, [0.21, 0.60, 1.01])[0] == "better"
+    assert compare_pairs(first, [0.21, 0.60, 1.01], lower_is_better=True)[0] == "worse"
+    assert compare_pairs(first, [0.0, 0.41, 0.79])[0] == "worse"
+    assert compare_pairs(first, [0.2, 0.4, 1.0])[0] == "inconclusive"
 
 
 def test_a_higher_level_needs_more() -> None:
     # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.0577; t is 4.303 at 95 % and 9.925 at 99 %.
     verdict, interval = compare_pairs([0.0, 0.0, 0.0], [0.1, 0.2, 0.3], level=0.95)
-    assert (verdict, interval.low) == (Verdict.INCONCLUSIVE, pytest.approx(0.2 - 4.3027 * 0.057735, abs=1e-4))
-    assert compare_pairs([0.0] * 3, [0.1, 0.2, 0.3], level=0.9)[0] is Verdict.BETTER
+    assert (verdict, interval.low) == ("inconclusive", pytest.approx(0.2 - 4.3027 * 0.057735, abs=1e-4))
+    assert compare_pairs([0.0] * 3, [0.1, 0.2, 0.3], level=0.9)[0] == "better"
 
 
 def test_equal_runs_are_inconclusive() -> None:
-    assert compare_pairs([0.3, 0.7], [0.3, 0.7]) == (Verdict.INCONCLUSIVE, Interval(0.0, 0.0, 0.0))
+    assert compare_pairs([0.3, 0.7], [0.3, 0.7]) == ("inconclusive", Interval(0.0, 0.0, 0.0))

@@ -136,7 +136,9 @@ def test_in_a_tree_a_token_attends_only_to_its_own_sequence(
     for batch in (TREE, TREE[::-1], [one for one in TREE if one.group_id == "chain"]):
         packed, order = packed_together(batch)
         if how == "wide":
-            monkeypatch.setattr(packed_model, "WIDE", packed.most_seen - packed.num_pairs - 1)
+            monkeypatch.setattr(
+                packed_model, "WIDE", len(packed.lengths) * max(packed.lengths) ** 2 - packed.num_pairs - 1
+            )
         with torch.no_grad():
             model.ragged = False
             expected = [states_alone(model, one) for one in order]
@@ -160,7 +162,7 @@ def test_a_chain_is_causal_and_a_fork_is_not() -> None:
     tree = [one.input_ids[: num_inputs(one)].tolist() for one in TREE if one.input_ids[0] == 5]
     prefixes = {tuple(ids[:end]) for ids in tree for end in range(1, len(ids) + 1)}
     assert max(fork.lengths) == len(prefixes)  # every prefix is computed once
-    assert fork.most_seen == 3 * len(prefixes) ** 2
+    assert len(fork.lengths) == 3
 
 
 def test_a_mask_shows_each_token_its_own_path_and_padding_itself() -> None:
