@@ -71,6 +71,15 @@ class Scripted:
             await asyncio.Event().wait()
 
 
+class DrawsTools(Scripted):
+    """Offers a tool with a name that it draws, and may fail at that."""
+
+    def tools(self) -> list[dict[str, Any]]:
+        if self.fails_in == "tools":
+            raise KeyError("broken in tools")
+        return [{"type": "function", "function": {"name": f"tool-{random.random()}", "parameters": {}}}]
+
+
 class Troubled:
     """Does at once what an action says; also a game for two with a tool."""
 

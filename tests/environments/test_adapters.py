@@ -299,12 +299,12 @@ def test_openenv_sends_the_seed_and_text_or_json_actions() -> None:
         app.router.add_get("/ws", serve)
         async with TestServer(app) as server:
             make = environment_maker(f"openenv:{server.make_url('/')}", {"options": {"level": 2}})
-            first, wrong, right = await play(make(), '{"nope": 1}', "<think>x</think> right")
+            first, wrong, _, right = await play(make(), '{"nope": 1}', "[" * 100_000, "<think>x</think> right")
             assert first == '{"text": "seen"}'
             assert isinstance(wrong, WrongAction) and "no nope" in str(wrong)
             assert (right.reward, right.done) == (1.0, True)
             assert got[0] == {"type": "reset", "data": {"level": 2, "seed": 3}}
-            assert got[2] == {"type": "step", "data": {"message": "right"}}
+            assert [each["data"] for each in got[2:4]] == [{"message": "[" * 100_000}, {"message": "right"}]
             with pytest.raises(RuntimeError, match=r"refused step: boom \(EXECUTION_ERROR\)"):
                 await play(make(), "boom")
 

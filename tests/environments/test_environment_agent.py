@@ -25,7 +25,7 @@ from areal_lite.environments.environment_agent import EnvironmentAgent, episode_
 from areal_lite.environments.random_player import tool_call as draw_call
 from areal_lite.errors import ConfigError
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
-from tests.environments.games import Scripted
+from tests.environments.games import DrawsTools, Scripted
 
 ROW = {"number": 7}
 
@@ -213,15 +213,6 @@ def test_a_step_that_is_none_is_the_environments_failure(play: Any, step: Any) -
     with pytest.raises((AttributeError, TypeError, IndexError)) as caught:
         play(["a"], Scripted([step]))
     assert Failure.of(caught.value).kind is FailureKind.ENVIRONMENT
-
-
-class DrawsTools(Scripted):
-    """Offers a tool with a name that it draws, and may fail at that."""
-
-    def tools(self) -> list[dict[str, Any]]:
-        if self.fails_in == "tools":
-            raise KeyError("broken in tools")
-        return [{"type": "function", "function": {"name": f"tool-{random.random()}", "parameters": {}}}]
 
 
 def test_tools_are_drawn_from_the_episodes_random_state_and_fail_as_the_environment(play: Any) -> None:

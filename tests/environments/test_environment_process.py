@@ -81,6 +81,11 @@ def test_a_process_draws_what_the_environment_draws_inline_episode_after_episode
     assert episodes[0] != episodes[1]
 
 
+def test_a_process_draws_tools_from_the_episodes_random_state() -> None:
+    names = [asyncio.run(play(agent("DrawsTools", kwargs={"steps": []}), seed=seed))[-1] for seed in (1, 2, 1)]
+    assert names[0] == names[2] != names[1]
+
+
 @pytest.mark.parametrize(
     ("action", "options", "error", "says"),
     [
