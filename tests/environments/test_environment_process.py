@@ -251,6 +251,7 @@ def test_environments_in_threads_of_agents_are_refused(load: Any) -> None:
         ConfigError, match=r"isolation is thread, and environments .* set workflow_kwargs.isolation: pr"
     ):
         check_rollouts(load(kind, env="tests.environments.games.Dice"))
+    check_rollouts(load(env="tests.environments.games.Dice"))
     check_rollouts(load(kind, workflow="workflows.largest_number.LargestNumberAgent", train_dataset={"path": "x"}))
 
 
