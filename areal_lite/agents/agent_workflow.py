@@ -168,7 +168,7 @@ def rewarded(
     | a number | the episode; all answers are trained as conversations |
     | a dict by completion id | these answers, each a sequence of its own; others are not trained; the episode by \
     ``rollout.turn_rewards`` |
-    | a list with a number or None per answer, in order | the same, by index |
+    | a list with a number or None per answer, in the order of their requests | the same, by index |
     | a dict by name of ``rollout.rewards.weights`` | the episode with the weighted sum |
     | a dict with ``rollout.rewards.key`` | the episode with that part; other parts may also be text |
 
@@ -190,7 +190,7 @@ def rewarded(
         else:
             by_answer = reward
     elif isinstance(reward, Sequence) and not isinstance(reward, str | bytes):
-        ids = list(session.interactions)
+        ids = [name for name in session.asked if name in session.interactions]
         if len(reward) != len(ids):
             raise ValueError(
                 f"run() returned {len(reward)} rewards for {len(ids)} answers: return one number or None for each"

@@ -36,8 +36,7 @@ def apply_chat_template(
 @functools.cache
 def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None) -> Any:
     """Return the tokenizer of a folder or hub name, ConfigError if there is none; without a pad token, its end token
-    pads. ``fast_tokenizer`` is ignored: the model's own kind is loaded. A ``padding_side`` None is the tokenizer's own.
-    """
+    pads. ``fast_tokenizer`` is ignored: the model's own kind is loaded. A ``padding_side`` None is its own."""
     tokenizer = copy.deepcopy(load_tokenizer(model_name_or_path))  # the shared one stays as it is
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = tokenizer.eos_token_id

@@ -145,11 +145,10 @@ def _apply_override(values: dict[Any, Any], override: str, *, where: str) -> str
     *sections, last = key.split(".")
     section: Any = values
     for depth, name in enumerate(sections, 1):
-        if section.get(name) is None:
-            section[name] = {}
-        section = section[name]
-        if not isinstance(section, dict):
-            raise ConfigError(f"{where}: {'.'.join(sections[:depth])} is {_short(section)}, not a section")
+        inner = {} if section.get(name) is None else section[name]
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{where}: {'.'.join(sections[:depth])} is {_short(inner)}, not a section")
+        section[name] = section = dict(inner)  # an alias of it elsewhere stays as it is
     section[last] = parse_yaml(text, where=where)
     return key
 

@@ -70,9 +70,8 @@ class EnvironmentAgent:
         self.opponents = [self.opponent] if isinstance(self.opponent, str) else list(self.opponent)
         for each in self.opponents:
             if each not in OPPONENTS and not each.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"workflow_kwargs.opponent is {each!r}: write {', '.join(OPPONENTS)} or http://HOST:PORT/v1"
-                )
+                choices = f"{', '.join(OPPONENTS)} or http://HOST:PORT/v1"
+                raise ConfigError(f"workflow_kwargs.opponent is {each!r}: write {choices}")
         for name in ("max_turns", "timeout_s", "processes", "lease_s", "idle_s", "uses"):
             value, is_optional = getattr(self, name), name in ("processes", "uses")
             if not (is_optional and value is None or isinstance(value, int | float) and value > 0):

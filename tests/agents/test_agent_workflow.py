@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -125,6 +126,32 @@ def test_a_dict_rewards_each_completion_as_a_row_of_its_own(config: Any) -> None
     assert trained == ["one<|im_end|>", "two<|im_end|>"]
 
 
+def test_a_list_has_the_order_of_the_choices_whichever_ends_first(config: Any) -> None:
+    class SlowFirst(ScriptedEngine):
+        async def agenerate(self, req: Any) -> Any:
+            place = len(self.requests)
+            made = await super().agenerate(req)
+            for _ in range(0 if place else 50):
+                await asyncio.sleep(0)
+            return made
+
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> list[float]:
+        client = openai.AsyncOpenAI(**extra_kwargs)
+        completion = await client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": "x"}], n=3
+        )
+        return [float(choice.message.content == "right") for choice in completion.choices]
+
+    engine: Any = SlowFirst(["right", "wrong", "bad"])
+    workflow = AgentWorkflow(FunctionAgent(run), config)
+    trajectory = trajectory_of(asyncio.run(workflow.arun_episode(engine, {})), [])
+    tensors = tensor_dict_of([trajectory])
+    assert tensors is not None
+    rows = zip(tensors["input_ids"], tensors["loss_mask"], tensors["rewards"].tolist(), strict=True)
+    rewards = {tokenizer().decode(ids[mask.bool()]): reward for ids, mask, reward in rows}
+    assert rewards == {"right<|im_end|>": 1.0, "wrong<|im_end|>": 0.0, "bad<|im_end|>": 0.0}
+
+
 @pytest.mark.parametrize(
     ("reward", "says"),
     [(float("nan"), "the reward is nan"), (float("inf"), "the reward is inf"), ("1.0", "finite"),
@@ -176,6 +203,17 @@ def test_an_episode_that_outgrew_the_context_may_end_with_its_reward(config: Any
 
     rows = run_episode(config, run, ["one", ContextOverflowError("longer than the context length")])
     assert [row.reward for row in rows.values()] == [0.5]
+
+
+def test_an_agent_that_recovered_from_a_refusal_fails_by_its_own_error(config: Any) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        with contextlib.suppress(openai.BadRequestError):
+            await two_turns(data, **extra_kwargs)
+        await two_turns(data, **extra_kwargs)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run_episode(config, run, ["one", ContextOverflowError("longer than the context length"), "two", "three"])
 
 
 def test_the_key_ends_with_the_episode(config: Any) -> None:

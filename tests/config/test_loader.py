@@ -53,6 +53,17 @@ def test_a_minimal_file_gives_the_defaults(write):
     assert config.seed == 1
 
 
+def test_an_override_of_a_section_leaves_its_alias_as_it_is(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "experiment_name: e\nmodel_path: m\nworkflow: my.Agent\ntrainer: {total_steps: 1, learning_rate: 1.0e-5}\n"
+        "train_dataset: &rows {path: x.jsonl, kwargs: {a: 1}}\neval_dataset: *rows\n"
+    )
+    config = load_config(path, ["eval_dataset.path=test.jsonl", "eval_dataset.kwargs.a=2"])
+    train, held_out = config.train_dataset, config.eval_dataset
+    assert [(one.path, one.kwargs) for one in (train, held_out)] == [("x.jsonl", {"a": 1}), ("test.jsonl", {"a": 2})]
+
+
 def test_names_and_tokenizer_are_copied_into_rollout(write):
     config = load_config(write(), ["trial_name=t", "fileroot=out", "seed=7"])
     rollout = config.rollout

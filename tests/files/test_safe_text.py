@@ -25,6 +25,8 @@ TEXTS = (
     f"ghp_{PLANTED}.",
     f"Authorization: Bearer {PLANTED}",
     f"http://user:{PLANTED}@10.0.0.7:30000/v1/chat",
+    f"http://user:p@{PLANTED}@10.0.0.7:30000/v1/chat",
+    f"https://{PLANTED}@host/x",
     f"GET https://host/v1?model=m&api_key={PLANTED}&n=1",
     f"https://bucket/rows.jsonl?X-Amz-Signature=s&sig={PLANTED}",
     f'{{"api_key": "{PLANTED}", "n": 1}}',

@@ -88,4 +88,4 @@ class SharedClient(httpx.AsyncClient):
 
 def socket_client(*, is_async: bool) -> Any:
     """Return a plain client that uses sockets and no proxy."""
-    return httpx.AsyncClient(trust_env=False) if is_async else httpx.Client(trust_env=False)
+    return (httpx.AsyncClient if is_async else httpx.Client)(trust_env=False, timeout=None)

@@ -83,7 +83,7 @@ class AgentAccess:
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": self.api_key,
             "GOOGLE_GEMINI_BASE_URL": self.anthropic_base_url,
-            "GEMINI_API_KEY": self.api_key,
+            **dict.fromkeys(("GEMINI_API_KEY", "GOOGLE_API_KEY"), self.api_key),  # the second wins where both are set
         }
 
     @contextmanager

@@ -72,6 +72,7 @@ class ChatSession:
         self.history = ChatHistory()
         self.images = RequestImages(self.renderer.images)
         self.interactions = self.history.interactions
+        self.asked: list[str] = []  # ids of answers in the order of their requests
         self.responses: dict[str, dict[str, Any]] = {}
         """Replies of the Responses API, by id; an agent may read and delete them."""
         self.clean_turns = self.forks = self.forked_tokens = self.tool_calls = self.tool_parse_errors = 0
@@ -104,7 +105,7 @@ class ChatSession:
                     raise error from None
                 self.error = error
                 raise RequestError(f"the engine failed: {type(error).__name__}: {error}"[:500], status=503) from error
-            self.error = None
+            self.error = self.refusal = None
             return answers
 
     @contextlib.contextmanager
@@ -154,6 +155,7 @@ class ChatSession:
             task.cancel()
 
     async def _answer(self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None) -> ChatAnswer:
+        self.asked.append(answer_id)
         agent = self._names.name(request)  # before other calls may run: the first one is the main agent's
         prefix, images, parent, is_fork = await self._find_prompt(request)
         prompt = prefix.tolist()

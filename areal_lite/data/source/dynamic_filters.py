@@ -14,7 +14,7 @@ def nonzero_reward_std(trajectory: dict[str, Any]) -> FilterDecision:
     given = trajectory.get("episode_rewards") or trajectory["rewards"].tolist()
     for member_idx, reward in zip(trajectory.get("member_idx", range(len(given))), given, strict=True):
         episodes.setdefault(int(member_idx), []).append(reward)
-    rewards = {sum(values) / len(values) for values in episodes.values()}
+    rewards = {round(sum(values) / len(values), 9) for values in episodes.values()}  # a mean of equal ones may differ
     if len(rewards) > 1:
         return FilterDecision(True)
     return FilterDecision(False, f"all rewards are {rewards.pop():g}")

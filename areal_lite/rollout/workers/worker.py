@@ -148,7 +148,7 @@ class Worker:
         self.groups[group.key] = group
         place = {name: getattr(context, name) for name in ("is_eval", "task_id", "group_id", "version", "reward_key")}
         assert context.episodes is not None
-        self.send("run", group.key, workflow.key, data, place, len(context.episodes), deadline)
+        self.send("run", group.key, workflow.key, data, place, len(context.episodes), deadline - time.monotonic())
         return group
 
     def _on_message(self, body: memoryview) -> None:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -115,9 +116,10 @@ class WorkerProcess(InferenceEngine):
         self._workflows.clear()
 
     def _on_run(
-        self, key: int, workflow: bytes, data: bytes, context: dict[str, Any], size: int, deadline: float
+        self, key: int, workflow: bytes, data: bytes, context: dict[str, Any], size: int, seconds: float
     ) -> None:
-        group = self._groups[key] = self._by_task[context["task_id"]] = _RunningGroup(key, size, deadline)
+        group = _RunningGroup(key, size, time.monotonic() + seconds)  # another machine has another clock
+        self._groups[key] = self._by_task[context["task_id"]] = group
         run = self._run(group, self._workflows[workflow], data, context)
         group.task = asyncio.get_running_loop().create_task(run)
 

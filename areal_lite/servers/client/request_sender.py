@@ -128,14 +128,14 @@ class RequestSender:
     ) -> Chunk:
         """Send a call, with what the server makes of its images; raises one of ``SEND_ERRORS``."""
         dialect = self._requests.dialect
+        if server.adapter is not None:  # before it waits: the caller has read which one
+            body = body | {dialect.adapter_key: server.adapter}
         if (images := dialect.images_call(call)) is not None:
             reply = await self._requests.ask(server, "POST", images.path, images.body, max_bytes=MAX_FEATURES_REPLY)
             try:
                 body = dialect.with_features(body, call, orjson.loads(reply))
             except orjson.JSONDecodeError as error:
                 raise BadResponse(f"a reply of {images.path} that is not JSON ({error})") from None
-        if server.adapter is not None:
-            body = body | {dialect.adapter_key: server.adapter}
         return await self._requests.generate(server, orjson.dumps(body), reader, headers=headers)
 
     def _labelled(self, chunk: Chunk, adapter: str | None, version: int | None) -> Chunk:

@@ -247,6 +247,7 @@ def test_a_program_sees_few_variables_and_a_folder_of_its_own(start: Start, monk
     assert names - {"PWD", "SHLVL", "_", "OLDPWD"} == {
         "PATH", "HOME", "LANG", "MY_FLAG", "A", "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY",
         "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY",
+        "GOOGLE_API_KEY",
     }  # fmt: skip
     folder = lines[-1]
     assert f"HOME={folder}" in lines and folder != str(Path.cwd())

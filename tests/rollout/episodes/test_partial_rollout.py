@@ -290,6 +290,8 @@ def refuse_zero(trajectory: dict[str, Any]) -> FilterDecision:
 def test_groups_whose_rewards_are_equal_say_nothing() -> None:
     assert nonzero_reward_std({"rewards": torch.tensor([0.0, 1.0])}) == (True, "")
     assert nonzero_reward_std({"rewards": torch.tensor([1.0, 1.0])}) == (False, "all rewards are 1")
+    equal = {"episode_rewards": [0.1] * 4, "member_idx": [0, 0, 0, 1]}  # their means are not: 0.1 and 0.1 + 1e-17
+    assert nonzero_reward_std(equal) == (False, "all rewards are 0.1")
 
 
 def test_a_stopped_group_survives_json_whole(start_stub: StartStub, start_engine: StartEngine) -> None:
