@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from areal_lite.processes.child_process import DEFAULTS
+from areal_lite.processes.child_process import DEFAULT_VARIABLES
 from areal_lite.processes.place import OnEnd, Program
 from areal_lite.processes.token_socket import TokenListener
 
@@ -108,7 +108,7 @@ async def start_over_tcp(
     listener = TokenListener(host)
     accepting = loop.create_task(listener.accept())
     try:
-        environment = DEFAULTS | {**os.environ, **listener.variables}
+        environment = DEFAULT_VARIABLES | {**os.environ, **listener.variables}
         program = await asyncio.to_thread(start, environment, note_end)
         first: list[asyncio.Future[Any]] = [accepting, ended]
         await asyncio.wait(first, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

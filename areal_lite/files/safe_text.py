@@ -22,7 +22,7 @@ _KINDS = rf"{_PREFIXED}|AKIA[A-Z0-9]{{16}}|AIza[\w-]{{30,}}|eyJ[\w-]{{9,}}\.[\w.
 _FORMS = (
     re.compile(rf"()(?<![\w-])(?:{_KINDS})"),
     re.compile(r"(Bearer )[^\s\"',;]{8,}"),
-    re.compile(r"(://)[^\s/]+(?=@)"),
+    re.compile(r"(://)[^\s/\"]+(?=@)"),
     re.compile(r"([?&;][\w-]*(?:token|key|secret|password|signature|sig)=)[^\s&\"'<>]+", re.IGNORECASE),
 )
 _FLAG = re.compile(r"--[\w-]*(?:key|token|secret|password)", re.IGNORECASE)

@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple
 from areal_lite.errors import ConfigError
 from areal_lite.files.safe_text import SECRET_VARIABLE
 
-DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+DEFAULT_VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 """Variables of processes: one thread each, as many share the cores, and the same order of sets in all."""
 
 
@@ -166,7 +166,7 @@ def start_python(
     kept = {name: value for name, value in own.items() if len(python) == 1 or not SECRET_VARIABLE.search(name)}
     return ChildProcess(
         main_command(module, *descriptors, *arguments, python=python),
-        environment=DEFAULTS | kept,
+        environment=DEFAULT_VARIABLES | kept,
         output=None,
         pass_fds=descriptors,
         on_end=on_end,

@@ -54,6 +54,7 @@ def test_a_secret_of_every_form_is_replaced(text: str) -> None:
 def test_what_is_no_secret_stays() -> None:
     for text in (
         "http://127.0.0.1:30000/v1 gave HTTP 503: max_tokens=512, stop_token_ids: [2], tokens: 7, key 'a' is missing",
+        '{"url":"http://127.0.0.1:30000","mail":"a@b.c"}',
         "git@github.com:a/b.git; mailto:a@b.c; the token budget is 5; --max-tokens 5; token_idx=3",
     ):
         assert without_secrets(text) == text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES, AgentService, Reply
-from areal_lite.agents.doors.http_transport import BASE_URL, SharedClient
+from areal_lite.agents.doors.http_transport import BASE_URL, SharedClient, socket_client
 from areal_lite.agents.session.chat_renderer import ChatRenderer
 from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.config.generation import GenerationHyperparameters
@@ -23,6 +23,12 @@ HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 def new_session(answers: Any) -> ChatSession:
     engine = ScriptedEngine(answers)
     return ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_clients_have_no_timeout_of_their_own(is_async: bool) -> None:
+    client = socket_client(is_async=is_async)
+    assert {*client.timeout.as_dict().values()} == {None}
 
 
 def call(body: Any, *, key: str | None = None, method: str = "POST", path: str = CHAT) -> tuple[int, Any]:

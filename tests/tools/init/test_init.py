@@ -64,6 +64,8 @@ def test_a_project_passes_its_test_and_trains(template: str, tiny_model: Path, s
     assert done.returncode == 0, done.stderr
     assert "\nOK" in done.stderr and "Ran 0" not in done.stderr
 
+    if template == "env":
+        assert main(["env-check", f"{name}/config.yaml", "--rows", "2"]) == 0
     if template == "sft":
         assert isinstance(config, SFTConfig)
         assert run_supervised(config).steps == 1

@@ -29,7 +29,7 @@ class GuessNumber:
         gain = max(0.0, 1 - abs(guess - self.number) / 50 - self.best)
         self.turns, self.best = self.turns - 1, self.best + gain
         text = "My number is higher." if guess < self.number else "My number is lower."
-        return Step(text, reward=gain, done=self.turns == 0 or guess == self.number)
+        return Step(text, reward=gain, done=self.turns <= 0 or guess == self.number)
 
     async def close(self):
         """Release what the game holds: nothing."""
