@@ -302,7 +302,7 @@ class AgentNames:
         given = request.options.agent or next((message["name"] for message in system if "name" in message), "")
         if given and (given := _shortened(given.split())):
             return given
-        key = tuple(message["content"] for message in system)
+        key = tuple(str(message["content"]) for message in system)  # of parts, if it has an image
         if key not in self._names:
             self._names[key] = self._new_name(key)
         return self._names[key]

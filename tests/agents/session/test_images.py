@@ -283,6 +283,14 @@ def test_no_body_is_a_fault_of_the_server(opened: Open, contents: list[Any], rol
     assert session.error is None
 
 
+def test_a_system_message_may_have_an_image(opened: Open) -> None:
+    session, engine, store = opened()
+    for color in (RED, BLUE):
+        ask(session, {"messages": [user("look at ", image(color)) | {"role": "system"}, user("a")]})
+    assert [pictures(request, store)[0][1] for request in engine.requests] == [RED, BLUE]
+    assert len({request.metadata["agent"] for request in engine.requests} - {"main"}) == 1  # two prompts, two agents
+
+
 def test_a_request_has_at_most_16_images(opened: Open) -> None:
     session, engine, _ = opened()
     ask(session, {"messages": [user(*[image()] * 15)]})
