@@ -52,18 +52,20 @@ def test_a_plan_of_an_asynchronous_run_asks_for_the_lead_of_all_steps_that_are_l
     run_yaml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "_STEADY_S", 0.0)
-    asked, forecast = list[int](), Lookahead.forecast
+    asked, forecast = list[tuple[int, float]](), Lookahead.forecast
 
     def noted(ahead: Lookahead, batches: int) -> float:
-        asked.append(batches)
-        return forecast(ahead, batches)
+        asked.append((batches, forecast(ahead, batches)))
+        return 100 * asked[-1][1]  # what is measured in three steps is small beside it
 
     monkeypatch.setattr(Lookahead, "forecast", noted)
     changes = ["trainer.total_steps=60", "rollout.max_head_offpolicyness=2", "eval_dataset=null"]
     assert main(["plan", str(run_yaml), "--json", *changes]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert asked == [60 - plan["probed_steps"]]
-    assert 0.8 < plan["staleness"]["mean"] <= 2  # the lead is at least one batch
+    [(batches, lead)] = asked
+    assert batches == 60 - plan["probed_steps"]
+    assert 1 <= lead <= 2 * 4  # groups
+    assert 2 * lead < plan["staleness"]["mean"] <= 100 * lead  # so much of it as three steps showed
 
 
 def test_a_plan_of_sft_counts_its_steps(sft_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
