@@ -1,8 +1,9 @@
 """Objects that all episodes of an engine share, such as HTTP clients: made on first use, closed with the engine."""
 
 import asyncio
+import contextvars
 import importlib.metadata
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,12 +23,13 @@ class SharedResources:
         self._made: dict[str, Any] = {}
         self._making = asyncio.Lock()
 
-    async def get(self, name: str, make: Callable[[], Awaitable[T]]) -> T:
+    async def get(self, name: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the resource ``name``; the first caller makes it."""
         if name not in self._made:
             async with self._making:
                 if name not in self._made:
-                    self._made[name] = await make()
+                    # In a context of its own: what it keeps of the context must not be the first caller's episode.
+                    self._made[name] = await asyncio.create_task(make(), context=contextvars.Context())
         made: T = self._made[name]
         return made
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from areal_lite.config.run_config import RunConfig
 from areal_lite.processes.place import Places, here
@@ -19,24 +19,19 @@ OLDER = "older"
 """Folder of a run for the older version of its policy."""
 
 
-@dataclass(frozen=True)
-class ThreadBudget:
-    """CPU threads of the embedded server and of each trainer process."""
-
-    server: int
-    trainer: int
-
-
-def thread_budget(config: RunConfig) -> ThreadBudget:
-    """Return the CPU threads of server and trainers; ``num_threads`` above 0 in the config is kept. The trainers of a
-    machine divide its cores. A server gets all, too, if it takes turns with them, as on-policy, and half beside them:
-    what one of the two leaves idle, the other takes (docs/asynchronous.md)."""
+def trainer_threads(config: RunConfig) -> int:
+    """Return the CPU threads of a trainer: the config's, else its share of the machine's cores."""
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return config.trainer.num_threads or max(1, len(os.sched_getaffinity(0)) // trainers)
+
+
+def server_threads(config: RunConfig) -> int:
+    """Return the CPU threads of an embedded server: the config's, else its share of the cores. Servers get all of them,
+    too, if they take turns with trainers, as on-policy, and half beside them: what one of the two leaves idle, the
+    other takes (docs/asynchronous.md)."""
     cores = len(os.sched_getaffinity(0))
     together = config.rollout.max_head_offpolicyness > 0 and not config.rollout.addresses
-    server = config.server.num_threads or (max(1, cores // 2) if together else cores)
-    trainer = config.trainer.num_threads or max(1, cores // trainers)
-    return ThreadBudget(server=server, trainer=trainer)
+    return config.server.num_threads or max(1, (cores // 2 if together else cores) // config.server.replicas)
 
 
 @contextmanager
@@ -112,8 +107,7 @@ def _servers(config: RunConfig, log_dir: Path, places: Places, meanwhile: Callab
     settings = replace(config.server, dtype=dtype)
     adapters = None
     if settings.backend in (None, "embedded"):
-        threads = settings.num_threads or max(1, thread_budget(config).server // settings.replicas)
-        settings = replace(settings, num_threads=threads)
+        settings = replace(settings, num_threads=server_threads(config))
     elif config.rollout.weight_update == "adapter" and config.trainer.lora is not None:
         from areal_lite.models.lora import planned_shape
 

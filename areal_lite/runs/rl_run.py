@@ -22,7 +22,7 @@ from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_j
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.models.truncation import Truncation
 from areal_lite.runs import training_run
-from areal_lite.runs.engine_stack import generating_engine, thread_budget, with_scalars
+from areal_lite.runs.engine_stack import generating_engine, trainer_threads, with_scalars
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.older_policy import OlderPolicy, older_policy
@@ -242,7 +242,7 @@ def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = 
         top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=config.reports_truncated
     )
     trainer = PolicyTrainer(
-        replace(config.trainer, num_threads=thread_budget(config).trainer),
+        replace(config.trainer, num_threads=trainer_threads(config)),
         model_path=config.model_path,
         seed=config.seed,
         sampling=EngineSampling(

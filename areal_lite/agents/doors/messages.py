@@ -52,6 +52,8 @@ class Messages(Api):
                     self._delta({"type": "input_json_delta", "partial_json": partial}),
                     self._close(),
                 ]
+            elif self._block < 0:  # an empty answer
+                parts += [self._open(block), self._close()]
         parts += [_event("message_delta", delta=_stop(answer), usage=_usage(answer)), _event("message_stop")]
         return b"".join(parts)
 
@@ -83,8 +85,11 @@ class Messages(Api):
         choice = typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type")
         config = typed("output_config", body.get("output_config"), dict, "send an object with format") or {}
         head = [{"role": "system", "content": system}] if body.get("system") else []
+        messages = _messages(body.get("messages"))
+        begun = [m for m in messages[-1:] if m["role"] == "assistant" and m.keys() == {"role", "content"}]
         return {
-            "messages": head + _messages(body.get("messages")),
+            "messages": head + messages,
+            "continue_final_message": any(message["content"] for message in begun),
             "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
             "tool_choice": _tool_choice(choice) if choice else None,
             "response_format": config.get("format") or body.get("output_format"),  # the second one in beta versions

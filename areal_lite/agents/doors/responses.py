@@ -22,15 +22,14 @@ class Responses(Api):
     id_prefix = "resp_"
     as_chat = {
         "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
-        "stream": "stream", "tool_choice": "tool_choice", "top_logprobs": "top_logprobs",
-        "chat_template_kwargs": "chat_template_kwargs", "stop": "stop", "seed": "seed", "top_k": "top_k",
-        "metadata": "metadata",
+        "stream": "stream", "tool_choice": "tool_choice", "chat_template_kwargs": "chat_template_kwargs",
+        "stop": "stop", "seed": "seed", "top_k": "top_k", "metadata": "metadata",
     }  # fmt: skip
     other_fields = {
         *("input", "instructions", "tools", "text", "previous_response_id", "background", "truncation"),
         *("include", "max_tool_calls", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
         *("reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management"),
-        "client_metadata",
+        *("client_metadata", "top_logprobs"),
     }
 
     def __init__(self, body: bytes, session: ChatSession) -> None:
@@ -106,10 +105,10 @@ class Responses(Api):
         if body.get("truncation") not in (None, "disabled", "auto"):
             raise wrong("truncation", body["truncation"], "send 'disabled'")
         history = self._history(body.get("previous_response_id"))
-        instructions = typed("instructions", body.get("instructions"), str, "send a string")
+        self._instructions = typed("instructions", body.get("instructions"), str, "send a string")
         tools = typed("tools", body.get("tools"), list, "send a list of functions") or []
         text = typed("text", body.get("text"), dict, "send an object with format") or {}
-        head = [{"role": "system", "content": instructions}] if instructions else []
+        head = [{"role": "system", "content": self._instructions}] if self._instructions else []
         return {
             "messages": [*head, *history, *_messages(body.get("input"))],
             "tools": [one for index, tool in enumerate(tools) for one in _functions(tool, f"tools[{index}]")],
@@ -122,11 +121,8 @@ class Responses(Api):
             return []
         if not isinstance(previous, str) or previous not in self.session.responses:
             raise _no_response(previous, "previous_response_id")
-        interaction = self.session.interactions[previous]
-        messages = interaction.messages
-        if messages and messages[0]["role"] == "system":  # instructions hold for one response
-            messages = messages[1:]
-        return [*messages, *interaction.output_message_list]
+        asked, has_instructions = self.session.interactions[previous], self.session.responses[previous]["instructions"]
+        return [*asked.messages[bool(has_instructions) :], *asked.output_message_list]
 
     def reply(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         (answer,) = answers
@@ -154,7 +150,7 @@ class Responses(Api):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": None,
+            "instructions": self._instructions,
             "model": self.request.options.model,
             "output": output,
             "parallel_tool_calls": True,
@@ -180,7 +176,8 @@ def stored_response(method: str, path: str, query: str, session: ChatSession) ->
         if asked.get("stream") == ["true"]:
             raise RequestError("a stored response is not streamed: leave stream out", param="stream")
         return session.responses[name]
-    items = [item for message in session.interactions[name].messages for item in _items(message)]
+    messages = session.interactions[name].messages[bool(session.responses[name]["instructions"]) :]
+    items = [item for message in messages for item in _items(message)]
     items = [{"status": "completed", **item, "id": f"{name}_{index}"} for index, item in enumerate(items)]
     if asked.get("order") != ["asc"]:
         items.reverse()
@@ -247,7 +244,8 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
             raise wrong(where, item, "send an object")
         kind = item.get("type") or "message"
         if kind == "reasoning":
-            texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
+            parts = typed(f"{where}.content", item.get("content"), list, "send a list of parts") or ()
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
             thought = "".join(text for text in texts if isinstance(text, str))
             reasoning = {"reasoning_content": thought} if thought else {}
         elif kind == "message":

@@ -3,7 +3,7 @@
 import json
 import re
 from typing import Any
-from areal_lite.agents.session.request_fields import RequestError, json_bytes, short, wrong
+from areal_lite.agents.session.request_fields import RequestError, json_bytes, short, typed, wrong
 
 _SERVER_FIELDS = {
     "regex": "regex", "ebnf": "ebnf", "guided_regex": "regex", "guided_grammar": "grammar", "guided_json": "json",
@@ -47,7 +47,7 @@ def _response_format(raw: Any) -> dict[str, Any] | None:
         return None
     if kind == "json_object":
         return {"type": "object"}
-    if kind == "json_schema":
+    if kind == "json_schema" and isinstance(raw, dict):
         schema = raw.get("json_schema", raw)  # the Responses API has no inner object
         if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
             return dict(schema["schema"])
@@ -59,9 +59,9 @@ def _calls(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, An
     if choice is None or choice in ("auto", "none"):
         return []
     functions = [tool["function"] for tool in tools or ()]
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        name = (choice.get("function") or choice).get("name")
-        functions = [function for function in functions if function["name"] == name]
+    named = (choice.get("function") or choice) if isinstance(choice, dict) else None
+    if isinstance(named, dict) and choice.get("type") == "function":
+        functions = [function for function in functions if function["name"] == named.get("name")]
     elif choice != "required":
         hint = "send 'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}"
         raise wrong("tool_choice", choice, hint)
@@ -88,7 +88,7 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a schema that any of ``schemas`` satisfies; references start at the root, so it has all definitions."""
     definitions: dict[str, Any] = {}
     for schema in schemas:
-        for name, definition in (schema.get("$defs") or {}).items():
+        for name, definition in (typed("$defs", schema.get("$defs"), dict, "send an object") or {}).items():
             if definitions.setdefault(name, definition) != definition:
                 raise RequestError(
                     f"two schemas define $defs.{short(name)} differently: rename one of them", param="tools"

@@ -242,6 +242,7 @@ def _tools(raw: Any) -> list[dict[str, Any]] | None:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong(f"tools[{index}]", tool, "send {'type': 'function', 'function': {'name': ...}}")
+        typed(f"tools[{index}].function.parameters", function.get("parameters"), dict, "send a JSON schema, an object")
     return raw
 
 

@@ -152,11 +152,6 @@ class ResumableLoader:
                 )
         self._set_position(self._epoch + 1, 0, len(self._dataset))
 
-    def update(self, batch: Any) -> None:
-        """Pass the batch that was just trained on to a curriculum; other samplers ignore it."""
-        if isinstance(self._sampler, AbstractSampler):
-            self._sampler.update(batch)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values: epoch, batches handed out, rows of the epoch, and a data fingerprint.
         Includes the state of a curriculum that has one, but not the state of the dataset."""

@@ -115,12 +115,22 @@ class WorkflowExecutor:
             if len(groups) == len(rows):
                 complete.set()
 
+        made = list[Submission]()
         for index, row in enumerate(rows):
-            done = partial(deliver, index)
-            made = self.runner.make(row, recipe, group_size, deliver=done, training=False, seed_name=f"row {index}")
-            self.enqueue(made)
-        if rows:
-            await complete.wait()
+            done, name = partial(deliver, index), f"row {index}"
+            made.append(self.runner.make(row, recipe, group_size, deliver=done, training=False, seed_name=name))
+        for submission in made:
+            self.enqueue(submission)
+        try:
+            if rows:
+                await complete.wait()
+        except asyncio.CancelledError:
+            reason, own = "rollout_batch was cancelled", set(made)
+            waiting, self._waiting_free = self._waiting_free, deque(s for s in self._waiting_free if s not in own)
+            for submission in own.intersection(waiting):
+                self.runner.end_waiting(submission, reason)
+            await self.runner.stop(made, reason)
+            raise
         return [groups[index] for index in range(len(rows))]
 
     def set_version(self, version: int) -> None:

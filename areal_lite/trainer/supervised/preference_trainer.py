@@ -89,7 +89,8 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
         return rewards
 
     def _pair_losses(self, chosen: Tensor, rejected: Tensor) -> LossTerms:
-        return reward_model_loss(chosen, rejected)
+        """Return ``-log sigmoid(chosen - rejected)`` of each pair of scores: Bradley-Terry (arXiv:2203.02155)."""
+        return LossTerms(-logsigmoid(chosen - rejected), _pair_statistics(chosen, rejected))
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> LossTerms:
@@ -100,11 +101,6 @@ def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     margin = chosen - rejected
     losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
     return LossTerms(losses, _pair_statistics(chosen, rejected))
-
-
-def reward_model_loss(chosen: Tensor, rejected: Tensor) -> LossTerms:
-    """Return ``-log sigmoid(chosen - rejected)`` of each pair of scores ``[P]``: Bradley-Terry (arXiv:2203.02155)."""
-    return LossTerms(-logsigmoid(chosen - rejected), _pair_statistics(chosen, rejected))
 
 
 def _pair_statistics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

@@ -675,3 +675,59 @@ def test_reasoning_is_streamed_apart_from_the_text_in_every_api() -> None:
         await close(doors)
 
     asyncio.run(run())
+
+
+@DOORS
+def test_instructions_hold_for_one_response_and_other_messages_stay(door: str) -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client, rules = openai_client(access, door), "Be brief."
+        kept: list[Any] = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+        first = await client.responses.create(model="m", input=kept, top_logprobs=2)
+        assert first.instructions is None
+        again = {"model": "m", "input": "and now?", "previous_response_id": first.id}
+        second = await client.responses.create(**again, instructions=rules)  # type: ignore[call-overload]
+        assert second.instructions == rules == (await client.responses.retrieve(second.id)).instructions
+        third = await client.responses.create(model="m", input="bye", previous_response_id=second.id)
+        roles = [message["role"] for message in session.interactions[third.id].messages]
+        assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+        items = [item async for item in client.responses.input_items.list(second.id, order="asc")]
+        assert [item.role for item in items] == ["system", "user", "assistant", "user"]  # type: ignore[union-attr]
+
+    play(["one", "two", "three"], steps)
+
+
+@DOORS
+def test_a_message_that_ends_with_an_answer_is_continued(door: str) -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = anthropic_client(access, door)
+        messages: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "The answer"}]
+        common: dict[str, Any] = {"model": "m", "max_tokens": 64}
+        reply = await client.messages.create(messages=messages, **common)
+        assert reply.content[0].text == " is 4."  # type: ignore[union-attr]
+        read = engine.tokenizer.decode(engine.responses[-1].input_tokens)
+        assert read.endswith("The answer")
+        use = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
+        for last in (
+            "",
+            [{"type": "text", "text": "a"}, use],
+            [{"type": "thinking", "thinking": "b", "signature": ""}],
+        ):
+            await client.messages.create(messages=[messages[0], {"role": "assistant", "content": last}], **common)
+            read = engine.tokenizer.decode(engine.responses[-1].input_tokens)
+            assert read.endswith("<|im_start|>assistant\n")
+
+    play([" is 4.", "x", "y", "z"], steps)
+
+
+@DOORS
+def test_a_stream_of_an_empty_answer_has_a_block_of_text(door: str) -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = anthropic_client(access, door)
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": "?"}]}
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        whole = await client.messages.create(**asked)
+        for (block,) in (streamed.content, whole.content):
+            assert (block.type, block.text) == ("text", "")
+
+    play(["", ""], steps)

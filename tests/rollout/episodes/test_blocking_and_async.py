@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 import pytest
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from tests.rollout.scripted import OneTurn
+from tests.rollout.scripted import OneTurn, until
 from tests.stub_server import StubThread
 
 FORMS = {
@@ -58,3 +58,24 @@ def test_blocking_and_async_give_the_same(
     groups = asyncio.run(main()) + engine.rollout_batch([{"n": 3}], OneTurn)
     assert [(g.data["n"], g.status, g.rewards) for g in groups] == [(n, "accepted", [1.0]) for n in (1, 2, 3)]
     assert engine.get_version() == 2
+
+
+def test_a_cancelled_batch_starts_no_more_rows_and_stops_those_that_run(
+    start_stub: Callable[..., StubThread], start_engine: Callable[..., RemoteInfEngine]
+) -> None:
+    engine = start_engine(start_stub(), max_concurrent_rollouts=2, consumer_batch_size=8)
+    live = engine._executor.runner.live
+
+    async def main() -> None:
+        batch = asyncio.create_task(engine.arollout_batch([{"do": "hang"}] * 6, OneTurn))
+        await asyncio.to_thread(until, lambda: sum(one.task is not None for one in live.values()) == 2)
+        other = asyncio.create_task(engine.arollout_batch([{}], OneTurn))
+        await asyncio.to_thread(until, lambda: len(live) == 7)
+        batch.cancel()
+        await asyncio.wait([batch])
+        assert batch.cancelled() and (await other)[0].status == "accepted"
+
+    asyncio.run(main())
+    until(lambda: not live)
+    stats = engine.export_stats()
+    assert (stats["cancelled"], stats["accepted"]) == (6, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import pytest
 import torch
-from areal_lite.trainer.supervised.preference_trainer import dpo_loss, reward_model_loss
+from areal_lite.trainer.supervised.preference_trainer import RewardModelTrainer, dpo_loss
 from tests.trainer.oracle_cases import assert_matches, case, inputs
 
 
@@ -32,7 +32,8 @@ def test_label_smoothing_is_the_expected_loss_of_randomly_swapped_pairs() -> Non
 
 
 def test_reward_model_loss_by_hand() -> None:
-    terms = reward_model_loss(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]))
+    trainer = RewardModelTrainer.__new__(RewardModelTrainer)
+    terms = trainer._pair_losses(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]))
     assert terms.losses.tolist() == pytest.approx([math.log(2), math.log1p(math.exp(2))])
     assert terms.statistics["accuracy"].tolist() == [0, 0]
     assert terms.statistics["margin"].tolist() == [0, -2]
