@@ -70,21 +70,21 @@ def no_success(groups: Sequence[Group]) -> EpisodeError:
 
 
 def _by_data_source(groups: Sequence[Group], group_size: int) -> dict[str, float]:
-    """Return mean@N, best@N, worst@N of each data source; nothing if that is the mean reward alone."""
+    """Return mean@N, best@N, worst@N of each data source, and maj@N if all rewards have a ``pred`` beside them; nothing
+    if that is the mean reward alone."""
     judged = [
-        (reward, str(place), str(group.data.get("data_source", "held_out")))
+        (trajectory.reward, str(place), str(group.data.get("data_source", "held_out")), trajectory.reward_extra)
         for place, group in enumerate(groups)
-        for reward in group.rewards
+        for trajectory in group.trajectories
+        if trajectory.sequences and trajectory.reward is not None
     ]
-    rewards, places, sources = zip(*judged, strict=True)
+    rewards, places, sources, facts = zip(*judged, strict=True)
     if group_size == 1 and set(sources) == {"held_out"}:
         return {}
-    figures = validation_metrics({"reward": rewards}, prompt_ids=places, data_sources=sources)
+    named = [each["pred"] for each in facts if each.get("pred") is not None]
+    votes = named if len(named) == len(facts) else None
+    figures = validation_metrics({"reward": rewards}, prompt_ids=places, data_sources=sources, predictions=votes)
     return {f"eval/{name}": value for name, value in figures.items()}
-
-
-RESAMPLES = 1000
-SEED = 42
 
 
 def validation_metrics(
@@ -147,8 +147,8 @@ def _prompt_metrics(scores: NDArray[np.float64], votes: NDArray[np.int64] | None
 
 @lru_cache(maxsize=64)
 def _resamples(count: int, size: int) -> NDArray[np.int64]:
-    """Return ``[RESAMPLES, size]`` indices below ``count``, drawn with replacement."""
-    return np.random.RandomState(SEED).randint(0, count, (RESAMPLES, size))
+    """Return ``[1000, size]`` indices below ``count``, drawn with replacement."""
+    return np.random.RandomState(42).randint(0, count, (1000, size))
 
 
 def _first_of_majority(votes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 import itertools
+from types import SimpleNamespace
+from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from areal_lite.runs.evaluation import validation_metrics
+from areal_lite.runs.evaluation import _by_data_source, validation_metrics
 from tests.trainer.oracle_cases import case, facts
 
 
@@ -61,3 +63,19 @@ def test_one_answer_per_prompt_has_only_a_mean_and_each_prompt_counts_once() -> 
 def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="acc has 1 entries for 2 answers"):
         validation_metrics({"acc": [1.0]}, prompt_ids=["p", "q"], data_sources=["s", "s"])
+
+
+@pytest.mark.parametrize("last", ["b", None])
+def test_a_run_votes_if_every_reward_came_with_a_prediction(last: str | None) -> None:
+    def episode(reward: float | None, pred: str | None) -> Any:
+        return SimpleNamespace(sequences=[1], reward=reward, reward_extra={"pred": pred, "acc": 1.0})
+
+    episodes = [episode(0.1, "a"), episode(0.9, "b"), episode(0.3, last), episode(None, None)]
+    group: Any = SimpleNamespace(data={"data_source": "s"}, trajectories=episodes)
+    ours = _by_data_source([group], 4)
+    assert ours["eval/s/reward/mean@3"] == pytest.approx(1.3 / 3)
+    expected = validation_metrics(
+        {"reward": [0.1, 0.9, 0.3]}, prompt_ids=["0"] * 3, data_sources=["s"] * 3, predictions=["a", "b", "b"]
+    )
+    votes = {f"eval/{name}": value for name, value in expected.items() if "/maj@" in name}
+    assert {name: value for name, value in ours.items() if "/maj@" in name} == (votes if last else {})
