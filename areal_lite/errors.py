@@ -12,6 +12,15 @@ ArealLiteError            70  base of all errors
 └── CheckpointError       78  no valid checkpoint to resume from
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, count: int = 1) -> str:
+    """Return "; did you mean 'A' or 'B'?" of the ``count`` known names that are nearest, ``otherwise`` if none is."""
+    close = difflib.get_close_matches(name, [*known], count)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else otherwise
+
 
 class ArealLiteError(Exception):
     """Base class; ``exit_code`` is the exit code of the command line."""

@@ -242,7 +242,7 @@ def test_help_lists_the_sections_and_shows_the_keys_of_one():
     assert "trainer." not in outside
     wrong = areal_lite("train", "--help", "trainr")
     assert (wrong.returncode, wrong.stdout) == (64, "")
-    assert wrong.stderr.startswith("error: unknown key 'trainr'; did you mean trainer")
+    assert wrong.stderr.startswith("error: unknown key 'trainr'; did you mean 'trainer'")
 
 
 def test_help_on_a_terminal_is_paged(monkeypatch):
@@ -475,7 +475,7 @@ def test_config_explains_a_key_a_section_and_a_last_part():
     assert f"value 8  ({file}, override 'seed=${{trainer.batch_size}}', from" in value
     unknown = areal_lite("config", "--explain", "rollout.grup_size")
     assert (unknown.returncode, unknown.stdout) == (64, "")
-    assert "error: unknown key 'rollout.grup_size'; did you mean rollout.group_size" in unknown.stderr
+    assert "error: unknown key 'rollout.grup_size'; did you mean 'rollout.group_size'" in unknown.stderr
 
 
 def test_the_command_has_the_same_order_of_sets_in_every_process() -> None:

@@ -123,7 +123,7 @@ def test_unknown_names_say_what_there_is() -> None:
     with pytest.raises(ConfigError, match="env gymnasium:FrozenLak-v1: .*FrozenLake"):
         rows("gymnasium:FrozenLak-v1", {})
     pytest.importorskip("textarena")
-    with pytest.raises(ConfigError, match="no game 'KuhnPokr-v0'; did you mean KuhnPoker-v0"):
+    with pytest.raises(ConfigError, match="no game 'KuhnPokr-v0'; did you mean 'KuhnPoker-v0'"):
         environment_maker("textarena:KuhnPokr-v0", {})
 
 
@@ -161,7 +161,7 @@ def test_scienceworld_begins_by_seed_and_gives_points_as_they_come() -> None:
     assert run("scienceworld:find-animal", *actions, row={"number": 7}) == [first, *steps]
     seeds = {run("scienceworld:find-animal", row={"number": 7}, seed=seed)[0] for seed in range(4)}
     assert len(seeds) > 1
-    with pytest.raises(ConfigError, match="did you mean boil"):
+    with pytest.raises(ConfigError, match="did you mean 'boil'"):
         environment_maker("scienceworld:boill", {})
 
 

@@ -28,7 +28,7 @@ def test_a_dotted_path_is_imported(path: str) -> None:
     ("name", "says"),
     [
         ("dubble", "f is 'dubble': there is no such function; did you mean 'double'"),
-        ("xyz", "no such function; choose one of double, or give the dotted path"),
+        ("xyz", "no such function: choose one of double, or give the dotted path"),
         (f"{__name__}.LIMIT", "which is 3: it must be a function"),
     ],
 )

@@ -4,7 +4,6 @@ A user's generator adds rows at the start and after each step. Guarantees that d
 that a resumed run has the rows it had generated. ``load_rows`` reads the rows; ``prompt_encoder`` measures a prompt.
 """
 
-import difflib
 import functools
 import inspect
 import logging
@@ -21,7 +20,7 @@ from areal_lite.data.chat.chat_template import TemplateError
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.rows.load_rows import load_rows, select_rows
 from areal_lite.data.rows.text_rows import Row, checked_row, different_columns
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 _log = logging.getLogger(__name__)
 TOO_LONG = "too long"
@@ -133,11 +132,8 @@ class PromptRows(Dataset[Any]):
         key = getattr(self.config, setting)
         if isinstance(row, str | list) or key in row:  # a prompt has no columns
             return
-        close = difflib.get_close_matches(key, row)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are {sorted(row)}{hint}"
-        )
+        columns = f"the columns are {sorted(row)}{did_you_mean(key, row)}"
+        raise ConfigError(f"dataset {self.config.path}: no column {key!r} ({setting}); {columns}")
 
     def _encoder_with(self, system_prompt: str | None) -> PromptEncoder:
         return PromptEncoder(self.config, self.tokenizer, system_prompt)

@@ -1,6 +1,5 @@
 """``reasoning-gym:TASK``: questions with a verifier, one answer each. Rows are generated: row i from ``seed + i``."""
 
-import difflib
 import re
 from functools import cache, partial
 from typing import Any
@@ -9,7 +8,7 @@ from reasoning_gym.factory import DATASETS
 from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.environments.environment import Step
 from areal_lite.environments.random_state import OwnRandom
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 
 class ReasoningGymTask:
@@ -41,9 +40,8 @@ class ReasoningGymTask:
     def rows(task: str, **kwargs: Any) -> list[dict[str, Any]]:
         path = f"reasoning-gym:{task}"
         if task not in DATASETS:
-            close = difflib.get_close_matches(task, DATASETS, 3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"the tasks are {', '.join(sorted(DATASETS))}"
-            raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}; {hint}")
+            hint = did_you_mean(task, DATASETS, f"; the tasks are {', '.join(sorted(DATASETS))}", count=3)
+            raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}{hint}")
         if "seed" not in kwargs:
             raise ConfigError(
                 f"dataset {path}: kwargs has no seed, so each start would generate different rows: set "

@@ -2,7 +2,6 @@
 process of Java; it serves one episode at a time and is kept for the next."""
 
 import asyncio
-import difflib
 import os
 import random
 import threading
@@ -12,7 +11,7 @@ from scienceworld import ScienceWorldEnv
 from scienceworld.constants import ID2TASK
 from areal_lite.environments.adapters.task_split import FIRST_HELD_OUT
 from areal_lite.environments.environment import Step
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 _MOST_ACTIONS = 100
 # Java numbers its objects at random, and a room would list what it holds in another order to each member of a group.
@@ -41,8 +40,8 @@ class ScienceWorldTask:
     def check(task: str) -> None:
         """Check that there is such a task; raises ConfigError."""
         if task not in (known := list(ID2TASK.values())):
-            close = difflib.get_close_matches(task, known, 3) or known
-            raise ConfigError(f"env scienceworld:{task}: there is no such task; did you mean {' or '.join(close)}?")
+            hint = did_you_mean(task, known, f"; the tasks are {', '.join(known)}", count=3)
+            raise ConfigError(f"env scienceworld:{task}: there is no such task{hint}")
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
         while not self._idle:  # one that is cancelled here leaves a simulator to the others

@@ -1,11 +1,10 @@
 """``textarena:ID``: TextArena's games, alone or with the model in every seat. Each seat reads only what is new to it.
 The rewards of all seats come with the end of the game."""
 
-import difflib
 from typing import Any
 import textarena
 from areal_lite.environments.environment import Observation, Step
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 _MOST_PLAYERS = 15
 
@@ -30,9 +29,8 @@ class TextArenaGame:
         """Check that there is such a game; raises ConfigError."""
         known = textarena.envs.registration.ENV_REGISTRY
         if name not in known:
-            close = difflib.get_close_matches(name, known, 3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "its README lists them"
-            raise ConfigError(f"env textarena:{name}: TextArena has no game {name!r}; {hint}")
+            hint = did_you_mean(name, known, "; its README lists them", count=3)
+            raise ConfigError(f"env textarena:{name}: TextArena has no game {name!r}{hint}")
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation:
         counts = [self.players] if self.players else range(1, _MOST_PLAYERS + 1)

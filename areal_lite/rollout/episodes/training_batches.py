@@ -17,6 +17,7 @@ behind by the runner after its grace and counts as cancelled.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from areal_lite.rollout.episodes.ended_groups import EndedGroups
 from areal_lite.rollout.episodes.group_runner import EpisodeRecipe, GroupRunner, Submission
 from areal_lite.rollout.episodes.partial_rollout import record_answers
 from areal_lite.rollout.episodes.row_feed import RowFeed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,7 +89,10 @@ class TrainingBatches:
         while True:
             self._wait_for_oldest(feed)
             self.start_more()
-            await feed.finished.until(feed.ready(count, max_misses))
+            ready = feed.ready(count, max_misses)
+            if not (self.gate.running or ready()):
+                logger.warning("prepare_batch waits, and nothing runs: %s", self.gate.describe())
+            await feed.finished.until(ready)
             feed.check(count)
             batch = self._cut(feed, count)
             if not batch:

@@ -1,6 +1,5 @@
 """Resolve what a user names to a workflow object, with an error for every wrong case."""
 
-import difflib
 import functools
 import inspect
 import re
@@ -10,7 +9,7 @@ from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 from areal_lite.processes.child_process import PickledObject, pickled_object
 
 _FORMS = (
@@ -108,8 +107,7 @@ def _check_constructor(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> 
         signature.bind(**kwargs)
     except TypeError as error:
         accepted = [p for p in signature.parameters if p not in ("args", "kwargs")]
-        close = [difflib.get_close_matches(k, accepted, 1) for k in kwargs if k not in accepted]
-        hint = f"; did you mean {close[0][0]!r}?" if close and close[0] else "."
+        hint = did_you_mean(next((name for name in kwargs if name not in accepted), ""), accepted, ".")
         raise ConfigError(
             f"workflow {name}: workflow_kwargs {sorted(kwargs)} do not fit its constructor ({error}){hint} "
             f"It takes {', '.join(accepted) or 'nothing'}"

@@ -7,7 +7,6 @@ and parentheses work as in Python. A comparison with a missing value is false, `
 :func:`parse` checks a filter, :func:`to_sql` makes it a condition on the index, whose values are SQL parameters.
 """
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import orjson
 from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 
 class Kind(StrEnum):
@@ -178,9 +177,8 @@ def _error(where: str, rule: str) -> ConfigError:
 def _term(match: re.Match[str]) -> Term:
     source, op = match[0], match["op"].replace("==", "=")
     if (key := key_named(match["key"])) is None:
-        close = difflib.get_close_matches(match["key"], _NAMES, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise _error(source, f"no key {match['key']!r}; {hint}Keys: {', '.join(KEYS)}")
+        hint = did_you_mean(match["key"], _NAMES, ";")
+        raise _error(source, f"no key {match['key']!r}{hint} Keys: {', '.join(KEYS)}")
     quoted = match["quoted"] if match["quoted"] is not None else match["single"]
     escaped = r"\\([\"'])" if "~" in op else r"\\([\"'\\])"  # a regular expression keeps its backslashes
     value = match["bare"] if quoted is None else re.sub(escaped, r"\1", quoted)

@@ -1,7 +1,6 @@
 """``areal-lite config``, and arguments and help of every command that reads a config."""
 
 import argparse
-import difflib
 import logging
 import os
 import pydoc
@@ -15,7 +14,7 @@ from areal_lite.config.dump import dump_config
 from areal_lite.config.keys import FieldHelp, describe_fields
 from areal_lite.config.loader import KINDS, class_of, describe_value, load_config
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 C = TypeVar("C", bound=ExperimentConfig)
 logger = logging.getLogger(__name__)
@@ -131,8 +130,7 @@ def explain(key: str, roots: Sequence[type[Any]], width: int = 80) -> str:
         name for name in known if name.endswith(f".{key}")
     ]
     if not found:
-        close = difflib.get_close_matches(key, known, 3, 0.5)
-        raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+        raise ConfigError(f"unknown key {key!r}{did_you_mean(key, known, count=3)}")
     lines: list[str] = []
     for name in found:
         entry = known[name]

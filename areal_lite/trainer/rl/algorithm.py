@@ -1,7 +1,6 @@
 """The algorithm of a ``trainer:`` section: estimator, policy loss, correction. Arithmetic on flat tensors, no model.
 Guarantees that settings that cannot work fail before a model is loaded."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from areal_lite.config.dotted_path import load_object
 from areal_lite.config.trainer_config import TrainerConfig
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns, normalize_advantages
 from areal_lite.trainer.objectives import LossTerms, PolicyInputs, corrections, policy_loss
@@ -306,9 +305,7 @@ def _own_function(table: Mapping[str, Any], name: str, where: str) -> Callable[.
         if not callable(function):
             raise ConfigError(f"{where} is {name!r}, which is {function!r}: it must be a function")
         return function
-    close = difflib.get_close_matches(name, table)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(
-        f"{where} is {name!r}: there is no such function; {hint}choose one of {', '.join(sorted(table))}, or give the "
-        "dotted path of your own"
+        f"{where} is {name!r}: there is no such function{did_you_mean(name, table, ':')} choose one of "
+        f"{', '.join(sorted(table))}, or give the dotted path of your own"
     )

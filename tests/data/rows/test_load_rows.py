@@ -24,7 +24,7 @@ def test_a_reasoning_gym_task_gives_question_answer_metadata_and_task():
 @pytest.mark.parametrize(
     ("path", "kwargs", "message"),
     [
-        ("reasoning-gym:chain_sums", {"seed": 1}, r"no task 'chain_sums'; did you mean chain_sum"),
+        ("reasoning-gym:chain_sums", {"seed": 1}, r"no task 'chain_sums'; did you mean 'chain_sum'"),
         ("reasoning-gym:zzzzzz", {"seed": 1}, r"the tasks are .*chain_sum"),
         (SUM, {}, "kwargs has no seed"),
         (SUM, {"seed": 1, "sise": 2}, "unexpected keyword argument 'sise'"),

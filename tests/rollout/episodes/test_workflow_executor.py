@@ -629,3 +629,20 @@ def test_a_negative_version_is_refused(start_stub: StartStub, start_engine: Star
     with pytest.raises(ConfigError, match="the policy version is -1: it starts at 0 and grows"):
         engine.set_version(-1)
     assert engine.get_version() == 0
+
+
+def test_a_batch_that_waits_for_a_version_says_so_and_comes_with_it(
+    start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2, max_head_offpolicyness=1)
+    rows = [{}] * 6
+    for _ in range(2):
+        engine.prepare_batch(rows, OneTurn)
+    assert "prepare_batch waits" not in caplog.text
+    with ThreadPoolExecutor(1) as thread:
+        third = thread.submit(engine.prepare_batch, rows, OneTurn)
+        until(lambda: "prepare_batch waits, and nothing runs: 4 groups were started for version 0" in caplog.text)
+        assert "call set_version() after a weight update" in caplog.text and not third.done()
+        engine.set_version(1)
+        assert [group.status for group in third.result(10)] == ["accepted"] * 2
+    assert caplog.text.count("prepare_batch waits") == 1
