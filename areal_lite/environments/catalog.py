@@ -74,8 +74,9 @@ def rows(path: str, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of an environment, ``size`` from number ``seed`` on; raises ConfigError. An environment without
     rows of its own gets numbers, from which the seeds of its episodes follow."""
     env = path.removeprefix(f"{OWN}:")
-    adapter = ADAPTERS.get(_prefix(env, where="dataset path"))
-    made, name = (None, []) if adapter and adapter.elsewhere else _found(env, where="dataset path")
+    where = "dataset path" if env == path else "env"
+    adapter = ADAPTERS.get(_prefix(env, where=where))
+    made, name = (None, []) if adapter and adapter.elsewhere else _found(env, where=where)
     try:
         if (own := getattr(made, "rows", None)) is not None:
             return list(own(*name, **kwargs))
