@@ -63,7 +63,7 @@ def test_a_wrong_prefix_is_an_error_of_the_key(load: Any) -> None:
         load(env="txtarena:Wordle-v0")
     with pytest.raises(ConfigError, match="train_dataset: required, but missing"):
         load(env="mcp:python -m tools")
-    with pytest.raises(ConfigError, match=r"dataset path is '3': write a dotted path"):
+    with pytest.raises(ConfigError, match="env is '3': write a dotted path"):
         load_rows(load(env=3).train_dataset)
 
 
