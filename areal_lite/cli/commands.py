@@ -5,13 +5,13 @@ for its own command, so that ``areal-lite --help`` loads none of them.
 """
 
 import argparse
-import difflib
 import importlib
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 from areal_lite import __version__
+from areal_lite.errors import did_you_mean
 
 
 class Command(NamedTuple):
@@ -30,7 +30,7 @@ COMMANDS = {name: Command(**row) for name, row in _TABLE.items()}
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(64, f"error: {message}. See {self.prog} --help\n")
+        self.exit(64, f"error: {message}. See {self.prog} --help\n".replace("?.", "?"))
 
 
 def command_parser(names: Collection[str]) -> argparse.ArgumentParser:
@@ -56,7 +56,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse a command; ``key=value``, filters and configs may follow options, and ``--sort`` takes ``-KEY``."""
     parser = command_parser(arguments[:1])
     if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        parser.error(f"unknown command {arguments[0]!r}{_hint(arguments[0], COMMANDS)}")
+        parser.error(f"unknown command {arguments[0]!r}{did_you_mean(arguments[0], COMMANDS)}")
     for index in range(len(arguments) - 1, 0, -1):
         if arguments[:1] == ["inspect"] and arguments[index - 1] == "--sort":
             arguments[index - 1 : index + 1] = [f"--sort={arguments[index]}"]
@@ -68,17 +68,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if unknown:
         (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
         known = commands.choices[options.command]._option_string_actions
-        hint = _hint(unknown[0], known, takes_keys=several == "overrides")
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        name, _, value = unknown[0].partition("=")
+        is_key = several == "overrides" and {".", "="} & set(unknown[0])
+        key = f"; did you mean '{name.lstrip('-')}={value or 'VALUE'}'?" if is_key else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(name, known, key)}")
     if several:
         getattr(options, several).extend(words)
     return options
-
-
-def _hint(word: str, known: Iterable[str], *, takes_keys: bool = False) -> str:
-    """Return what was probably meant by an unknown ``word``; empty if nothing comes close."""
-    name, _, value = word.partition("=")
-    close = difflib.get_close_matches(name, known, 1)
-    if not close and takes_keys and {".", "="} & set(word):
-        close = [f"{name.lstrip('-')}={value or 'VALUE'}"]
-    return f" (did you mean {close[0]}?)" if close else ""

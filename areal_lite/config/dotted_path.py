@@ -2,7 +2,6 @@
 :func:`importing`, where nothing is loaded."""
 
 import contextlib
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -13,7 +12,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from areal_lite.config.dataset_config import ClassConfig
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
 _allowed = ContextVar("areal_lite_importing", default=True)
@@ -57,10 +56,8 @@ def load_object(path: str, *, where: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         public = [n for n in vars(module) if not n.startswith("_")]
-        close = difflib.get_close_matches(name, public, 1)
-        names = f"it has {', '.join(sorted(public)) or 'nothing'}"
-        hint = f"did you mean {module_name}.{close[0]}?" if close else names
-        raise ConfigError(f"{where} is {path!r}: {module_name} has no {name!r}; {hint}") from None
+        hint = did_you_mean(name, public, f"; it has {', '.join(sorted(public)) or 'nothing'}")
+        raise ConfigError(f"{where} is {path!r}: {module_name} has no {name!r}{hint}") from None
 
 
 def load_class(config: ClassConfig, base: type, *, where: str) -> type:

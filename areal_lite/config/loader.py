@@ -5,7 +5,6 @@ so it must be trusted; it is still parsed as plain data. ``interpolation`` repla
 """
 
 import dataclasses
-import difflib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from areal_lite.config.rollout_config import FaultsConfig, InferenceEngineConfig
 from areal_lite.config.run_config import ExperimentConfig, RunConfig
 from areal_lite.config.schema import meaning_of
 from areal_lite.config.yaml_text import Opener, parse_yaml, read_text
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 C = TypeVar("C", bound=ExperimentConfig)
 KINDS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward_model": "RewardModelConfig"}
@@ -219,9 +218,9 @@ def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
     elsewhere = [field.key for field in describe_fields(root) if field.key.rpartition(".")[2] == name]
     if name in elsewhere:
         return f"unknown key {name!r}: it is a top-level key; write it outside of the sections"
-    if close := elsewhere or difflib.get_close_matches(name, known, 1):
-        return f"unknown key {name!r}; did you mean {close[0]!r}?"
-    return f"unknown key {name!r}; the keys here are {', '.join(known)}"
+    if elsewhere:
+        return f"unknown key {name!r}; did you mean {elsewhere[0]!r}?"
+    return f"unknown key {name!r}" + did_you_mean(name, known, f"; the keys here are {', '.join(known)}")
 
 
 def _short(value: Any) -> str:

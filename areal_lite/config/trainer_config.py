@@ -227,7 +227,7 @@ class TrainerConfig(LearnerConfig):
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction."""
     overlong_buffer: Count = 0
-    """Reduce the reward linearly, by up to 1, over this many tokens before gconfig.max_new_tokens; 0 disables it."""
+    """Reduce an episode's reward linearly, by up to 1, over its last trained tokens before gconfig.max_new_tokens."""
     kl: KLConfig | None = None
     """KL penalty against the starting model or a teacher. Null loads no reference model."""
     entropy_coef: float = 0.0

@@ -3,14 +3,13 @@
 Duplicate keys, aliases that repeat too much and files that are too large are refused.
 """
 
-import difflib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 import yaml
 from areal_lite.config.dump import FLOAT
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
@@ -66,8 +65,7 @@ def _close_files(path: Path) -> str:
     if not folder.is_dir():
         return f"; there is no folder {folder} either"
     names = [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")]
-    close = difflib.get_close_matches(path.name, names, 3, 0.5)
-    return f"; did you mean {' or '.join(str(folder / name) for name in close)}?" if close else ""
+    return did_you_mean(path.name, names, count=3)
 
 
 def parse_yaml(text: str, *, where: str) -> Any:

@@ -5,11 +5,11 @@ value raises ``BadRequest`` with the JSON body that SGLang would answer.
 """
 
 import dataclasses
-import difflib
 from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from areal_lite.embedded.bad_request import STRICT, BadRequest, checked, invalid_value, wrong_type
+from areal_lite.errors import did_you_mean
 
 
 def _check_top_k(value: int) -> int:
@@ -92,10 +92,9 @@ def parse_sampling_params(given: Any, vocab_size: int) -> SamplingParams:
     if not isinstance(given, dict):
         raise wrong_type(f"sampling_params must be an object, got {type(given).__name__}")
     if unknown := [name for name in given if name not in KNOWN_PARAMS]:
-        close = difflib.get_close_matches(unknown[0], KNOWN_PARAMS, n=1)
-        hint = f" Did you mean `{close[0]}`?" if close else ""
         known = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
-        raise BadRequest({"error": f"unknown field `{unknown[0]}`, expected one of {known}.{hint}"})
+        hint = did_you_mean(unknown[0], KNOWN_PARAMS)
+        raise BadRequest({"error": f"unknown field `{unknown[0]}`, expected one of {known}{hint}"})
     for name, defaults in _UNSUPPORTED.items():
         if given.get(name) not in defaults:
             raise invalid_value(f"{name} is not supported by the embedded server; leave it out, or serve with SGLang.")

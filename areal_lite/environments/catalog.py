@@ -4,14 +4,13 @@
 its library, so that a finished run can be looked at where it is not installed.
 """
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 from areal_lite.config.dotted_path import load_object
 from areal_lite.environments.environment import Environment
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 
 AGENT = "areal_lite.environments.environment_agent.EnvironmentAgent"
 NUMBERS = {"train_dataset": {"size": 1000, "seed": 0}, "eval_dataset": {"size": 100, "seed": 1_000_000}}
@@ -117,6 +116,5 @@ def _prefix(env: str, *, where: str) -> str:
         return OWN
     if prefix in ADAPTERS and name:
         return prefix
-    close = difflib.get_close_matches(prefix, ADAPTERS, 1)
-    hint = f"did you mean {close[0]}:{name}?" if close and name else f"the prefixes are {', '.join(ADAPTERS)}"
-    raise ConfigError(f"{where} is {env!r}: {hint}; an environment of your own is a dotted path, my_module.MyEnv")
+    hint = did_you_mean(name and prefix, ADAPTERS, f"; the prefixes are {', '.join(ADAPTERS)}")
+    raise ConfigError(f"{where} is {env!r}{hint}; an environment of your own is a dotted path, my_module.MyEnv")

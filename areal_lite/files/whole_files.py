@@ -25,8 +25,11 @@ def storing(what: object, fix: str = "free disk space") -> Iterator[None]:
 
 
 def append_line(path: Path, line: bytes, *, fix: str = "free disk space") -> None:
-    with storing(path, fix), path.open("ab") as file:
-        file.write(line)
+    with storing(path, fix), path.open("ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(line) < len(line):  # half a line would make the file unreadable for good
+            file.truncate(end)
+            raise OSError("the disk is full")
 
 
 def write_whole(path: Path, content: bytes) -> None:

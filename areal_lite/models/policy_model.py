@@ -122,8 +122,9 @@ def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):  # a plain attribute of HF attention
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):  # that a layer passes to a function
+                setattr(module, name, 0.0)
     model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})

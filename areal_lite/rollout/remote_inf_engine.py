@@ -132,6 +132,8 @@ class RemoteInfEngine(EngineLifecycle):
                 return await self.older.running_loop.acall(self.older._client.generate(req))
         finally:
             episode_context.leave(outside)
+            if episode is not None and context.episode is not None:
+                context.episode.num_calls = episode.num_calls  # each call has its own seed
 
     async def cut_short(self, rid: str) -> bool:
         """End a running call early; see ``InferenceEngine.cut_short``."""

@@ -19,12 +19,6 @@ OLDER = "older"
 """Folder of a run for the older version of its policy."""
 
 
-def trainer_threads(config: RunConfig) -> int:
-    """Return the CPU threads of a trainer: the config's, else its share of the machine's cores."""
-    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return config.trainer.num_threads or max(1, len(os.sched_getaffinity(0)) // trainers)
-
-
 def server_threads(config: RunConfig) -> int:
     """Return the CPU threads of an embedded server: the config's, else its share of the cores. Servers get all of them,
     too, if they take turns with trainers, as on-policy, and half beside them: what one of the two leaves idle, the
@@ -43,7 +37,7 @@ def generating_engine(
     rollout, group, nodes, older = config.rollout, None, None, None
     with ExitStack() as stack:
         if config.older_policy is not None:
-            own = replace(rollout, addresses=config.older_policy.addresses, workers=1, dump_to_file=False)
+            own = replace(rollout, addresses=config.older_policy.addresses, router=None, workers=1, dump_to_file=False)
             own = replace(own, weight_update="disk")
             alone = replace(config, rollout=own, server=replace(config.server, replicas=1), older_policy=None)
             older = stack.enter_context(generating_engine(alone, run_dir / OLDER))

@@ -27,17 +27,18 @@ class OlderPolicy:
 
     def follow(self, step: int) -> None:
         """Load the weights of ``step`` if they are due."""
-        if self.every_steps is not None and step % self.every_steps == 0:
+        if step == 0 or (self.every_steps is not None and step % self.every_steps == 0):
             self._load(self.publish(step))
 
     def resume(self, step: int) -> None:
-        """Load the weights that it had at ``step``; those of ``step`` if they are gone."""
+        """Load the weights that it had at ``step``; those of ``step`` if later ones are gone."""
         version = 0 if self.every_steps is None else step - step % self.every_steps
-        if version in (0, step):
-            return  # its server has started with them, or :meth:`follow` has loaded them
+        if version == step:
+            return  # :meth:`follow` has loaded them
         folder = self.weights_dir / version_name(version)
         is_kept = broadcast_json(folder.is_dir())
-        self._load(WeightFolder(str(folder.resolve()), version) if is_kept else self.publish(step))
+        if is_kept or version:  # else it has the weights that its server started with
+            self._load(WeightFolder(str(folder.resolve()), version) if is_kept else self.publish(step))
 
     def _load(self, weights: PublishedWeights) -> None:
         if self.engine is not None:

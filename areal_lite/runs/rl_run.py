@@ -22,7 +22,7 @@ from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_j
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.models.truncation import Truncation
 from areal_lite.runs import training_run
-from areal_lite.runs.engine_stack import generating_engine, trainer_threads, with_scalars
+from areal_lite.runs.engine_stack import generating_engine, with_scalars
 from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.older_policy import OlderPolicy, older_policy
@@ -38,6 +38,7 @@ from areal_lite.trainer.metrics import OnStep
 from areal_lite.trainer.rl.policy_step import Batch
 from areal_lite.trainer.rl.policy_trainer import EngineSampling, OnFacts, PolicyTrainer
 from areal_lite.trainer.rl.token_facts import facts_writer
+from areal_lite.trainer.seeding import trainer_threads
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +243,7 @@ def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = 
         top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=config.reports_truncated
     )
     trainer = PolicyTrainer(
-        replace(config.trainer, num_threads=trainer_threads(config)),
+        replace(config.trainer, num_threads=trainer_threads(config.trainer)),
         model_path=config.model_path,
         seed=config.seed,
         sampling=EngineSampling(

@@ -187,12 +187,13 @@ def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
     if config.rollout_cache is None:
         return None
     sections = {
-        "rollout.gconfig": dataclasses.asdict(config.rollout.gconfig),
+        **{f"rollout.{n}": dataclasses.asdict(getattr(config.rollout, n)) for n in ("gconfig", "rewards", "agents")},
         "train_dataset": dataclasses.asdict(config.train_dataset),
         "workflow_kwargs": config.workflow_kwargs,
     }
-    names = ("model_path", "seed", "workflow", "reward_model", "should_accept_fn", "data_packer")
-    of_rollout = ("group_size", "consumer_batch_size", "turn_rewards")
+    names = ["model_path", "seed", "env", "workflow", "reward_model", "should_accept_fn", "data_packer"]
+    names += ["rollout_global_dataset", "buffer_filter"]
+    of_rollout = ("group_size", "consumer_batch_size", "turn_rewards", "tokenizer_path")
     return BatchCache(
         config.rollout_cache,
         {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}

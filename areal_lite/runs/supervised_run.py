@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 import torch
 from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
@@ -24,6 +24,7 @@ from areal_lite.runs import training_run
 from areal_lite.runs.folder.resuming import find_start
 from areal_lite.runs.stopping import interruptible, stop_together
 from areal_lite.trainer.metrics import OnStep
+from areal_lite.trainer.seeding import trainer_threads
 from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer, SupervisedTrainer
 
@@ -104,7 +105,7 @@ def run_supervised(
     with joined, training_run.open_run_files(config, start, on_step) as files:
         logger.info("loading %s", config.model_path)
         trainer = make_trainer(
-            config.trainer,
+            replace(config.trainer, num_threads=trainer_threads(config.trainer)),
             model_path=config.model_path,
             seed=config.seed,
             total_steps=total_steps,

@@ -272,7 +272,7 @@ def test_a_lambda_is_refused_with_a_hint_and_runs_in_process():
         ({"max_workers": 0}, "max_workers is 0"),
         ({"max_retries": -1}, "max_retries is -1"),
         ({"reward_fn": 3}, "it must be callable|dotted path"),
-        ({"reward_fn": "tests.api.reward_samples.ecco"}, "did you mean tests.api.reward_samples.echo"),
+        ({"reward_fn": "tests.api.reward_samples.ecco"}, "did you mean 'echo'"),
     ],
 )
 def test_bad_arguments_are_config_errors(arguments, message):

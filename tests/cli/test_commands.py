@@ -176,17 +176,17 @@ def test_a_bad_config_ends_with_64_and_one_line_per_error():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trian", "run.yaml"), "unknown command 'trian' (did you mean train?). See areal-lite --help"),
+        (("trian", "run.yaml"), "unknown command 'trian'; did you mean 'train'? See areal-lite --help"),
         (("quux",), "unknown command 'quux'. See areal-lite --help"),
         (("train",), "the following arguments are required: CONFIG.yaml"),
-        (("train", "run.yml"), "run.yml: no such file; did you mean run.yaml?"),
+        (("train", "run.yml"), "run.yml: no such file; did you mean 'run.yaml'?"),
         (("view", "run.yaml", "--port", "0"), "invalid positive_integer value: '0'"),
         (("view", "nothing"), "nothing: No such file or directory"),
         (("plot", "runs", "--colour", "red"), "unrecognized arguments: --colour"),
         (("train", "run.yaml", "--fast"), "unrecognized arguments: --fast. See"),
-        (("train", "run.yaml", "--dry-rum"), "unrecognized arguments: --dry-rum (did you mean --dry-run?)"),
-        (("train", "run.yaml", "--seed=1"), "unrecognized arguments: --seed=1 (did you mean seed=1?)"),
-        (("train", "run.yaml", "--trainer.x", "1"), "--trainer.x (did you mean trainer.x=VALUE?)"),
+        (("train", "run.yaml", "--dry-rum"), "unrecognized arguments: --dry-rum; did you mean '--dry-run'?"),
+        (("train", "run.yaml", "--seed=1"), "unrecognized arguments: --seed=1; did you mean 'seed=1'?"),
+        (("train", "run.yaml", "--trainer.x", "1"), "--trainer.x; did you mean 'trainer.x=VALUE'?"),
         (("inspect", "runs", "--reward=1"), "unrecognized arguments: --reward=1. See"),
     ],
 )

@@ -229,7 +229,7 @@ def test_a_reward_model_with_adapters_is_refused(write):
 
 def test_a_missing_file_suggests_similar_names(write):
     write(name="grpo_gsm8k.yaml")
-    assert refused("grpo_gsm8.yaml") == "grpo_gsm8.yaml: no such file; did you mean grpo_gsm8k.yaml?"
+    assert refused("grpo_gsm8.yaml") == "grpo_gsm8.yaml: no such file; did you mean 'grpo_gsm8k.yaml'?"
     assert refused("no/x.yaml") == "no/x.yaml: no such file; there is no folder no either"
     assert "cannot be read: Is a directory" in refused(".")
 

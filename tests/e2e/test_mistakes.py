@@ -149,10 +149,10 @@ def folder_is_a_file(config: dict[str, Any], folder: Path) -> None:
 
 
 WRITTEN: dict[str, tuple[Change, str]] = {
-    "a command with a typo": (words("trian", "FILE"), "did you mean train"),
+    "a command with a typo": (words("trian", "FILE"), "did you mean 'train'"),
     "an option instead of a key": (
         words("train", "FILE", "--trainer.total_steps=1"),
-        "did you mean trainer.total_steps=1",
+        "did you mean 'trainer.total_steps=1'",
     ),
     "an override without a value": (words("train", "FILE", "trainer.total_steps"), "write section.key=value"),
     "a file that does not exist": (words("train", "FILES"), "no such file; did you mean"),
@@ -190,7 +190,7 @@ WRITTEN: dict[str, tuple[Change, str]] = {
     ),
     "a class with a typo": (
         put("workflow", "tests.e2e.agents.LeterAgent"),
-        "did you mean tests.e2e.agents.LetterAgent",
+        "did you mean 'LetterAgent'",
     ),
     "an agent without run": (agent("WithoutRun"), r"any class or object with `async def run\("),
     "an agent that is not async": (

@@ -281,7 +281,7 @@ def test_rollout_and_evaluation_run_alone(served_yaml: Path, monkeypatch: pytest
         ("trainer.critic={learning_rate: 1.0e-3, model_path: no/such/critic}", "critic.model_path 'no/such"),
         ("trainer.advantage=gae", "trainer.critic"),
         ("trainer.proximal=behaviour\nrollout.gconfig.top_p=0.9", "log-probs of these servers ignore top_p"),
-        ("workflow=tests.e2e.agents.LeterAgent", "did you mean tests.e2e.agents.LetterAgent?"),
+        ("workflow=tests.e2e.agents.LeterAgent", "did you mean 'LetterAgent'?"),
         ("workflow=tests.e2e.agents.rows", "is a function"),
         ("workflow_kwargs={leters: 2}", "workflow_kwargs .'leters'. do not fit"),
         ("seed=-1", "seed: -1.*greater than or equal to 0"),

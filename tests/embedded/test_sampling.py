@@ -161,4 +161,4 @@ def test_an_unknown_parameter_error_suggests_a_close_name() -> None:
     with pytest.raises(BadRequest) as error:
         parse_sampling_params({"max_new_token": 3}, vocab_size=10)
     assert error.value.body["error"].startswith("unknown field `max_new_token`, expected one of `max_new_tokens`")
-    assert error.value.body["error"].endswith("Did you mean `max_new_tokens`?")
+    assert error.value.body["error"].endswith("; did you mean 'max_new_tokens'?")

@@ -59,7 +59,7 @@ def test_the_recorded_config_of_a_run_is_the_same_config(load: Any) -> None:
 
 
 def test_a_wrong_prefix_is_an_error_of_the_key(load: Any) -> None:
-    with pytest.raises(ConfigError, match=r"run.yaml: env is 'txtarena:Wordle-v0': did you mean textarena:Wordle-v0\?"):
+    with pytest.raises(ConfigError, match=r"run.yaml: env is 'txtarena:Wordle-v0'; did you mean 'textarena'\?"):
         load(env="txtarena:Wordle-v0")
     with pytest.raises(ConfigError, match="train_dataset: required, but missing"):
         load(env="mcp:python -m tools")

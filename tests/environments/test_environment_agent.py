@@ -356,7 +356,7 @@ def test_a_row_has_its_seed_though_it_holds_an_object() -> None:
 
 def test_an_environment_that_is_not_there_is_refused_with_the_fix() -> None:
     for env, says in (
-        ("gymnasim:X-v0", r"env is 'gymnasim:X-v0': did you mean gymnasium:X-v0\?"),
+        ("gymnasim:X-v0", r"env is 'gymnasim:X-v0'; did you mean 'gymnasium'\?"),
         ("zzz:X", "the prefixes are gymnasium, harbor, mcp"),
         ("textarena:", "the prefixes are"),
         ("tests.environments.games.Nothing", "has no 'Nothing'"),

@@ -59,7 +59,7 @@ def test_the_recorded_config_of_a_mixture_is_the_same_config(load: Any) -> None:
         ({"train_dataset": [{"env": DICE, "workflow": "w"}]}, "train_dataset.0.workflow: 'w': Unexpected keyword"),
         (
             {"train_dataset": [{"env": DICE}, {"env": "txtarena:W"}]},
-            "train_dataset.1.env is 'txtarena:W': did you mean",
+            "train_dataset.1.env is 'txtarena:W'; did you mean",
         ),
         ({"train_dataset": [{"env": "mcp:a b"}]}, "train_dataset.0.env is 'mcp:a b', which has no rows of its own"),
         (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 import fsspec
@@ -75,3 +77,18 @@ def test_only_an_error_of_the_cache_is_one_of_storage(error: Exception, is_of_th
         return
     with pytest.raises(StorageError, match="the cache /cache cannot be written: .*or set cache_dir"):
         check_cache(Path("/cache"), error)
+
+
+def test_a_line_that_a_full_disk_cuts_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from areal_lite.files.whole_files import append_line
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+for _ in range(2):
+    append_line(Path(sys.argv[1]), b"123456\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "lines")], capture_output=True, text=True)
+    assert "cannot be written: the disk is full: free disk space" in done.stderr
+    assert (tmp_path / "lines").read_bytes() == b"123456\n"

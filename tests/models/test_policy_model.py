@@ -15,7 +15,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.model_runner import load_model
 from areal_lite.errors import ConfigError
 from areal_lite.models import policy_model
-from areal_lite.models.policy_model import has_bfloat16, load_policy, resolve_device, resolve_dtype
+from areal_lite.models.policy_model import has_bfloat16, load_policy, prepare, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
 
@@ -130,3 +130,14 @@ def test_the_folder_of_a_model_runs_no_code(tiny: Path, tmp_path: Path, what: st
     with suppress(ValueError, OSError):  # the server's own checks of a folder come first
         load_model(folder, dtype=torch.float32, device="cpu")
     assert not ran.exists()
+
+
+def test_layers_that_pass_their_dropout_to_a_function_have_none() -> None:
+    config = AutoConfig.for_model(
+        "opt", hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32,
+        word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.5, attention_dropout=0.5,
+    )  # fmt: skip
+    model = prepare(AutoModelForCausalLM.from_config(config), device=torch.device("cpu"), gradient_checkpointing=True)
+    assert model.training
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)

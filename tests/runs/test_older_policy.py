@@ -10,6 +10,19 @@ from areal_lite.servers.weights.published_weights import WeightFolder
 from areal_lite.servers.weights.weight_folder import version_name
 
 
+def test_one_that_never_changes_has_the_first_weights_also_on_a_server_of_another_run(tmp_path: Path) -> None:
+    loaded: list[int] = []
+    engine: Any = SimpleNamespace(update_weights=lambda weights: loaded.append(weights.version))
+    older = OlderPolicy(None, lambda step: WeightFolder(str(step), step), tmp_path, engine)
+    for step in range(3):
+        older.follow(step)
+    older.resume(2)  # nothing is kept, as if its own server had been started with them
+    assert loaded == [0]
+    (tmp_path / version_name(0)).mkdir()
+    older.resume(2)
+    assert loaded == [0, 0]
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_resumed_run_has_the_older_weights_of_an_uninterrupted_one(every: int, kept: bool, tmp_path: Path) -> None:

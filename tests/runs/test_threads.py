@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 import pytest
 from areal_lite.config.loader import load_config
-from areal_lite.runs.engine_stack import server_threads, trainer_threads
+from areal_lite.runs.engine_stack import server_threads
+from areal_lite.trainer.seeding import trainer_threads
 
 YAML = """
 experiment_name: e
@@ -35,8 +36,8 @@ def test_the_trainers_of_a_machine_divide_its_cores(
     (tmp_path / "run.yaml").write_text(YAML)
     changes = [f"rollout.max_head_offpolicyness={staleness}"]
     config = load_config(tmp_path / "run.yaml", changes)
-    assert (server_threads(config), trainer_threads(config)) == (server, trainer)
+    assert (server_threads(config), trainer_threads(config.trainer)) == (server, trainer)
     config = load_config(tmp_path / "run.yaml", [*changes, "server.replicas=3"])
     assert server_threads(config) == server // 3
     config = load_config(tmp_path / "run.yaml", [*changes, "server.num_threads=5", "trainer.num_threads=6"])
-    assert (server_threads(config), trainer_threads(config)) == (5, 6)
+    assert (server_threads(config), trainer_threads(config.trainer)) == (5, 6)

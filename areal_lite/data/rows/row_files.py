@@ -5,7 +5,6 @@ Guarantees that everything named is read, in the order given, or an error says w
 
 from __future__ import annotations
 import contextlib
-import difflib
 import itertools
 import logging
 import re
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, did_you_mean
 from areal_lite.files.whole_files import check_cache, local_copies
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
     with _quiet():
         for path in paths:
             split, files = _source(path, cache)
-            if sources and split == sources[-1][0] == "train" and files.keys() == {"train"}:
+            if sources and split == sources[-1][0] == "train" == min(sources[-1][1]) and files.keys() == {"train"}:
                 sources[-1][1]["train"] += files["train"]  # read together, so they share column types
             else:
                 sources.append((split, files))
@@ -96,8 +95,7 @@ def _source(path: str, cache: Path) -> _Source:
         return split, _files_by_split(name, cache)
     else:
         names = [other.name for other in local.parent.iterdir()] if local.parent.is_dir() else []
-        close = difflib.get_close_matches(local.name, names)
-        hint = f"; did you mean {local.with_name(close[0])}?" if close else f" (looked in {Path.cwd()})"
+        hint = did_you_mean(local.name, names, f" (looked in {Path.cwd()})")
         raise ConfigError(f"dataset {local}: no such file or folder{hint}")
     return split, {"train": files}
 

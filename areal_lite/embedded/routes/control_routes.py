@@ -9,11 +9,6 @@ from areal_lite.embedded.model_thread import ModelThread
 from areal_lite.embedded.routes.http_server import fields_of, reply_json
 from areal_lite.embedded.routes.weight_routes import WeightRoutes
 
-_FLUSHED = (
-    "Cache flushed.\nPlease check backend logs for more details. "
-    "(When there are running or waiting requests, the operation will not be performed.)\n"
-)
-
 
 class ControlRoutes:
     """Pauses and describes the model; ``/server_info`` shows ``description`` besides the counters."""
@@ -27,8 +22,7 @@ class ControlRoutes:
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_post("/pause_generation", self._pause)
         router.add_post("/continue_generation", self._continue)
-        router.add_post("/flush_cache", self._flush_cache)
-        router.add_get("/flush_cache", self._flush_cache)
+        router.add_route("*", "/flush_cache", self._flush_cache)
         for path in ("/model_info", "/server_info", "/get_model_info", "/get_server_info"):
             router.add_get(path, self._info)
         router.add_get("/v1/loads", self._loads)
@@ -50,7 +44,7 @@ class ControlRoutes:
 
     async def _flush_cache(self, _request: web.Request) -> web.Response:
         await self._model.command(self._scheduler.flush_cache)
-        return web.Response(text=_FLUSHED)
+        return web.Response(text="Cache flushed.\n")
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self._model.alive else 503)
@@ -73,13 +67,9 @@ class ControlRoutes:
         scheduler = self._scheduler
         used = sum(len(one.prompt) + len(one.output_ids) for one in tuple(scheduler.running))
         load = {
-            "timestamp": time.time(),
-            "dp_rank": 0,
             "num_running_reqs": len(scheduler.running),
             "num_waiting_reqs": len(scheduler.waiting),
             "num_used_tokens": used,
-            "max_total_num_tokens": scheduler.limits.max_total_tokens,
-            "max_running_requests": scheduler.limits.max_running_requests,
             "token_usage": used / scheduler.limits.max_total_tokens,
             "generated_tokens": scheduler.generated_tokens,
             "paused": scheduler.paused,

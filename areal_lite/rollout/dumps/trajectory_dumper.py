@@ -211,6 +211,8 @@ class TrajectoryDumper:
                 f"the process that writes dumps below {self.root} was killed: free memory, or set "
                 "rollout.dump_to_file: false"
             )
+        except Exception as error:  # of a network's disk, for instance: the run must not wait for this thread
+            self.error = StorageError(f"dumps below {self.root} cannot be written: {error}")
 
     def _send(self, message: Any) -> None:
         self._pipe.write(framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))

@@ -42,11 +42,11 @@ class EndedGroups:
         self.statistics = RolloutStatistics()
         self.failures = FailureTally()
         self.scalars = Scalars()  # numbers that the episodes of accepted groups recorded
-        self._unclaimed: set[TaskId] = set()  # groups of batches that never reached their caller; counted and dumped
+        self.unclaimed: set[TaskId] = set()  # groups of batches that never reached their caller; counted and dumped
 
     def close(self, group: Group) -> None:
-        if group.task_id in self._unclaimed:
-            self._unclaimed.remove(group.task_id)
+        if group.task_id in self.unclaimed:
+            self.unclaimed.remove(group.task_id)
             return
         self.counts[group.status] += 1
         self.failures.add(group)
@@ -56,13 +56,9 @@ class EndedGroups:
 
     def close_batch(self, batch: Sequence[Group]) -> None:
         """Count the groups of a batch as trained, and close them."""
-        self.statistics.train([group for group in batch if group.task_id not in self._unclaimed])
+        self.statistics.train([group for group in batch if group.task_id not in self.unclaimed])
         for group in batch:
             self.close(group)
-
-    def reopen(self, batch: Sequence[Group]) -> None:
-        """Take back a batch whose caller left; its groups are not counted again when they end another time."""
-        self._unclaimed.update(group.task_id for group in batch)
 
 
 class RolloutStatistics:

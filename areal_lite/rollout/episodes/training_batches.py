@@ -78,7 +78,7 @@ class TrainingBatches:
         """Put back a batch whose caller left before it arrived; the next call returns it."""
         if any(feed.take_back(batch) for feed, _ in self._feeds.values()):
             self.gate.cut = False
-            self.ended.reopen(batch)
+            self.ended.unclaimed.update(group.task_id for group in batch)
 
     async def _batch_of(self, feed: RowFeed) -> list[Group]:
         count = self.config.consumer_batch_size

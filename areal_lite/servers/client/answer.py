@@ -23,6 +23,7 @@ class Answer:
 
     def __init__(self, req: ModelRequest, episode: Episode | None, *, must_stay: bool) -> None:
         self.req = req
+        self.rid = req.rid  # of its last request to a server
         self.episode = episode
         self.must_stay = must_stay  # it cannot be continued after an abort: its server would begin its constraint anew
         self.server = None if episode is None else episode.server
@@ -59,7 +60,7 @@ class Answer:
         return GenerationCall(
             input_ids=input_ids + tokens if num_tokens else input_ids,
             gconfig=gconfig,
-            rid=self.req.rid,
+            rid=self.rid,
             max_new_tokens=budget - num_tokens,
             min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - num_tokens),
             seed=seed,

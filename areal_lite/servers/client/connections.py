@@ -25,8 +25,12 @@ class Connector(aiohttp.TCPConnector):
     """Keeps the addresses of servers, and looks one up again once a connection to it fails. So a server that moves is
     found by the next connection, and a name server that is away for a moment disturbs no run."""
 
-    def __init__(self, connect_timeout_s: float, **options: Any) -> None:
-        super().__init__(resolver=aiohttp.ThreadedResolver(), ttl_dns_cache=300, **options)  # seconds
+    def __init__(self, connect_timeout_s: float, *, limit_per_host: int = 0) -> None:
+        """A ``limit_per_host`` of 0 is none."""
+        # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
+        limits: dict[str, Any] = {"limit": 0, "limit_per_host": limit_per_host}
+        limits |= {"keepalive_timeout": 4, "ttl_dns_cache": 300}  # seconds
+        super().__init__(resolver=aiohttp.ThreadedResolver(), **limits)
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
         self._targets: dict[tuple[str, str], tuple[aiohttp.ClientRequest, bytes]] = {}
         """By method and URL, what connections are made for, and the lines of a head that all requests have."""

@@ -234,4 +234,4 @@ class EngineClient:
         if answer.server is not None:
             for server in [answer.server] if self._router is None else self.pool.servers:
                 with contextlib.suppress(ServerError, *REQUEST_ERRORS):
-                    await self.requests.control(server, self.requests.dialect.abort(answer.req.rid))
+                    await self.requests.control(server, self.requests.dialect.abort(answer.rid))

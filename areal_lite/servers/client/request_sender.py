@@ -11,13 +11,14 @@ these would fail whole batches in the second in which a server restarts.
 import asyncio
 import random
 import time
+import uuid
 from dataclasses import replace
 from typing import Any
 import aiohttp
 import orjson
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.answer import Answer
-from areal_lite.servers.client.server_requests import REQUEST_ERRORS, SilentServerError
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, SilentServerError, message_of
 from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall
 from areal_lite.servers.dialects.reply_reader import ReceiverError, ReplyReader
 from areal_lite.servers.pool.reconciler import Reconciler
@@ -63,12 +64,13 @@ class RequestSender:
         failures = Failures(self._max_tries)
         sends = 0
         while True:
-            await self._gate.until_released()
+            while self._gate.holders and not answer.ends_early:
+                await self._gate.released.wait()
+            if answer.ends_early:
+                return Chunk([], [], [], "abort"), sends
             server = pool.pick(preferred=answer.server, avoid=failures.servers)
             if server is None:
                 await self._gate.until_usable()
-                if answer.ends_early:
-                    return Chunk([], [], [], "abort"), sends
                 continue
             answer.server = server
             sends += 1
@@ -112,11 +114,14 @@ class RequestSender:
             if self._router is None or not suspect or not await self._router.examine():
                 self._record_failure(server, error, sent)
             failures.record(server, error)
+            answer.rid = uuid.uuid4().hex  # the server may still run what has the other name, and refuse it
             if call.stream and len(reader):
                 await self._count_break(answer, failures.last)
                 return self._labelled(reader.chunk(), adapter, acknowledged), sends
             failures.check()
             await asyncio.sleep(pause_s(sends))
+            call = replace(call, rid=answer.rid)
+            body = self._requests.dialect.generate_body(call)
 
     async def send_once(
         self,
@@ -131,7 +136,11 @@ class RequestSender:
         if server.adapter is not None:  # before it waits: the caller has read which one
             body = body | {dialect.adapter_key: server.adapter}
         if (images := dialect.images_call(call)) is not None:
-            reply = await self._requests.ask(server, "POST", images.path, images.body, max_bytes=MAX_FEATURES_REPLY)
+            status, reply = await self._requests.exchange(
+                server, images.path, method="POST", body=images.body, max_bytes=MAX_FEATURES_REPLY
+            )
+            if status != 200:
+                raise ErrorReply(status, message_of(reply))
             try:
                 body = dialect.with_features(body, call, orjson.loads(reply))
             except orjson.JSONDecodeError as error:

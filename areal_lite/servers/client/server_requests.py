@@ -82,18 +82,19 @@ class ServerRequests:
     @functools.cached_property
     def _connector(self) -> Connector:
         count = 1 if self._config.router is None else len(self._config.addresses)
-        # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
-        return Connector(
-            self._config.faults.connect_timeout_s,
-            limit=0,
-            limit_per_host=count * self._config.faults.max_connections_per_server,
-            keepalive_timeout=4,
-        )
+        faults = self._config.faults
+        return Connector(faults.connect_timeout_s, limit_per_host=count * faults.max_connections_per_server)
+
+    @functools.cached_property
+    def _control(self) -> Connector:
+        """For the control plane, which must reach a server whose connections are all busy with generations."""
+        return Connector(self._config.faults.connect_timeout_s)
 
     async def aclose(self) -> None:
         self._silences.close()
         await self._connector.close()
-        del self._connector  # an engine may start again, on another loop
+        await self._control.close()
+        del self._connector, self._control  # an engine may start again, on another loop
 
     def reader(self, call: GenerationCall, receive: Receiver | None = None) -> ReplyReader:
         """Return what reads the reply to a call that is sent now; a stream's tokens go to ``receive``."""
@@ -111,7 +112,7 @@ class ServerRequests:
             if reply.status != 200:
                 after = reply.headers.get("Retry-After", "")
                 wait_s = min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0
-                raise ErrorReply(reply.status, _message(await bounded_body(reply.content)), wait_s)
+                raise ErrorReply(reply.status, message_of(await bounded_body(reply.content)), wait_s)
             if reader.call.stream:
                 await self._feed(reader, reply.content, request)
             else:
@@ -167,30 +168,30 @@ class ServerRequests:
         facts: dict[str, Any] = {}
         known = False
         for path in self.dialect.info_paths:
-            status, body = await self._send(server, path)
+            status, body = await self.exchange(server, path)
             if status == 200:
                 known = True
                 with contextlib.suppress(orjson.JSONDecodeError):
                     if isinstance(reply := orjson.loads(body), dict):
                         facts |= {name: value for name, value in reply.items() if value is not None}
-        if not known and (status := (await self._send(server, self.dialect.health_path))[0]) != 200:
+        if not known and (status := (await self.exchange(server, self.dialect.health_path))[0]) != 200:
             paths = ", ".join((*self.dialect.info_paths, self.dialect.health_path))
             raise ErrorReply(status, f"{server.url} said HTTP {status} to {paths}")
         return self.dialect.parse_info(facts)
 
     async def adapters(self, server: Server) -> list[str]:
-        status, body = await self._send(server, "/v1/models")
+        status, body = await self.exchange(server, "/v1/models")
         names = [str(model["id"]) for model in orjson.loads(body)["data"]] if status == 200 else []
         return [name for name in names if name.startswith(ADAPTER_PREFIX)]
 
     async def is_healthy(self, server: Server) -> bool:
         """Return whether the health route answers in time; SGLang's takes 20 s to say that it is stuck."""
         try:
-            return (await self._send(server, self.dialect.health_path))[0] < 500
+            return (await self.exchange(server, self.dialect.health_path))[0] < 500
         except REQUEST_ERRORS:
             return False
 
-    async def _send(
+    async def exchange(
         self,
         server: Server,
         path: str,
@@ -203,7 +204,7 @@ class ServerRequests:
         """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
         async with asyncio.timeout(timeout_s or CONTROL_TIMEOUT_S):
             sent = None if body is None else orjson.dumps(body)
-            reply = await self._connector.send(method, server.url + path, sent)
+            reply = await self._control.send(method, server.url + path, sent)
             try:
                 return reply.status, await bounded_body(reply.content, max_bytes)
             finally:
@@ -211,10 +212,10 @@ class ServerRequests:
 
     async def ask(self, server: Server, method: str, path: str, body: Any = None, **limits: Any) -> bytes:
         """Return a route's reply; raises RefusedError for a status from 300, OSError if it says that it is away."""
-        status, text = await self._send(server, path, method=method, body=body, **limits)
+        status, text = await self.exchange(server, path, method=method, body=body, **limits)
         if status >= 300:
             kind = OSError if status in (429, 502, 503, 504) else RefusedError
-            raise kind(f"{server.url}{path} said HTTP {status}: {_message(text)}")
+            raise kind(f"{server.url}{path} said HTTP {status}: {message_of(text)}")
         return text
 
     async def control(self, server: Server, call: dialect.ControlCall, *, timeout_s: float | None = None) -> None:
@@ -237,7 +238,7 @@ async def bounded_body(content: aiohttp.StreamReader, max_bytes: int = MAX_CONTR
     return b"".join(parts)
 
 
-def _message(reply: bytes) -> str:
+def message_of(reply: bytes) -> str:
     """Return what an error reply says: its message if it is JSON with one, else its beginning."""
     text = reply[:500].decode(errors="replace")
     with contextlib.suppress(orjson.JSONDecodeError):

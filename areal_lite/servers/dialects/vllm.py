@@ -47,8 +47,6 @@ class VLLM:
             "min_tokens": call.min_new_tokens,
             "top_p": gconfig.top_p,
             "top_k": gconfig.top_k or -1,
-            "ignore_eos": gconfig.ignore_eos,
-            "frequency_penalty": gconfig.frequency_penalty,
             # One more than asked for: where the sampled token is not among the best, vLLM puts it in place of the last.
             "logprobs": top_logprobs + (0 < top_logprobs < _MOST_LOGPROBS),
         }

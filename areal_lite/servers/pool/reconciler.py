@@ -71,6 +71,7 @@ class Reconciler:
 
     async def open(self) -> None:
         """Ask every server what it serves, resume it, and start to watch; raises ServerError or ConfigError."""
+        self._closed, self._wake, self._gate.released = False, asyncio.Event(), asyncio.Event()  # of this loop
         failures = await asyncio.gather(*(self._meet(server) for server in self._pool.servers))
         if all(failures):
             raise ServerError(
@@ -195,7 +196,7 @@ class Reconciler:
                     await loader.load(server)
                 if loader.wanted is None or loader.has_newest(server):
                     self._pool.set_state(server, "trial")
-            except (ConfigError, *_ERRORS) as error:
+            except Exception as error:  # whatever it is, the server must not be tried without a rest
                 self._pool.rest(server, str(error) or type(error).__name__)
                 if isinstance(error, TimeoutError) and _silent_s(server) >= SILENCE_S:
                     self._requests.give_up(server, "the server hangs")
@@ -274,8 +275,9 @@ class Reconciler:
             if _silent_s(server) < SILENCE_S:  # it has answered meanwhile
                 return
             if healthy:
-                if server.state == "up":
+                if server.state in ("up", "trial"):  # one on trial may take minutes for its first answer
                     self._pool.set_state(server, "slow", f"{reason}, but it is healthy")
+                    self._gate.server_changed(server)
                 return
         self._pool.failed(server, f"{reason}, and no answer to its health probes", at_once=True)
         self._requests.give_up(server, "the server hangs")

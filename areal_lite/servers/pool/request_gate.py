@@ -66,8 +66,8 @@ class RequestGate:
         self._routed = pool.servers[0].is_router
         self._on_outage = on_outage
         self._waiting: deque[asyncio.Future[None]] = deque()  # requests that no server takes now, the oldest first
-        self._released = asyncio.Event()
-        self._released.set()
+        self.released = asyncio.Event()
+        """Wakes requests that are held back: whoever waits looks at :attr:`holders` again."""
         self._outage = Outage("no inference server was healthy", patience_s)
 
     @property
@@ -81,17 +81,14 @@ class RequestGate:
     def hold(self, holder: Holder) -> None:
         """Let no request through until this holder and all others release; each server of an update asks for it."""
         self.holders.add(holder)
-        self._released.clear()
 
     def release(self, holder: Holder) -> None:
         self.holders.discard(holder)
-        if not self.holders:
-            self._released.set()
+        self.wake_held()
 
-    async def until_released(self) -> None:
-        """Return when no hold is left."""
-        while self.holders:
-            await self._released.wait()
+    def wake_held(self) -> None:
+        self.released.set()
+        self.released.clear()
 
     async def until_usable(self) -> None:
         """Wait until a server may take a request; raises ServerError."""
@@ -120,6 +117,7 @@ class RequestGate:
             self.wake_one()
 
     def wake_all(self) -> None:
+        self.wake_held()
         for _ in range(len(self._waiting)):
             self.wake_one()
 

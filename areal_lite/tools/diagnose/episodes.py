@@ -42,7 +42,7 @@ def mean(values: Iterable[float]) -> float:
 def read_run(dumps: Dumps, run: str, filter: str = "") -> tuple[list[Facts], Curves]:
     """Return the training episodes of ``run`` that match ``filter``, and its metrics."""
     chosen = f"not scope=eval-rollout status!=cancelled {filter and f'({filter})'}"
-    part = 1 + (dumps.count(chosen) or 0) // MAX_LINES
+    part = 1 + (dumps.run(run).count(parse(chosen)) or 0) // MAX_LINES
     matching = dumps.run(run).select(parse(chosen))
     rows = (row for row in matching if zlib.crc32(repr(row["group"]).encode()) % part == 0)
     groups = groupby(dumps.records(rows), lambda record: (record["version"], record.get("group_id")))
@@ -98,7 +98,7 @@ def episode_facts(lines: Sequence[Record], spelling: Spelling) -> Facts:
     """Return what the lines of an episode say; facts of its text are those of the first, and need text."""
     first, turns, (tokens, foreign, markers) = lines[0], lines[0]["turns"], spelling
     calls, ids = calls_of(turns), [id for turn in turns for id in turn.get("ids") or ()]
-    rewards = [line["reward"] for line in lines if line.get("reward") is not None]
+    rewards = [r for line in lines if (r := line.get("episode_reward", line.get("reward"))) is not None]
     trained, sampled = (
         sum(sum(turn.get("loss_mask") or ()) for line in lines for turn in chosen(line["turns"]))
         for chosen in (list, calls_of)

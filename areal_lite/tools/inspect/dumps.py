@@ -17,7 +17,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect.dump_index import DumpIndex
 from areal_lite.tools.inspect.episode_row import SCOPES
 from areal_lite.tools.inspect.filters import KEYS, Both, Expr, Not, Term, is_utf8, parse, parse_sort
-from areal_lite.tools.inspect.index_update import Progress, is_run
+from areal_lite.tools.inspect.index_update import Progress, is_run, is_scope
 from areal_lite.tools.inspect.run_dumps import MOST, NEWEST, ORDER, Row, RunDumps, rank
 
 _DEFAULT, _NEWEST = "version", "newest"
@@ -254,7 +254,7 @@ def _runs_at(path: Path) -> list[tuple[Path, str]]:
     if not path.exists():
         raise ConfigError(f"{path}: No such file or directory: give a file or folder that a run wrote")
     full = path.resolve()
-    scopes = [index for index, name in enumerate(full.parts) if name in SCOPES]
+    scopes = [index for index in range(len(full.parts)) if is_scope(Path(*full.parts[: index + 1]))]
     if scopes and (full.is_dir() or len(full.parts) > scopes[-1] + 1):
         return [(Path(*full.parts[: scopes[-1]]), "/".join(full.parts[scopes[-1] :]))]
     runs = list(_runs_below(full, _DEPTH)) if full.is_dir() else []

@@ -46,7 +46,7 @@ class Key(NamedTuple):
     """All values it can have; empty for any."""
 
 
-_VALUES: dict[str, tuple[str, ...]] = {"status": tuple(EpisodeStatus), "error_kind": tuple(FailureKind)}
+_VALUES: dict[str, tuple[str, ...]] = {"status": (*EpisodeStatus, "untrained"), "error_kind": tuple(FailureKind)}
 KEYS = {
     name: Key(name, Kind(row["kind"]), row["meaning"], row.get("alias", ""), _VALUES.get(name, ()))
     for name, row in tomllib.loads((resources.files("areal_lite.tools.inspect") / "keys.toml").read_text()).items()

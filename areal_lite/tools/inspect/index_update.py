@@ -36,6 +36,7 @@ _SEARCHED = 64
 """Versions before a step whose lines it may have trained: more than any useful staleness bound."""
 _INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 4)})"  # nosec B608 # our columns, bound values
 _FORGET = "DELETE FROM files WHERE path = ?"  # and with it the rows that refer to it
+_FORGET_FACTS = f"UPDATE episodes SET {' = NULL, '.join(FACTS)} = NULL WHERE trained_step = ?"  # nosec B608 # our columns, bound values
 _NEW = (None, -1, 0, 0, 0, 0, 0)
 """State of a file that the index does not know: id, size, mtime, inode, indexed, lines, guard."""
 
@@ -140,6 +141,7 @@ class IndexUpdate:
         trained = self._connection.execute(select, (new[0] - _SEARCHED, SCOPES[0])).fetchall()
         ids = {(str(task), sample): id for task, sample, id in trained}
         update = f"UPDATE episodes SET {', '.join(f'{name} = ?' for name in FACTS)} WHERE id = ?"  # nosec B608 # our columns, bound values
+        self._connection.executemany(_FORGET_FACTS, [(step,) for step in new])  # a resumed run replaced some
         for step in new:
             means = fact_means(files[step], self._root)
             self._connection.executemany(update, [(step, *each, ids[key]) for key, each in means if key in ids])
@@ -249,7 +251,12 @@ class _Chunk:
 
 def is_run(folder: Path) -> bool:
     """Return True if ``folder`` is a run's: it has dumps, or the lock of a run that has none yet."""
-    return any((folder / scope).is_dir() for scope in SCOPES) or (folder / ".lock").is_file()
+    return any(is_scope(folder / scope) for scope in SCOPES) or (folder / ".lock").is_file()
+
+
+def is_scope(folder: Path) -> bool:
+    """Return True if ``folder`` has the dumps of a run by version, and is not one of runs that is named so."""
+    return folder.name in SCOPES and any(folder.glob("[0-9]*/"))
 
 
 def _before(file: BinaryIO, offset: int) -> bytes:

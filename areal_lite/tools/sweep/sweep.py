@@ -189,7 +189,7 @@ def _is_finished(config: ExperimentConfig) -> bool:
         return False
     then, now = (set(text.splitlines()) for text in (file.read_text(), dump_config(config)))
     if then != now:
-        was = "; ".join(sorted(line.strip() for line in then - now))
+        was = "; ".join(sorted(line.strip() for line in then ^ now))
         raise ConfigError(
             f"{config.run_dir} holds a finished run of another config ({was}): choose another trial_name, or remove "
             "the folder"
@@ -213,7 +213,8 @@ def _score(records: Sequence[Mapping[str, Any]], metric: str, run_dir: Path) -> 
 
 def _split(text: str) -> list[str]:
     """Return the parts between the commas outside of brackets, braces and quotes."""
-    return re.findall(r"""(?:[^,\[\]{}"']|\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""", text) or [text]
+    parts = re.findall(r"""(?:[^,\[\]{}"']|\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""", text)
+    return parts if ",".join(parts) == text else [text]  # an apostrophe, or brackets in brackets: one value
 
 
 def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Table:

@@ -111,7 +111,8 @@ def members_are_whole(group: DumpedGroup, run: Run) -> Iterator[str]:
             yield f"its lines differ in {name}"
     members = sorted({record["member_idx"] for record in group.records})
     sizes = set()
-    if run.rl is not None and group.scope in (TRAINING, EVALUATION):
+    is_branch = "continues" in (group.records[0].get("extra") or {})  # of `areal-lite continue`, which has its own size
+    if run.rl is not None and group.scope in (TRAINING, EVALUATION) and not is_branch:
         sizes = {run.rl.rollout.group_size} if group.scope == TRAINING else {run.rl.evaluation.group_size, 1}
     if members != list(range(len(members))) or (sizes and len(members) not in sizes):
         yield f"it has the episodes {some(members)}, and a group has {' or '.join(map(str, sizes or {len(members)}))}"

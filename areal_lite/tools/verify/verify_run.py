@@ -43,7 +43,6 @@ class DumpedGroup:
         self.start = int(first.get("start_version") or 0)
         self.head = min((head for record in kept if (head := record.get("head_version")) is not None), default=None)
         self.tail = max((tail for record in kept if (tail := record.get("tail_version")) is not None), default=None)
-        self.accepted = bool(kept)
         self.lines = [record.get("sample_idx") for record in kept]
         """The ``sample_idx`` of accepted lines: sequences that train, or would."""
         self.trained = sum(sum(turn.get("loss_mask") or ()) for turn in turns)
@@ -104,7 +103,7 @@ class Run:
 
     @property
     def trained(self) -> list[DumpedGroup]:
-        return [group for group in self.groups if group.scope == TRAINING and group.accepted]
+        return [group for group in self.groups if group.scope == TRAINING and group.lines]
 
     @property
     def restarted(self) -> bool:

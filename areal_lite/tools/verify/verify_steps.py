@@ -171,7 +171,7 @@ def evaluations_match_dumps(run: Run) -> Iterator[str]:
         first, last = began(record) - SLACK_S, record["time"] + 0.001
         groups = [each for each in evaluated if each.start == record["step"] and first <= each.finished <= last]
         rewards = [reward for group in groups for reward in group.rewards]
-        failed = sum(not group.accepted for group in groups)
+        failed = sum(not group.lines for group in groups)
         where = f"the evaluation after step {record['step']}"
         if (len(rewards), failed) != (record["eval/episodes"], record["eval/failed"]):
             noted = f"{record['eval/episodes']:g} episodes and {record['eval/failed']:g} failed"

@@ -152,7 +152,7 @@ def _recomputed(step: Any, algorithm: Any, rows: _Rows, record: Record) -> Itera
     """Compute importance weights and advantages as the trainer does, and compare them token by token."""
     tokens = step.tokens
     algorithm.shape_rewards(step.scores, tokens)
-    if algorithm.penalizes_reward:
+    if algorithm.kl_place == "reward":
         algorithm.kl_coef = record["train/reward_kl_coef"]
         algorithm.penalize(tokens, len(step.scores))
     weights = rows.columns["importance_weights"]

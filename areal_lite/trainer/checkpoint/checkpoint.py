@@ -32,7 +32,9 @@ CONFIG_FILE = "config.yaml"  # name of the run's resolved config inside a checkp
 _FOLDER = re.compile(r"step_(\d{8,})")
 _FIXED = (
     "model_path.", "seed.", "workflow.", "workflow_kwargs.", "should_accept_fn.", "data_packer.", "reward_model.",
-    "trainer.", "train_dataset.", "rollout.group_size.", "rollout.consumer_batch_size.", "rollout.gconfig.",
+    "trainer.", "train_dataset.", "rollout_global_dataset.", "buffer_filter.", "env.", "rollout.group_size.",
+    "rollout.consumer_batch_size.", "rollout.gconfig.", "rollout.rewards.", "rollout.turn_rewards.", "rollout.agents.",
+    "rollout.tokenizer_path.", "rollout.mask_offpolicy_in_partial_rollout.",
 )  # fmt: skip
 """Keys and sections of the config that must not change on resume, each with a dot after it."""
 _MAY_CHANGE = {
@@ -41,6 +43,7 @@ _MAY_CHANGE = {
     "trainer.tp_size", "trainer.gradient_checkpointing", "trainer.deterministic", "train_dataset.path",
     "train_dataset.cache_dir", "train_dataset.num_workers", "train_dataset.filter_overlong_prompts_workers",
     "trainer.kl.teacher.addresses", "trainer.kl.teacher.backend", "trainer.kl.teacher.tokenizer_path",
+    "rollout.agents.isolation", "rollout.agents.processes", "rollout.agents.sandbox",
 }  # fmt: skip
 """Keys within them that may; the data source compares the content of the rows itself."""
 _PART = ".areal-lite-part-"  # prefix of what a rank has written, until the first rank takes it
@@ -123,7 +126,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str =
     """Yield the differences of the fixed keys that both have; the default of an added one changes nothing."""
     for name in sorted(then.keys() & now.keys()):
         before, after, path = then[name], now[name], section + name
-        if isinstance(before, dict) and isinstance(after, dict) and not name.endswith("kwargs"):
+        if type(before) is type(after) is dict and not name.endswith(("kwargs", "logit_bias", "extra")):  # any keys
             yield from _differences(before, after, f"{path}.")
             continue
         # dtype auto is one that was not resolved: by an older version, or by doctor, which looks before a run does.

@@ -66,7 +66,8 @@ def ending(sequence: TokenSequence) -> TokenSequence:
     """Return ``sequence`` with one more token, the only trained one; its id is arbitrary."""
     ids = np.append(sequence.input_ids, 0)
     mask = np.arange(len(ids)) == len(sequence)
-    return dataclasses.replace(sequence, input_ids=ids, loss_mask=mask, logprobs=None, versions=None)
+    gone: dict[str, Any] = dict.fromkeys(("logprobs", "versions", "token_rewards", "reference_logprobs"))
+    return dataclasses.replace(sequence, input_ids=ids, loss_mask=mask, **gone)
 
 
 @torch.no_grad()

@@ -36,7 +36,6 @@ class Algorithm:
         )
         self.kl_coef = config.kl.coef if config.kl else 0.0
         self.kl_place = config.kl.place if config.kl else None
-        self.penalizes_reward = self.kl_place == "reward"
         self.needs: frozenset[str] = frozenset()  # inputs that the estimator requests
         self.chooses = self._dry_run().chosen is not None  # the loss chooses among all tokens of a minibatch
 

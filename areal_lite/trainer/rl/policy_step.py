@@ -161,7 +161,7 @@ class Step:
                 self.episodes,
                 {name: column.cpu().numpy() for name, column in columns.items()},
                 version=self.version,
-                penalised_rewards=earned.cpu().numpy() if algorithm.penalizes_reward else None,
+                penalised_rewards=earned.cpu().numpy() if algorithm.kl_place == "reward" else None,
                 max_new_tokens=algorithm.max_new_tokens,
             ),
             **self.metrics,

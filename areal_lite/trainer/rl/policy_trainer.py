@@ -179,7 +179,7 @@ class PolicyTrainer:
 
     def penalize_kl(self, step: Step) -> None:
         """Subtract the KL penalty from the reward of each token, if ``trainer.kl`` places it there."""
-        if self.algorithm.penalizes_reward:
+        if self.algorithm.kl_place == "reward":
             step.check_finite("proximal", "reference")
             step.metrics |= self.algorithm.penalize(step.tokens, len(step.scores))
 

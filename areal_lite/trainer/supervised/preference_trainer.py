@@ -14,7 +14,6 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig
 from areal_lite.models.lora import adapters_off
 from areal_lite.models.parallel.sharding import is_empty, shard
-from areal_lite.models.policy_model import resolve_device
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model
 from areal_lite.trainer.objectives.aggregation import LossTerms
@@ -75,7 +74,7 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
     def _load(self, model_path: str) -> PackedModel:
         model = load_reward_model(
             model_path,
-            device=resolve_device(self.config.device),
+            device=self.device,
             gradient_checkpointing=self.config.gradient_checkpointing,
             new_head=True,
         )

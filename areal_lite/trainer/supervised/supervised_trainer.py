@@ -55,9 +55,9 @@ class SupervisedTrainer(ABC, Generic[C]):
     ) -> None:
         self.config = config
         seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
+        self.device = resolve_device(config.device)
         self.scorer = self._load(model_path)
         self.model: Any = self.scorer.model
-        self.device = resolve_device(config.device)
         self.total_tokens = 0  # tokens of all updates so far, prompts included
         self.learner = Learner(
             self.scorer,
@@ -114,10 +114,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         return {name: total / whole for name, total in sums.items()}
 
     def _total_loss(self, step: SupervisedStep) -> float:
-        def on_this_rank(most: int) -> Tensor:
-            return torch.stack([self._loss(step, microbatch) for microbatch in self._cut(step, most)]).sum()
-
-        return self.learner.ranks.sum_(self.learner.within_memory(on_this_rank, inference=True)).item()
+        losses = lambda most: torch.stack([self._loss(step, part) for part in self._cut(step, most)])  # noqa: E731
+        return self.learner.ranks.sum_(self.learner.within_memory(losses, inference=True).sum()).item()
 
     def _num_averaged(self, step: SupervisedStep) -> int:
         return len(step.weights)
@@ -126,7 +124,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the model to train: by default a language model that returns log-probs."""
         model = load_policy(
             model_path,
-            device=resolve_device(self.config.device),
+            device=self.device,
             gradient_checkpointing=self.config.gradient_checkpointing,
             lora=self.config.lora,
             vision=self.config.vision,

@@ -408,7 +408,7 @@ def test_the_place_of_a_row_is_its_first_in_the_text_files(tmp_path, cache, writ
 
 def test_a_missing_file_names_a_similar_one(write, load):
     path = write("train.jsonl", lines(*ROWS))
-    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*train.jsonl\?"):
+    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean 'train.jsonl'\?"):
         load(path.with_name("trian.jsonl"))
     with pytest.raises(ConfigError, match=r"no file matches .*\*.csv"):
         load(path.with_name("*.csv"))
@@ -418,7 +418,7 @@ def test_a_missing_relative_path_is_no_name_on_the_hub(write, load, tmp_path, mo
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     write("d/train.jsonl", lines(*ROWS))
-    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean d/train.jsonl\?"):
+    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean 'train.jsonl'\?"):
         load("d/trian.jsonl")
     with pytest.raises(ConfigError, match=r"no such file or folder \(looked in"):
         load(tmp_path / "gone" / "folder")
@@ -521,3 +521,9 @@ def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order(write, cac
 def test_kwargs_are_refused_for_a_file(write, cache):
     with pytest.raises(ConfigError, match="do not apply to a file"):
         load_rows(DatasetConfig(path=str(write("x.jsonl", '{"a": 1}')), kwargs={"size": 3}, cache_dir=str(cache)))
+
+
+def test_a_folder_without_a_train_split_before_a_file_is_named(write, load):
+    path = write("folder/test.jsonl", lines(*ROWS))
+    with pytest.raises(ConfigError, match="no split 'train'"):
+        load([str(path.parent), str(write("r.jsonl", lines(*ROWS)))])

@@ -87,7 +87,7 @@ async def test_addresses_are_kept_while_connections_succeed(names: Names) -> Non
 async def test_a_lookup_that_is_forgotten_before_its_use_is_made_again(names: Names) -> None:
     async with serving("127.0.0.1") as port:
         requests, server = client(port)
-        names.then = requests._connector.clear_dns_cache
+        names.then = requests._control.clear_dns_cache
         assert await asyncio.gather(*(requests.ask(server, "GET", "/") for _ in range(3))) == [b"127.0.0.1"] * 3
         assert names.lookups == 2 and names.then is None
         await requests.aclose()

@@ -481,5 +481,5 @@ def test_what_servers_report_about_themselves(dialect: Dialect, replies: list[An
     async def send(_: Server, path: str) -> tuple[int, bytes]:
         return 200, json.dumps(bodies[path]).encode()
 
-    requests._send = send  # type: ignore[assignment, method-assign]
+    requests.exchange = send  # type: ignore[assignment, method-assign]
     assert asyncio.run(requests.info(Server("http://s:1", 0))) == expected

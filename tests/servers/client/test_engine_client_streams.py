@@ -771,14 +771,14 @@ def test_requests_are_held_until_all_holders_release_and_nobody_waits_for_a_serv
     client = client_alone()
     assert (client.requests.version, client.counts()["retried_requests"], client.gate.is_waiting) == (0, 0, False)
     client.gate.running += 1
-    assert client.gate.is_waiting and client.gate._released.is_set()
+    assert client.gate.is_waiting and not client.gate.holders
     client.gate.hold("trainer")
     for _ in range(2):  # each server that an update pauses
         client.gate.hold("update")
     client.gate.release("update")
-    assert not client.gate._released.is_set() and not client.gate.is_waiting
+    assert client.gate.holders == {"trainer"} and not client.gate.is_waiting
     client.gate.release("trainer")
-    assert client.gate._released.is_set() and client.gate.is_waiting
+    assert not client.gate.holders and client.gate.is_waiting
     server = client.pool.servers[0]
     assert not client.gate.must_stay(server)
     client.pool.start(server, 1, 0.0, stays=True)

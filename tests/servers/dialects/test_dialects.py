@@ -63,7 +63,7 @@ def test_what_sglang_is_asked_for(dialect: Dialect) -> None:
 def test_what_vllm_is_asked_for() -> None:
     plain = {
         "max_tokens": 7, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": 0,
-        "ignore_eos": False, "skip_special_tokens": True, "frequency_penalty": 0.0,
+        "skip_special_tokens": True,
     }  # fmt: skip
     body = {"request_id": "r", "token_ids": [1, 2], "sampling_params": plain, "stream": False}
     assert body_of(VLLM(), {}) == body

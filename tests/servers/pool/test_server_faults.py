@@ -633,7 +633,7 @@ def test_a_hung_update_can_be_interrupted_and_the_engine_ends_at_once(
     ],
 )
 def test_an_error_says_the_servers_message_without_its_json(reply: bytes, says: str) -> None:
-    assert server_requests._message(reply) == says
+    assert server_requests.message_of(reply) == says
 
 
 def test_a_failed_engine_starts_no_more_groups_when_the_disk_has_caught_up(

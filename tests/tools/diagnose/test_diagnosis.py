@@ -113,6 +113,12 @@ def test_every_check_names_keys_that_exist_and_is_described() -> None:
 # -- facts
 
 
+def test_an_episode_has_its_own_reward_and_not_the_mean_of_its_lines() -> None:
+    lines = [line(turns=[turn("assistant", "4")], reward=reward) | {"version": 3, "id": "a"} for reward in (1.0, 0.0)]
+    assert episode_facts(lines, NOTHING)["reward"] == 0.5
+    assert episode_facts([one | {"episode_reward": 1.0} for one in lines], NOTHING)["reward"] == 1.0
+
+
 def facts_of(answer: str = "4", prompt: str = PROMPT, **values: Any) -> dict[str, float]:
     turns = [turn("prompt", prompt), turn("assistant", answer, **values)]
     return episode_facts([line(turns=turns) | {"version": 3, "id": "a"}], NOTHING)

@@ -199,8 +199,8 @@ def test_a_config_gives_the_environment_its_arguments_and_rows(config: Path) -> 
 def test_what_cannot_be_checked_is_refused_with_the_fix(config: Path) -> None:
     for arguments, says in (
         (["mcp:server"], "plays rows of yours: give a CONFIG.yaml"),
-        ([f"{planted.__name__}.Sond"], rf"env is '{planted.__name__}.Sond': .* did you mean {planted.__name__}.Sound"),
-        (["reasning-gym:chain_sum"], "did you mean reasoning-gym:chain_sum"),
+        ([f"{planted.__name__}.Sond"], rf"env is '{planted.__name__}.Sond': .* did you mean 'Sound'"),
+        (["reasning-gym:chain_sum"], "did you mean 'reasoning-gym'"),
         ([f"{planted.__name__}.Sound", "--signal"], "--signal needs a model: give a CONFIG.yaml"),
     ):
         with pytest.raises(ConfigError, match=says):

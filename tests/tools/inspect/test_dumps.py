@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 from areal_lite.errors import ConfigError
 from areal_lite.tools.inspect import dump_index, index_update
-from areal_lite.tools.inspect.dumps import Dumps
+from areal_lite.tools.inspect.dumps import Dumps, _runs_at
 from tests.tools.inspect.dump_lines import failed, line, schema_1, turn, write
 
 
@@ -169,6 +169,12 @@ def test_training_facts_are_means_of_the_lines_they_name(run: Path, dumps: Dumps
     assert (found["trained_step"], found["advantage"], found["clipped"], found["entropy"]) == (4, 0.5, 0.5, None)
     (found,) = facts(2.0)  # the step was trained again after a resume
     assert found["advantage"] == 1.0
+    before = dumps.summary("trained_step=4")
+    columns = {"task_id": ["9"], "sample_idx": [0], "advantages": [[3.0]], "clipped": [[0]]}
+    parquet.write_table(pyarrow.table(columns), run / "training/4.parquet")  # and again, with other groups
+    dumps.refresh()
+    assert [row["id"] for row in dumps.rows("trained_step=4")] != [found["id"]]
+    assert before != dumps.summary("trained_step=4")
     (run / "training/5.parquet").write_bytes(b"torn")
     assert dumps.refresh() == 0 and dumps.notes() == []
 
@@ -543,3 +549,17 @@ def test_a_run_that_begins_later_is_seen(tmp_path: Path) -> None:
         fileroot.rename(tmp_path / "elsewhere")
         dumps.refresh()
         assert list(dumps.runs) == ["exp/a", "exp/b"]
+
+
+def test_runs_of_an_experiment_that_is_named_like_a_folder_of_dumps(tmp_path: Path) -> None:
+    run = tmp_path / "rollout/t1"
+    for scope in ("rollout", "eval-rollout"):
+        write(run / scope / "3/1.jsonl", line(1, reward=1.0))
+    for path, found in (
+        (run, (run, "")),
+        (tmp_path, (run, "")),
+        (tmp_path / "rollout", (run, "")),
+        (run / "rollout", (run, "rollout")),
+        (run / "eval-rollout/3/1.jsonl", (run, "eval-rollout/3/1.jsonl")),
+    ):
+        assert _runs_at(path) == [found], path

@@ -124,7 +124,7 @@ def test_a_filter_finds_the_lines_for_which_it_holds(files: dict[str, list[Line]
         ("reward<high", "reward needs a number such as 0.5, or none, not 'high'"),
         ("reward~1", "reward is a number and takes <= >= != = < >"),
         ("status<failed", "status is a text and takes != !~ = ~"),
-        ("status=broken", "status is one of accepted, rejected, failed, cancelled, not 'broken'"),
+        ("status=broken", "status is one of accepted, rejected, failed, cancelled, untrained, not 'broken'"),
         ("error_kind=timeout", "error_kind is one of deadline, engine"),
         ("text=hello", "text is a full text and takes ~ !~"),
         ('text~"("', "no regular expression: missing ), unterminated subpattern at position 0. Put a backslash"),

@@ -10,7 +10,7 @@ from areal_lite.cli.main import main
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.tools.inspect.plot import means_figure
 from areal_lite.tools.sweep.seed_statistics import mean_interval
-from areal_lite.tools.sweep.sweep import Variant, results_of, run_sweep, variants_of
+from areal_lite.tools.sweep.sweep import Variant, _split, results_of, run_sweep, variants_of
 
 CONFIG = {
     "experiment_name": "exp",
@@ -81,6 +81,11 @@ def test_commas_in_brackets_and_quotes_do_not_separate_values() -> None:
     assert quoted.configs[0].workflow == "x,y.Z"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("text", ["Don't think", "[[1,2],[3,4]]", "a,,b"])
+def test_a_value_that_cannot_be_divided_is_one(text: str) -> None:
+    assert _split(text) == [text]
+
+
 def test_two_runs_never_share_a_folder() -> None:
     Path("other").mkdir()
     Path("other/a.yaml").write_text(Path("a.yaml").read_text())
@@ -105,7 +110,7 @@ def test_a_sweep_continues_with_the_runs_that_are_not_finished() -> None:
 def test_a_finished_run_of_another_config_is_not_taken_for_this_one() -> None:
     run_sweep(variants_of(["a.yaml"], [], seeds=1), Trainer())
     other = variants_of(["a.yaml"], ["trainer.total_steps=30"], seeds=1)
-    with pytest.raises(ConfigError, match=r"another config \(total_steps: 20\): choose another trial_name"):
+    with pytest.raises(ConfigError, match=r"another config \(total_steps: 20; total_steps: 30\): choose"):
         run_sweep(other, Trainer())
 
 

@@ -294,3 +294,37 @@ def test_every_setting_that_affects_weights_must_match(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_config_is_accepted(tmp_path: Path) -> None:
     check_config(tmp_path, yaml.safe_dump(CONFIG))
     assert checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "then", "now"),
+    [
+        ("rollout.rewards.weights", {"a": 1.0}, {"a": 2.0}),
+        ("rollout.rewards.key", None, "acc"),
+        ("rollout.turn_rewards", "last", "mean"),
+        ("rollout.agents.train_agents", ["a"], ["b"]),
+        ("rollout.tokenizer_path", "a", "b"),
+        ("rollout.gconfig.logit_bias", {5: -100}, {7: -100}),
+        ("rollout.gconfig.extra", {"a": 1}, {"b": 1}),
+        ("buffer_filter", None, "my.filter"),
+        ("env", "textarena:A", "textarena:B"),
+    ],
+)
+def test_what_decides_rewards_tokens_and_rows_must_match(key: str, then: Any, now: Any, tmp_path: Path) -> None:
+    def config(value: Any) -> str:
+        *sections, name = key.split(".")
+        values: dict[str, Any] = {name: value}
+        for section in reversed(sections):
+            values = {section: values}
+        return yaml.safe_dump(values)
+
+    (tmp_path / "config.yaml").write_text(config(then))
+    with pytest.raises(ConfigError, match="was made with another config: "):
+        check_config(tmp_path, config(now))
+
+
+def test_where_agents_run_may_change(tmp_path: Path) -> None:
+    agents = {"isolation": "none", "processes": 2, "sandbox": "none"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"rollout": {"agents": agents}}))
+    other = {"isolation": "process", "processes": 4, "sandbox": "bubblewrap"}
+    check_config(tmp_path, yaml.safe_dump({"rollout": {"agents": other}}))

@@ -1,4 +1,5 @@
 from __future__ import annotations
+import dataclasses
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -62,6 +63,7 @@ def test_the_gradient_of_a_pair_equals_that_of_its_sequences_alone(tiny: Path, r
     torch.manual_seed(0)
     torch.nn.init.normal_(model.score.weight)
     pair = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2])]
+    pair = [dataclasses.replace(one, token_rewards=np.ones(len(one))) for one in pair]  # which it replaces
     scorer, endings = ValueScorer(model), [ending(one) for one in pair]
     ((block,),) = plan_blocks(endings, [0, 1], max_tokens=100, balance_length=100)  # the prompt is computed once
     assert (block.sequences, block.shared, block.length) == ((0, 1), (0, 2), 5)

@@ -42,7 +42,7 @@ export async function compareView(node, state, change, runs) {
     el("div", { class: "page-head" }, el("h2", {}, "Compare"), chooser("first", first), el("span", { class: "quiet" }, "with"), chooser("second", second)),
     found.both ? null : el("p", { class: "advice" },
       "These runs share no row, so there is nothing to compare. Rows are the same if their prompts have the same tokens: compare runs with the same dataset, " +
-      "prompt and tokenizer, let both evaluate the same held-out rows (valid_dataset), or remove the filter. The curves of both are drawn together under Curves."),
+      "prompt and tokenizer, let both evaluate the same held-out rows (eval_dataset), or remove the filter. The curves of both are drawn together under Curves."),
     el("p", { class: "quiet" },
       `${count(found.both, "row")} in both: ${number(better)} better, ${number(worse)} worse in the second, mean change ${mean === null ? "–" : number(mean)}. ` +
       `Only in the first: ${number(found.only[0])}; only in the second: ${number(found.only[1])}. Rows are the same if their prompts have the same tokens. ` +

@@ -45,7 +45,8 @@ export function offlineTest(filter, keys, textOf) {
   while (filter.slice(TERM.lastIndex).trim()) {
     const begin = TERM.lastIndex;
     const match = TERM.exec(filter);
-    const key = match && keys.find((each) => each.name === match[1] || each.alias === match[1]);
+    const known = match && keys.find((each) => each.name === match[1] || each.alias === match[1]);
+    const key = known ?? (match && /^(reward|counts)\//.test(match[1]) ? { name: match[1], kind: "number" } : null);
     if (!key) {
       throw new Error(
         `filter, at '${filter.slice(begin).trim().slice(0, 80)}': an exported page takes terms joined by spaces, ` +
