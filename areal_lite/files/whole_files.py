@@ -29,7 +29,7 @@ def append_line(path: Path, line: bytes, *, fix: str = "free disk space") -> Non
         end = file.tell()
         if file.write(line) < len(line):  # half a line would make the file unreadable for good
             file.truncate(end)
-            raise OSError("the disk is full")
+            raise OSError("no room for a whole line")
 
 
 def write_whole(path: Path, content: bytes) -> None:

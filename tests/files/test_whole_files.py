@@ -90,5 +90,5 @@ for _ in range(2):
     append_line(Path(sys.argv[1]), b"123456\\n")
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "lines")], capture_output=True, text=True)
-    assert "cannot be written: the disk is full: free disk space" in done.stderr
+    assert "cannot be written: no room for a whole line: free disk space" in done.stderr
     assert (tmp_path / "lines").read_bytes() == b"123456\n"
