@@ -103,7 +103,9 @@ def test_t6_metrics_on_a_full_disk_keep_their_whole_lines(tmp_path: Path) -> Non
         writer = MetricsWriter(tmp_path)
         with (
             files_end_at(size),
-            pytest.raises(StorageError, match="(File too large|no room for a whole line).*free disk space.*resume from"),
+            pytest.raises(
+                StorageError, match="(File too large|no room for a whole line).*free disk space.*resume from"
+            ),
         ):
             for step in (2, 3):
                 writer.write(step, {"train/loss": 0.5})
