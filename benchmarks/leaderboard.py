@@ -40,10 +40,7 @@ from benchmarks.report import ROOT, Figure, make_parser, write_figures
 ROWS, ANSWERS, LEARNING_RATE = 8, 8, 3e-5
 SYSTEM = "Reply with a number only."
 HELD_OUT_SEED = 999_000_000
-OWN_SETTINGS: dict[str, dict[str, Any]] = {
-    # At 3e-5 it forgets its answers within 5 steps; 4096 tokens of its vocabulary of 262,144 take 10 GiB.
-    "Gemma-3-270M-chat": {"learning_rate": 5e-6, "max_tokens_per_microbatch": 1024},
-}
+OWN_RATES = {"Gemma-3-270M-chat": 5e-6}  # at 3e-5 it forgets its answers within 5 steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +126,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings_of(model: str) -> dict[str, Any]:
-    """Return the trainer's settings of a model's folder."""
-    return {"learning_rate": LEARNING_RATE} | OWN_SETTINGS.get(Path(model).name, {})
+def rate_of(model: str) -> float:
+    """Return the learning rate of a model's folder."""
+    return OWN_RATES.get(Path(model).name, LEARNING_RATE)
 
 
 def task_of(name: str, variant: str) -> Task:
@@ -164,7 +161,7 @@ def config_of(task: Task, seed: int, model: str, changes: dict[str, Any]) -> dic
             "eval_gconfig": {"max_new_tokens": task.new_tokens, "greedy": True},
         }
         | changes.get("rollout", {}),
-        "trainer": {"total_steps": task.steps} | settings_of(model) | changes.get("trainer", {}),
+        "trainer": {"total_steps": task.steps, "learning_rate": rate_of(model)} | changes.get("trainer", {}),
         "evaluation": {"every_steps": task.every_steps, "at_start": task.every_steps is not None},
         "checkpoint": {"every_minutes": None},
         "save_model": False,
@@ -269,9 +266,7 @@ def run_trl(task: Task, seed: int, model: str) -> None:
         {"prompt": conversation(row), "row": json.dumps(row)} for row in rows(task, seed * 1_000_000, ROWS * task.steps)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        config = trl_config(
-            folder, task.steps, settings_of(model)["learning_rate"], seed=seed, max_completion_length=task.new_tokens
-        )
+        config = trl_config(folder, task.steps, rate_of(model), seed=seed, max_completion_length=task.new_tokens)
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,

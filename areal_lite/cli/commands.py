@@ -30,7 +30,7 @@ COMMANDS = {name: Command(**row) for name, row in _TABLE.items()}
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(64, f"error: {message}. See {self.prog} --help\n".replace("?.", "?"))
+        self.exit(64, f"error: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help\n")
 
 
 def command_parser(names: Collection[str]) -> argparse.ArgumentParser:

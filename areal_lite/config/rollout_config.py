@@ -79,7 +79,7 @@ class FaultsConfig:
     min_stream_tokens_per_s: Above0 = 0.02
     """Slowest stream that is not given up, once it has begun; it may pause for request_timeout_s."""
     max_connections_per_server: Positive = 512
-    """Connection limit per server; further requests queue."""
+    """Limit of connections per server for generations; further ones queue. The control plane has its own."""
     probe_every_steps: Count = 0
     """Compare each server's log-probs of a short answer with the trainer's every so many steps, and warn of a server
     that is further away than rounding explains; 0 compares at the start only."""

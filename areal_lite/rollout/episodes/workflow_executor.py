@@ -119,16 +119,16 @@ class WorkflowExecutor:
         for index, row in enumerate(rows):
             done, name = partial(deliver, index), f"row {index}"
             made.append(self.runner.make(row, recipe, group_size, deliver=done, training=False, seed_name=name))
-        for submission in made:
-            self.enqueue(submission)
+            self.enqueue(made[-1])
         try:
             if rows:
                 await complete.wait()
         except asyncio.CancelledError:
             reason, own = "rollout_batch was cancelled", set(made)
             waiting, self._waiting_free = self._waiting_free, deque(s for s in self._waiting_free if s not in own)
-            for submission in own.intersection(waiting):
-                self.runner.end_waiting(submission, reason)
+            for submission in waiting:
+                if submission in own:
+                    self.runner.end_waiting(submission, reason)
             await self.runner.stop(made, reason)
             raise
         return [groups[index] for index in range(len(rows))]

@@ -150,7 +150,7 @@ class RunDumps:
 
     def summary(self, filter: str, expr: Expr) -> dict[str, Any]:
         """Return the run's figures; :meth:`.Dumps.summary` has the keys."""
-        state = (filter, self.index.query("SELECT count(*), max(id), (SELECT max(mtime) FROM facts) FROM episodes"))
+        state = (filter, self.index.query("SELECT count(*), max(id), (SELECT total(mtime) FROM facts) FROM episodes"))
         known, figures = self._summary
         if known != state:
             where = self._where(expr)
