@@ -8,7 +8,7 @@ model of SmolLM2-135M's shape is made. *plain*: the sequences right-padded in mi
 cap, logits of every position, torch's default AdamW. Both start from the same weights and take turns.
 
 What makes the difference: a group's prompt is computed once and padding not at all, logits only at trained positions,
-all between the matrix products in C++, fused AdamW, and freed memory that the process keeps.
+all between the matrix products in C++, fused AdamW, and freed memory that the process keeps (to a tenth of growth).
 Tried and not kept: pure bfloat16 weights, huge pages, gradients of weights in parts or of transposed copies (faster
 with one thread, slower with two).
 """

@@ -154,7 +154,7 @@ class TokenSequence:
 
     def _find_place(self) -> tuple[tuple[int, ...], int]:
         if self.place is None and self.owner is not None and (trajectory := self.owner()) is not None:
-            trajectory.find_paths()
+            _ = trajectory.turns  # sets the place
         return self.place or ((), 0)
 
     @property
@@ -252,10 +252,6 @@ class Trajectory(Recorded):
             made = self.made_turns = self.make_turns()
             self.make_turns = lambda: made  # the calls go; another thread that asks meanwhile gets the same
         return self.made_turns
-
-    def find_paths(self) -> None:
-        """Make the turns, so that every sequence knows its path even without this trajectory."""
-        self.turns  # noqa: B018
 
     def trained_versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest policy version of all trained tokens; None if unknown."""

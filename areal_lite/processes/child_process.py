@@ -145,8 +145,9 @@ class ChildProcess:
                 os.killpg(self.pid, number)
 
     def _reap(self) -> None:
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        os.killpg(self.pid, signal.SIGKILL)  # its leader is not reaped yet, so the group is there
+        with contextlib.suppress(ChildProcessError):  # a waitpid(-1) of code that shares this process was first
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            os.killpg(self.pid, signal.SIGKILL)  # its leader is not reaped yet, so the group is there
         self._process.wait()
         os.close(self._held_open)
         self._ended.set()

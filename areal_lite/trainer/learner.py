@@ -3,7 +3,6 @@
 Guarantees that a non-finite update is never applied, and that one out-of-memory error does not end the run.
 """
 
-import contextlib
 import ctypes
 import gc
 import logging
@@ -21,6 +20,7 @@ from areal_lite.models.out_of_memory import is_out_of_memory
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.models.parallel.sharding import shard
 from areal_lite.models.policy_model import resolve_dtype
+from areal_lite.trainer.machine_metrics import resident_gb
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_UPDATES = 3  # consecutive non-finite updates after which the run stops
@@ -108,8 +108,7 @@ class Learner:
         self._total_steps = total_steps
         self._device = next(module.parameters()).device
         self.dtype = resolve_dtype(config.dtype, self._device)
-        if self._device.type == "cpu":
-            _keep_freed_memory()
+        self._bound_memory = _KeptMemory().bound if self._device.type == "cpu" else bool
         total, trained = (sum(p.numel() for p in ps) for ps in (module.parameters(), self._trained()))
         self.passes = 2 + trained / total  # of both passes, in those of a forward pass; frozen weights get no gradient
         self._flops = 0.0
@@ -198,6 +197,7 @@ class Learner:
         if applied := math.isfinite(loss) and math.isfinite(grad_norm):
             self.optimizer.step()
             increment_version(parameters)  # a fused optimizer does not, and rounded copies are read from the version
+        self._bound_memory()
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         return Update(loss, grad_norm, applied)
 
@@ -219,9 +219,19 @@ class Learner:
             )
 
 
-def _keep_freed_memory() -> None:
-    """Have the C library keep what a step frees: to clear the pages of large blocks again takes a tenth of a step."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, -1)
+class _KeptMemory:
+    """Has the C library keep what a step frees: to clear the pages of large blocks again takes a tenth of a step. Small
+    blocks take places of large ones there, so all that is free goes back whenever the process has grown by a tenth."""
+
+    def __init__(self) -> None:
+        self._library, self._base_gb = ctypes.CDLL(None), 0.0
+        set_option = getattr(self._library, "mallopt", max)  # of glibc; another C library frees as it likes
+        set_option(_M_MMAP_MAX, 0)
+        set_option(_M_TRIM_THRESHOLD, -1)
+
+    def bound(self) -> None:
+        resident = resident_gb()
+        self._base_gb = self._base_gb or resident
+        if resident > 1.1 * self._base_gb:
+            getattr(self._library, "malloc_trim", bool)(0)
+            self._base_gb = 0.0  # the next update shows what it needs

@@ -9,13 +9,16 @@ import torch
 _STATM = Path("/proc/self/statm")
 
 
-def memory_metrics() -> dict[str, float]:
-    """Return ``rss_gb`` (the peak without /proc), and on a GPU ``device_gb`` and its peak since the last call."""
+def resident_gb() -> float:
+    """Return the memory of this process; without /proc its peak."""
     if _STATM.exists():
-        resident = int(_STATM.read_text().split()[1]) * resource.getpagesize()
-    else:
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    metrics = {"rss_gb": resident / 1e9}
+        return int(_STATM.read_text().split()[1]) * resource.getpagesize() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+
+
+def memory_metrics() -> dict[str, float]:
+    """Return ``rss_gb``, and on a GPU ``device_gb`` and its peak since the last call."""
+    metrics = {"rss_gb": resident_gb()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         metrics |= {
             "device_gb": torch.cuda.memory_allocated() / 1e9,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 import os
 import pickle
+import queue
 import subprocess
 import sys
 from pathlib import Path
 import pytest
-from areal_lite.processes.child_process import pickled_object
+from areal_lite.processes.child_process import ChildProcess, pickled_object
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
@@ -53,3 +54,28 @@ assert os.getcwd() == folder
 """
     words = [sys.executable, "-c", program, pickle.dumps(sent).hex(), str(Path.cwd())]
     subprocess.run(words, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+
+
+def test_a_program_whose_end_another_took_still_ends_here_with_all_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that shares this process may wait for any child, as a handler of SIGCHLD does."""
+    waitid = os.waitid
+
+    def late(*given: int) -> object:
+        os.waitpid(given[1], 0)
+        return waitid(*given)
+
+    monkeypatch.setattr(os, "waitid", late)
+    reads, writes = os.pipe()
+    ends: queue.SimpleQueue[None] = queue.SimpleQueue()
+    child = ChildProcess(
+        ["sh", "-c", "sleep 1000 &"],
+        environment={},
+        output=None,
+        pass_fds=(writes,),
+        on_end=lambda: ends.put(None),
+    )
+    os.close(writes)
+    ends.get(timeout=10)
+    assert child.wait(0) == 0
+    assert os.read(reads, 1) == b""  # only once no process holds the other end: the one in the background was killed
+    os.close(reads)

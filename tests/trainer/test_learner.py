@@ -3,6 +3,8 @@
 from __future__ import annotations
 import gc
 import math
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,7 @@ from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.errors import TrainingError
 from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.learner import Learner
+from tests.fork_server import IN_A_FORK
 
 
 def learner_of(module: nn.Module, *, max_inference_tokens: int | None = None, **changes: Any) -> Learner:
@@ -132,3 +135,31 @@ def test_the_loss_of_several_ranks_is_the_sum_and_so_are_gradients_that_are_aver
     assert update.loss == pytest.approx(2 * 3 * before)
     assert module.weight.grad is not None
     assert module.weight.grad.tolist() == [[6, 6], [6, 6]]
+
+
+FREED = f"""{IN_A_FORK}
+import torch
+from torch import nn
+from areal_lite.trainer.machine_metrics import resident_gb
+from tests.trainer.test_learner import learner_of
+def use(megabytes):
+    before = resident_gb()
+    torch.ones(2**18 * megabytes)
+    return resident_gb() - before
+module = nn.Linear(2, 2)
+learner = learner_of(module, device="cpu")
+def update():
+    before = resident_gb()
+    learner.update(lambda tokens: [0], lambda _: module(torch.ones(2)).sum())
+    return before - resident_gb()
+update()
+print(use(300), update(), use(300), update(), use(20), update(), use(400), update())
+"""
+
+
+def test_freed_memory_is_kept_until_the_process_has_grown_by_a_tenth() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    kept_a, back_a, kept_b, back_b, kept_c, back_c, kept_d, back_d = map(float, done.stdout.split())
+    assert min(kept_a, back_a, kept_b) > 0.25  # grown: all goes back, and what the next step needs is no growth
+    assert max(map(abs, (back_b, kept_c, back_c))) < 0.1
+    assert min(kept_d, back_d) > 0.05

@@ -40,8 +40,7 @@ class RequestBodyCache(NamedTuple):
             return None
         rest = body[end:].lstrip(_SPACE)
         has_more = rest.startswith(b",")
-        if has_more:
-            rest = rest[1:].lstrip(_SPACE)
+        rest = rest.removeprefix(b",").lstrip(_SPACE)
         if has_more == rest.startswith(b"]"):  # a value that goes on, or a comma too many
             return None
         return self.text[: self.start] + rest

@@ -136,7 +136,7 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
     groups = [group for group in batch if group.status is EpisodeStatus.ACCEPTED]
     for group in groups:
         for trajectory in group.trajectories:
-            trajectory.find_paths()
+            _ = trajectory.turns  # every sequence knows its path now, even without this trajectory
         missing = {
             "loss_mask": not all(trajectory.has_loss_mask for trajectory in group.trajectories),
             "rewards": any(sequence.reward is None for sequence in group.sequences),

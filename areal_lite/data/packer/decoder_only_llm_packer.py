@@ -31,9 +31,7 @@ class DecoderOnlyLLMDataPacker(DataPacker):
     def get_rollout_input(self, item: Any) -> Any:
         """Return text unchanged, a list of messages rendered by the chat template up to the start of the answer. A dict
         is returned as it is: the workflow reads its columns. ConfigError for another type, or without template."""
-        if isinstance(item, str | Mapping):
-            return item
-        return self.encoder.encode(item).text
+        return item if isinstance(item, str | Mapping) else self.encoder.encode(item).text
 
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0

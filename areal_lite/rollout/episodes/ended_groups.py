@@ -82,8 +82,7 @@ class RolloutStatistics:
 
     def discard(self, stale: Sequence[Group], *, masked_tokens: int) -> None:
         """Count what was too old for a batch: whole groups, and tokens masked in others."""
-        stale_tokens = sum(trajectory.num_sampled_tokens for g in stale for trajectory in g.trajectories)
-        self.discarded_tokens += stale_tokens + masked_tokens
+        self.discarded_tokens += masked_tokens + sum(one.num_sampled_tokens for g in stale for one in g.trajectories)
         for _ in stale:
             self._count_rejected("stale")
 

@@ -70,6 +70,4 @@ def first_token_difference(first: Record, second: Record) -> tuple[int, Token | 
 def first_text_difference(first: Record, second: Record) -> tuple[int, str, str] | None:
     """Return the first index where the texts of two records differ, and both texts; None if they are equal."""
     a, b = ("".join(turn.get("text") or "" for turn in record["turns"]) for record in (first, second))
-    if a == b:
-        return None
-    return len(commonprefix([a, b])), a, b
+    return None if a == b else (len(commonprefix([a, b])), a, b)

@@ -127,8 +127,7 @@ def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.rand
     groups: dict[str, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(sequence.group_id, []).append(index)
-    by_number = sorted(groups, key=lambda name: (len(name) if name.isdecimal() else 0, name))
-    members = [groups[name] for name in by_number]
+    members = [groups[name] for name in sorted(groups, key=lambda name: (len(name) if name.isdecimal() else 0, name))]
     shares = (
         [index for group in sorted(share) for index in members[group]]
         for share in np.array_split(rng.permutation(len(members)), count)

@@ -73,10 +73,7 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
 
     def _load(self, model_path: str) -> PackedModel:
         model = load_reward_model(
-            model_path,
-            device=self.device,
-            gradient_checkpointing=self.config.gradient_checkpointing,
-            new_head=True,
+            model_path, device=self.device, gradient_checkpointing=self.config.gradient_checkpointing, new_head=True
         )
         return ValueScorer(model)
 

@@ -66,7 +66,7 @@ def test_a_packed_group_is_dumped_like_the_group_itself(data: st.DataObject, mad
     )
     if made:  # the trainer, or a filter, has asked for turns
         for trajectory in group.trajectories:
-            trajectory.find_paths()
+            _ = trajectory.turns
     arrived, row = unpack_group(pack_group(group))
     assert text_of(arrived, row) == text_of(group, row_json(group.data))
 
