@@ -119,7 +119,8 @@ def open_run_files(config: "RunConfig | SupervisedConfig", start: Start, on_step
         )
     with ExitStack() as stack:
         if Ranks.current().rank == 0:
-            stack.enter_context(run_directory(config, fresh=start.checkpoint is None))
+            is_own = start.checkpoint is not None and run_dir.resolve() in start.checkpoint.resolve().parents
+            stack.enter_context(run_directory(config, fresh=not is_own))
             own = Incarnation(run_dir)
             tracking = stack.enter_context(start_tracking(config, run_dir, last_step=start.step))
             metrics = MetricsWriter(run_dir, last_step=start.step, tracking=tracking, on_step=on_step)
@@ -167,7 +168,7 @@ class TrainingRun(ABC, Generic[E]):
             try:
                 if self.start.evaluates:
                     self.evaluate_if_due()
-                logger.info("training step %d of %d", self.step + 1, self.total_steps)
+                logger.info("training step %d of %d", min(self.step + 1, self.total_steps), self.total_steps)
                 self.fit()
                 self.warn_of_skipped_updates()
                 model_dir = self.save_model() if self.config.save_model else None

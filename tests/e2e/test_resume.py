@@ -247,6 +247,17 @@ def test_resuming_with_other_data_or_without_a_checkpoint_is_refused(served_yaml
     checkpoint = summary.run_dir / "checkpoints" / "step_00000001"
     other = run_training(load_config(served_yaml, [*more, "trial_name=u", f"checkpoint.resume={checkpoint}"]))
     assert steps_of(other.run_dir) == [2]
+    unsaved = [
+        "trial_name=v",
+        "checkpoint={every_minutes: null}",
+        "save_model=false",
+        "trainer.total_steps=1",
+        "seed=2",
+    ]
+    kept = run_training(load_config(served_yaml, unsaved))
+    with pytest.raises(ConfigError, match="made with another config: seed was 2 and is 1"):
+        run_training(load_config(served_yaml, [*more, "trial_name=v", f"checkpoint.resume={checkpoint}"]))
+    assert steps_of(kept.run_dir) == [0, 1, 1]
     whole = checkpoint / "policy" / "model"
     assert AutoTokenizer.from_pretrained(whole).encode("a b") == AutoTokenizer.from_pretrained(
         load_config(served_yaml).model_path

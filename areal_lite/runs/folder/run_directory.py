@@ -24,9 +24,9 @@ SKIPPED_UPDATES = "skipped_updates.jsonl"
 def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True) -> Iterator[Path]:
     """Make the run's folder, lock it while the context lasts, and save the config in it.
 
-    With ``fresh`` (the run starts at step 0), a folder with metrics of another training run is refused, unless that run
-    made no step, or had this config and made no checkpoint; then its metrics are removed. Without ``trains``, the
-    config that a training run saved there stays."""
+    With ``fresh`` (no checkpoint of this folder is resumed), a folder with metrics of another training run is refused,
+    unless that run made no step, or had this config and made no checkpoint; then its metrics are removed. Without
+    ``trains``, the config that a training run saved there stays."""
     path = config.run_dir
     with storing(f"the run directory {path}", "set fileroot to a writable folder"):
         path.mkdir(parents=True, exist_ok=True)

@@ -13,24 +13,17 @@ however many turns of that index its tree has.
 import torch
 from torch import Tensor
 from torch.nn.functional import hardshrink
-from areal_lite.errors import ConfigError
+from areal_lite.config.schema import Above0, Share
 from areal_lite.trainer.estimators.inputs import Estimate, Estimator, EstimatorInputs, Grouping, whiten
 
 ENERGY_FLOOR = 1e-8  # added to the sum of weights at a position, as in verl
 STD_FLOOR = 1e-6  # added to a group's standard deviation, as in verl
 
 
-def check_discount(discount: float, unit: str) -> None:
-    """Raise a ConfigError unless the discount per ``unit`` (token, turn) lies in 0 to 1."""
-    if not 0 <= discount <= 1:
-        raise ConfigError(f"trainer.advantage_kwargs: the discount per {unit} is {discount}: use 0 to 1")
-
-
 def discounted_sums(values: Tensor, episodes: Tensor, discount: float) -> Tensor:
     """Return each token's value ``[T]`` plus the discounted values after it in its episode. Each pass doubles the reach
     of a sum, so an episode of ``L`` tokens takes ``log2(L)`` passes, and rounding errors grow with that many additions.
     Values ``[1, 1, 1, 5]`` of episodes ``[0, 0, 0, 1]`` with a discount of 0.5 give ``[1.75, 1.5, 1, 5]``."""
-    check_discount(discount, "token")
     sums = values.clone()
     longest = int(torch.bincount(episodes).max()) if len(episodes) else 0
     reach = 1
@@ -42,7 +35,7 @@ def discounted_sums(values: Tensor, episodes: Tensor, discount: float) -> Tensor
     return sums
 
 
-def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
+def gae(inputs: EstimatorInputs, *, gamma: Share = 1.0, lam: Share = 1.0) -> Estimate:
     """Return generalized advantages, whitened over the batch; returns are values plus unwhitened advantages. ``gamma``
     discounts per token; ``lam`` 0 trusts the critic after one token, 1 the rewards to the end. The order of a fork's
     branches counts: each continues with the value and rewards of the next. Source: arXiv:1506.02438."""
@@ -54,13 +47,13 @@ def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Est
     return Estimate(whiten(advantages), advantages + values)
 
 
-def reinforce(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Estimate:
+def reinforce(inputs: EstimatorInputs, *, gamma: Share = 1.0) -> Estimate:
     """Return the returns, discounted by ``gamma`` per token. Source: Williams (1992)."""
     returns = discounted_sums(inputs.token_rewards, inputs.episodes, gamma)
     return Estimate(returns, returns)
 
 
-def reinforce_plus_plus(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Estimate:
+def reinforce_plus_plus(inputs: EstimatorInputs, *, gamma: Share = 1.0) -> Estimate:
     """Return the returns, discounted by ``gamma`` per token and whitened over the batch. Source: arXiv:2501.03262."""
     returns = discounted_sums(inputs.token_rewards, inputs.episodes, gamma)
     return Estimate(whiten(returns), returns)
@@ -148,7 +141,7 @@ def opo(inputs: EstimatorInputs) -> Estimate:
     return Estimate(inputs.per_token(inputs.groups().centred(inputs.episode_rewards(), inputs.lengths())))
 
 
-def gpg(inputs: EstimatorInputs, *, f_norm: float = 1.0) -> Estimate:
+def gpg(inputs: EstimatorInputs, *, f_norm: Above0 = 1.0) -> Estimate:
     """Return centred rewards times episodes / episodes with a nonzero reward, as in verl, divided by ``f_norm``. The
     paper also leaves out groups whose answers are all right. Source: arXiv:2504.02546."""
     rewards = inputs.episode_rewards()
@@ -176,11 +169,10 @@ def turn_grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimat
     return _compare(inputs, inputs.turn_rewards(), divide_by_std=divide_by_std)
 
 
-def turn_returns(inputs: EstimatorInputs, *, gamma: float = 1.0, divide_by_std: bool = True) -> Estimate:
+def turn_returns(inputs: EstimatorInputs, *, gamma: Share = 1.0, divide_by_std: bool = True) -> Estimate:
     """Return each turn's discounted return minus the group's baseline at its index, as :func:`turn_grpo` does. The
     return of a turn is its reward plus ``gamma`` times the mean return of its children: a turn that was continued in
     several ways was still one decision. Source: GTPO (arXiv:2511.14846); the mean over continuations is ours."""
-    check_discount(gamma, "turn")
     turns, returns = inputs.needed("turns"), inputs.turn_rewards()
     has_parent = turns.parents >= 0
     num_children = torch.bincount(turns.parents[has_parent], minlength=len(returns)).clamp(min=1)

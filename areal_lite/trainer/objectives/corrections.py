@@ -9,8 +9,10 @@ Evolves", arXiv:2510.18855); rejection options named as in verl.
 """
 
 import math
+from functools import partial
 import torch
 from torch import Tensor
+from areal_lite.config.schema import AtLeast0, checked
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import episode_max, episode_mean, episode_sum, token_weights
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio, kl_penalty
@@ -70,6 +72,7 @@ def drifted_episodes(
     return (advantages < 0) & (episode_mean(behaviour - policy, episodes) > max_kl)
 
 
+_number = partial(checked, annotation=AtLeast0, where="a rejection bound")
 _EPISODE_LEVELS = {"seq_sum": episode_sum, "seq_mean": episode_mean, "seq_max": episode_max}
 
 
@@ -85,16 +88,9 @@ def _measure(name: str, proximal: Tensor, behaviour: Tensor, episodes: Tensor) -
 
 
 def _ratio_bounds(text: str) -> tuple[float, float]:
-    lower, joint, upper = text.partition("_")
-    if not joint or not 0 < _number(lower) <= _number(upper):
+    lower, _, upper = text.partition("_")
+    if not 0 < _number(lower) <= _number(upper or 0):
         raise ConfigError(
             f"rejection bound {text!r} of a k1 option: give the bounds of the ratio as lower_upper, such as 0.5_2.0"
         )
     return math.log(_number(lower)), math.log(_number(upper))
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"rejection bound {text!r} is not a number") from None

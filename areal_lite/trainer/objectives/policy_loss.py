@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 import torch
 from torch import Tensor
+from areal_lite.config.schema import Above0, Above1, AtLeast0, Share
 from areal_lite.config.trainer_config import AggregationMode
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import LossTerms, episode_mean, episode_sum
@@ -59,14 +60,16 @@ def aggregation_of(loss: str, configured: AggregationMode | None = None, *, wher
 
 
 def ppo(
-    inputs: PolicyInputs, *, clip_eps: float = 0.2, clip_eps_high: float | None = None, dual_clip: float | None = None
+    inputs: PolicyInputs,
+    *,
+    clip_eps: AtLeast0 = 0.2,
+    clip_eps_high: AtLeast0 | None = None,
+    dual_clip: Above1 | None = None,
 ) -> LossTerms:
     """Return PPO's clipped loss: the larger of the losses with the free and with the clipped ratio, ``1 +- clip_eps``.
     ``clip_eps_high`` is another upper half-width (clip-higher, DAPO, arXiv:2503.14476); ``dual_clip``, above 1, caps
     the ratio of tokens with a negative advantage (arXiv:1912.09729). Source: PPO (arXiv:1707.06347); around the
     proximal policy: arXiv:2110.00641 and AReaL (arXiv:2505.24298)."""
-    if dual_clip is not None and dual_clip <= 1:
-        raise ConfigError(f"dual_clip is {dual_clip}: it caps ratios above 1 and must exceed 1; 3 is usual")
     advantages = inputs.advantages
     losses, clipped = _clipped_losses(inputs.log_ratio.exp(), advantages, clip_eps, clip_eps_high)
     shares = _sides(clipped, above=advantages > 0)
@@ -78,7 +81,7 @@ def ppo(
     return LossTerms(losses, _statistics(inputs, **shares, clip_fraction_lower=capped))
 
 
-def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float | None = 4e-4) -> LossTerms:
+def gspo(inputs: PolicyInputs, *, clip_eps: AtLeast0 = 3e-4, clip_eps_high: AtLeast0 | None = 4e-4) -> LossTerms:
     """Return the clipped loss with one ratio per episode, the geometric mean of its tokens'. Each token has its own
     gradient of it, so advantages may differ along an episode (GSPO-token). Source: GSPO (arXiv:2507.18071)."""
     log_mean = episode_mean(inputs.log_ratio.detach(), inputs.episodes) + (inputs.policy - inputs.policy.detach())
@@ -87,7 +90,7 @@ def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float |
     return LossTerms(losses, _statistics(inputs, **_sides(clipped, above=inputs.advantages > 0)))
 
 
-def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | None = None) -> LossTerms:
+def gmpo(inputs: PolicyInputs, *, clip_eps: AtLeast0 = 0.4, clip_eps_high: AtLeast0 | None = None) -> LossTerms:
     """Return the episode's ``-A * ratio`` at each of its tokens; the ratio is a geometric mean of clipped ratios.
     Clipping is per token, to log-ratios of ``-clip_eps`` to ``clip_eps_high`` nats, on the side that the advantage
     pushes towards. ``A`` is the episode's mean advantage. Source: GMPO (arXiv:2507.20673)."""
@@ -101,7 +104,7 @@ def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | 
     return LossTerms(losses, _statistics(inputs, **_sides(clipped, above=sign > 0)))
 
 
-def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float | None = 0.28) -> LossTerms:
+def cispo(inputs: PolicyInputs, *, clip_eps: AtLeast0 = 1.0, clip_eps_high: AtLeast0 | None = 0.28) -> LossTerms:
     """Return ``-clip(ratio) * A * log p`` without gradient through the ratio: clipped tokens still train. A
     ``clip_eps`` of 1 leaves ratios below 1 unclipped. Source: CISPO, MiniMax-M1 (arXiv:2506.13585)."""
     ratio = inputs.log_ratio.detach().exp()
@@ -110,7 +113,7 @@ def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float |
     return LossTerms(losses, _statistics(inputs, **_sides(clipped != ratio, above=ratio > 1)))
 
 
-def sapo(inputs: PolicyInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossTerms:
+def sapo(inputs: PolicyInputs, *, tau_positive: Above0 = 1.0, tau_negative: Above0 = 1.05) -> LossTerms:
     """Return ``-A * (4 / tau) * sigmoid(tau * (ratio - 1))``: a smooth gate instead of a clip; its steepness ``tau``
     depends on the sign of the advantage. Source: SAPO (arXiv:2511.20347)."""
     advantages = inputs.advantages
@@ -127,9 +130,9 @@ def reinforce(inputs: PolicyInputs) -> LossTerms:
 def clip_cov(
     inputs: PolicyInputs,
     *,
-    clip_eps: float = 0.2,
-    clip_eps_high: float | None = None,
-    token_share: float = 2e-4,
+    clip_eps: AtLeast0 = 0.2,
+    clip_eps_high: AtLeast0 | None = None,
+    token_share: Share = 2e-4,
     min_covariance: float = 1.0,
     max_covariance: float = 5.0,
 ) -> LossTerms:
@@ -147,7 +150,7 @@ def clip_cov(
     return LossTerms(losses, _statistics(inputs, clip_fraction=dropped), dropped)
 
 
-def kl_cov(inputs: PolicyInputs, *, token_share: float = 2e-4, kl_coef: float = 1.0) -> LossTerms:
+def kl_cov(inputs: PolicyInputs, *, token_share: Share = 2e-4, kl_coef: AtLeast0 = 1.0) -> LossTerms:
     """Return ``-A * ratio``, plus ``kl_coef * |log ratio|`` for the ``token_share`` (at least one token) of the
     minibatch with the highest covariance. Source: KL-Cov (arXiv:2505.22617)."""
     log_ratio = inputs.log_ratio
@@ -159,7 +162,7 @@ def kl_cov(inputs: PolicyInputs, *, token_share: float = 2e-4, kl_coef: float = 
     return LossTerms(losses, _statistics(inputs), penalised)
 
 
-def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
+def m2po(inputs: PolicyInputs, *, max_second_moment: AtLeast0 = 0.04) -> LossTerms:
     """Return ``-A * ratio`` without the tokens whose log-prob changed most since they were sampled: those of the
     largest ``|policy - behaviour|`` are dropped until the mean square of the rest (nats squared) is at most
     ``max_second_moment``. Source: M2PO (arXiv:2510.01161)."""
@@ -179,8 +182,6 @@ POLICY_LOSSES: dict[str, Callable[..., LossTerms]] = {
 
 
 def _clip(ratio: Tensor, eps: float, eps_high: float | None) -> Tensor:
-    if eps < 0 or (eps_high is not None and eps_high < 0):
-        raise ConfigError(f"trainer.loss_kwargs: clip_eps {eps} and clip_eps_high {eps_high} must not be below 0")
     return ratio.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high))
 
 

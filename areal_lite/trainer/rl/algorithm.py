@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from areal_lite.config.dotted_path import load_object
+from areal_lite.config.schema import checked
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError, did_you_mean
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
@@ -285,16 +286,18 @@ def chosen_function(
     """Return the function ``name`` of the table or at that dotted path, with its keyword arguments ``options`` filled
     in. The config keys ``where`` and ``{where}_kwargs`` named them, for errors."""
     function = table.get(name) or _own_function(table, name, where)
-    kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
-    known = [option for option, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]
+    parameters = inspect.signature(function, eval_str=name in table).parameters
+    known = {p.name: p.annotation for p in parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
     for option in options:
-        if option in known or Parameter.VAR_KEYWORD in kinds.values():
+        if option in known or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
             continue
-        if option in kinds:
+        if option in parameters:
             raise ConfigError(
                 f"{where}_kwargs: argument {option!r} of {name!r} must be keyword-only: write a * before it"
             )
         raise ConfigError(f"{where}_kwargs: {name!r} has no argument {option!r}; it has {', '.join(known) or 'none'}")
+    if name in table:
+        options = {key: checked(value, known[key], f"{where}_kwargs.{key}") for key, value in options.items()}
     return partial(function, **options)
 
 

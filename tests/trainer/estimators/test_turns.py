@@ -199,10 +199,3 @@ def test_missing_turn_rewards_are_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match="the estimator needs the rewards of turns"):
         run(name, step)
     assert name in COMPARES_GROUP
-
-
-@pytest.mark.parametrize("gamma", [-0.1, 1.5])
-def test_a_turn_discount_must_be_between_0_and_1(gamma: float) -> None:
-    step = make_turn_step([("a", line(1)), ("a", line(0))])
-    with pytest.raises(ConfigError, match=f"the discount per turn is {gamma}: use 0 to 1"):
-        run("turn_returns", step, gamma=gamma)

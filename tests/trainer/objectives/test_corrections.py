@@ -137,7 +137,10 @@ def test_a_token_with_a_nan_log_prob_is_rejected(option: str, bounds: str) -> No
         ("seq_max_k1", "0.5_2", "seq_max_k1' does not exist"),
         ("token_k1", "2.0", "bound '2.0' of a k1 option: give the bounds of the ratio as lower_upper"),
         ("token_k1", "2_0.5", "bound '2_0.5' of a k1 option"),
-        ("token_k2", "much", "bound 'much' is not a number"),
+        ("token_k2", "much", "a rejection bound is 'much': it must be a valid number"),
+        ("token_k3", "-1", "a rejection bound is '-1': it must be greater than or equal to 0"),
+        ("token_k2", "nan", "a rejection bound is 'nan': it must be a finite number"),
+        ("token_k1", "0.5_nan", "it must be a finite number"),
         ("token_k2,token_k3", "0.1", "has 2 options, '0.1' 1 bounds: give one bound per option"),
     ],
 )

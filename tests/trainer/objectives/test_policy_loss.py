@@ -402,12 +402,9 @@ def test_m2po_keeps_a_token_at_the_bound() -> None:
     assert m2po(small([0.5]), max_second_moment=0.25).statistics["clip_fraction"].tolist() == [0]
 
 
-def test_a_band_may_have_no_width_but_not_less() -> None:
+def test_a_band_may_have_no_width() -> None:
     data = small([0.5, -0.5], advantages=[1.0, -1.0])
     assert ppo(data, clip_eps=0.0, clip_eps_high=0.0).losses.tolist() == [-1.0, 1.0]
-    for settings in ({"clip_eps": -0.1, "clip_eps_high": 0.1}, {"clip_eps": 0.1, "clip_eps_high": -0.1}):
-        with pytest.raises(ConfigError, match="must not be below 0"):
-            ppo(data, **settings)
 
 
 def test_m2po_drops_nan_tokens_and_keeps_the_rest() -> None:
@@ -513,8 +510,3 @@ def test_losses_of_episodes_average_over_episodes() -> None:
     assert aggregation_of("gspo", EPISODE_MEAN, where="w") is EPISODE_MEAN
     with pytest.raises(ConfigError, match=r"actor\.aggregation is token-mean: gspo has one ratio per episode"):
         aggregation_of("gspo", TOKEN_MEAN, where="actor.aggregation")
-
-
-def test_a_dual_clip_without_effect_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="dual_clip is 1.0: .* must exceed 1"):
-        ppo(small([0.0]), dual_clip=1.0)
