@@ -139,8 +139,7 @@ class AgentWorkflow(RolloutWorkflow):
 
     async def load_renderer(self) -> ChatRenderer:
         """Return :attr:`renderer`, loaded on the first call."""
-        path = self._config.tokenizer_path
-        if path is None:
+        if (path := self._config.tokenizer_path) is None:
             raise ConfigError(
                 "rollout.tokenizer_path is null: an agent's messages need a tokenizer; name the folder of the "
                 "served model's tokenizer"

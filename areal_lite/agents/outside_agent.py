@@ -80,8 +80,7 @@ class SessionDesk(AgentService):
         return offer
 
     def _end(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
-        reward = self._rewards.get(key)
-        if reward is None or reward.done():
+        if (reward := self._rewards.get(key)) is None or reward.done():
             raise RequestError("no session has this key: it has ended, or its deadline is over", status=410)
         match body:
             case {"reward": value}:

@@ -27,7 +27,6 @@ __all__ = [
     "RolloutDataSource", "RolloutDataSourceWithBuffer", "SFTDataset", "Sample", "SourceSettings", "load_rows",
     "load_tokenizer", "training_batch",
 ]  # fmt: skip
-
 _MODULES = {
     "DataPacker": "packer.data_packer",
     "DataProto": "batch.data_proto",

@@ -26,6 +26,7 @@ from areal_lite.trainer.metrics import MetricsWriter, OnStep
 if TYPE_CHECKING:
     from areal_lite.runs.training_run import Summary
 
+logger = logging.getLogger(__name__)
 _ENVIRONMENT_SIZE = 500  # default number of rows of an environment
 
 
@@ -126,9 +127,6 @@ def _row_seeds(config: DatasetConfig) -> range:
     if config.max_samples is not None and not config.shuffle:
         size = min(size, config.max_samples)
     return range(seed, seed + size)
-
-
-logger = logging.getLogger(__name__)
 
 
 def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Group]:

@@ -41,7 +41,6 @@ from areal_lite.trainer.rl.token_facts import facts_writer
 from areal_lite.trainer.seeding import trainer_threads
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
@@ -197,7 +196,7 @@ def run_rl(
         trainer, started = load(), time.monotonic()
         dtype = getattr(torch, config.server.dtype)
         way = broadcast_json(driver and driver.engine.config.weight_update)  # nodes may need another one
-        rollout = replace(config.rollout, weight_update=way)
+        rollout, enter = replace(config.rollout, weight_update=way), stack.enter_context
         return make_run(
             config=config,
             files=files,
@@ -208,13 +207,9 @@ def run_rl(
             dtype=dtype,
             started=started,
             driver=driver,
-            publish_version=stack.enter_context(
-                weight_publisher(rollout, trainer.model, files.run_dir / "weights", dtype)
-            ),
-            older=stack.enter_context(
-                older_policy(config, driver.engine if driver is not None else None, trainer.model, files.run_dir, dtype)
-            ),
-            profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
+            publish_version=enter(weight_publisher(rollout, trainer.model, files.run_dir / "weights", dtype)),
+            older=enter(older_policy(config, driver.engine if driver else None, trainer.model, files.run_dir, dtype)),
+            profiler=enter(StepProfiler(config.profile_steps, files.run_dir / "profile")),
             snapshots=MemorySnapshots(config.memory_snapshot_steps, files.run_dir / "memory"),
         ).run()
 

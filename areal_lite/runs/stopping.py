@@ -13,15 +13,13 @@ _VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
 )
+_signal = 0  # the first signal that asked this process, or a rank it trains with, to stop
+_finishing = 0
+work_left: Callable[[], Sequence[str]] = tuple  # returns what a stop of this process waits for, in order and in words
 
 
 class Stopped(KeyboardInterrupt):
     """SIGINT or SIGTERM asked the command to stop."""
-
-
-_signal = 0  # the first signal that asked this process, or a rank it trains with, to stop
-_finishing = 0
-work_left: Callable[[], Sequence[str]] = tuple  # returns what a stop of this process waits for, in order and in words
 
 
 @contextmanager
@@ -92,8 +90,7 @@ def expires_soon(
 ) -> bool:
     """Return whether to save now, because the machine may be reclaimed during the next step. A run saves once in that
     window before the machine expires, and not after it. Times are in seconds since the epoch."""
-    name = next((name for name in _VARIABLES if environment.get(name)), None)
-    if name is None:
+    if (name := next((name for name in _VARIABLES if environment.get(name)), None)) is None:
         return False
     try:
         expires = float(environment[name])

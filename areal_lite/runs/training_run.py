@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from areal_lite.config.supervised_config import SupervisedConfig
 
 logger = logging.getLogger(__name__)
+E = TypeVar("E")
+C = TypeVar("C", bound="RunConfig | SupervisedConfig")
 
 
 class StepMetrics(dict[str, float]):
@@ -45,10 +47,6 @@ class StepMetrics(dict[str, float]):
 
     top_cause: str = ""
     total_steps: int | None = None
-
-
-E = TypeVar("E")
-C = TypeVar("C", bound="RunConfig | SupervisedConfig")
 
 
 @dataclass(frozen=True, kw_only=True)

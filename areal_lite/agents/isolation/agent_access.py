@@ -31,8 +31,6 @@ from areal_lite.processes.sandbox import ProcessLimits, boxed
 
 KEPT_BYTES = 64 * 1024
 """Bytes kept of each output, the last ones."""
-
-
 _variables: ContextVar[Mapping[str, str]] = ContextVar("areal_lite_environ", default=MappingProxyType({}))
 
 

@@ -12,7 +12,6 @@ from areal_lite.api.shared_resources import SharedResources
 from areal_lite.processes.user_code import place_of
 
 logger = logging.getLogger(__name__)
-
 GRACE_S = 2.0
 """Seconds a thread may take to end after its cancellation, before it is left behind."""
 

@@ -27,7 +27,6 @@ from typing import Any
 import uvloop
 
 logger = logging.getLogger(__name__)
-
 _LOOKS = 50  # at most, until the kernel has freed what was killed
 _ended: set[bytes] = set()  # marks of ended episodes whose processes have not been looked for
 _named: set[str] = set()  # programs that were warned of

@@ -231,7 +231,6 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "fenced_json": ToolFormat(fenced_json, ("```",), bare_json=True),
 }
 """Formats by the names of ``rollout.agents.tool_parser``."""
-
 _SIGNS = (
     ("deepseek", (_DEEPSEEK_CALL,)),
     ("mistral", ("[TOOL_CALLS]",)),

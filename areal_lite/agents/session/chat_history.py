@@ -33,7 +33,6 @@ from areal_lite.api.interaction import InteractionWithTokenLogpReward
 
 Style = Literal["individual", "concat"]
 Interactions = dict[str, InteractionWithTokenLogpReward]
-
 _CONVERSATIONS_KEPT = 8
 
 
@@ -150,8 +149,7 @@ class ChatHistory:
         root, conversation = request.render_key, request.conversation
         path: list[Hashable] = conversation.path.copy() if conversation.path[:1] == [root] else [root]
         for key in conversation.keys[len(path) - 1 :]:
-            node = self._nodes.get((path[-1], key))
-            if node is None:
+            if (node := self._nodes.get((path[-1], key))) is None:
                 if not grows:
                     break
                 node = self._nodes[path[-1], key] = len(self._nodes)

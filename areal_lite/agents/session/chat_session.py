@@ -36,12 +36,12 @@ from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError
 
 logger = logging.getLogger(__name__)
-
 OnText = Callable[[int, Piece], None]
 CUT = ("length", "abort")
 """Stop reasons of answers that the model did not end."""
 SETTLE_S = 2.0
 """Seconds that an episode's end waits for answers whose clients have left."""
+_NAME_WORDS, _NAME_CHARACTERS = 6, 60
 
 
 class _Prompt(NamedTuple):
@@ -285,9 +285,6 @@ def _extended(parent: InteractionWithTokenLogpReward | None, new: Rendered, is_f
     before = parent.model_response
     images = before.images + tuple(span.moved(before.input_len + before.output_len) for span in new.images)
     return _Prompt(before.prompt.extended(before.output_tokens + new.ids), images, parent, is_fork)
-
-
-_NAME_WORDS, _NAME_CHARACTERS = 6, 60
 
 
 class AgentNames:

@@ -13,7 +13,6 @@ from areal_lite.agents.session.request_fields import RequestError, short, wrong
 from areal_lite.config.generation import GenerationHyperparameters
 
 logger = logging.getLogger(__name__)
-
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 READ_ELSEWHERE = {

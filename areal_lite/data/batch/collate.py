@@ -18,8 +18,7 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise ValueError("there are no rows to collate: give at least one")
     columns: dict[str, Any] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
-        missing = [number for number, row in enumerate(rows) if key not in row]
-        if missing:
+        if missing := [number for number, row in enumerate(rows) if key not in row]:
             raise ConfigError(
                 f"rows {missing[:8]} of {len(rows)} have no {key!r}: give all rows the same keys (None for missing)"
             )

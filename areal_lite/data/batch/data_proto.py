@@ -16,6 +16,8 @@ from torch import Tensor
 _DICTS = ("batch", "non_tensor_batch", "meta_info")
 ObjectArray = NDArray[np.object_]
 """``[B]`` of dtype object: one Python value per row, of any type."""
+Items = slice | Sequence[int] | Sequence[bool] | NDArray[np.integer | np.bool_] | Tensor
+"""Item selection: a slice, item numbers (negative ones count from the end), or a mask ``[B]``."""
 
 
 def object_array(values: Iterable[Any]) -> ObjectArray:
@@ -31,10 +33,6 @@ def form_of(value: Any) -> str:
         return f"an array of dtype {value.dtype} and shape {list(value.shape)}"
     name = type(value).__name__
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
-
-
-Items = slice | Sequence[int] | Sequence[bool] | NDArray[np.integer | np.bool_] | Tensor
-"""Item selection: a slice, item numbers (negative ones count from the end), or a mask ``[B]``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ Message = Mapping[str, Any]
 """``role`` and ``content``; also ``tool_calls``, ``reasoning_content``, ... if the template supports them."""
 PROBE = "probe-of-the-end-mark"
 EndOfTurn = Literal["end_mark", "next_role"]
+_CALL = {"id": "probe0001", "type": "function", "function": {"name": PROBE, "arguments": {}}}
 
 
 class TemplateError(ConfigError):
@@ -116,9 +117,6 @@ class ChatTemplate:
         return EndMark(text, "", True, after_calls)
 
 
-_CALL = {"id": "probe0001", "type": "function", "function": {"name": PROBE, "arguments": {}}}
-
-
 class EndMark(NamedTuple):
     """The end that a template writes after an answer."""
 
@@ -171,8 +169,7 @@ def turn_end(tokenizer: Any, written: str, mark: EndMark | None) -> tuple[int, b
     if not (last := mark.text):
         return len(written), False
     if last not in written:
-        special = _special_tokens(tokenizer, written)
-        if not special:
+        if not (special := _special_tokens(tokenizer, written)):
             return len(written), False
         last = eos if (eos := tokenizer.eos_token) in special else special[-1]
     return written.rindex(last) + len(last), True

@@ -76,7 +76,6 @@ _packers: dict[str, str | type[DataPacker]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"), _DECODER_ONLY),
     "qwen2_5_vl": "areal_lite.data.vision.qwen2_5_vlm_packer.Qwen2_5_VLM_DataPacker",
 }
-
 PackerClass = TypeVar("PackerClass", bound=type[DataPacker])
 
 
@@ -85,8 +84,7 @@ def register_data_packer(*model_types: str) -> Callable[[PackerClass], PackerCla
 
     def register(packer: PackerClass) -> PackerClass:
         for model_type in model_types:
-            other = _packers.get(model_type, packer)
-            if other is not packer:
+            if (other := _packers.get(model_type, packer)) is not packer:
                 name = other if isinstance(other, str) else other.__name__
                 raise ConfigError(
                     f"model type {model_type!r} has the packer {name} already: name yours in the YAML, "

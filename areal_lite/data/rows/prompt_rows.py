@@ -89,8 +89,7 @@ class PromptRows(Dataset[Any]):
         """Return the rows that pass the config's filter; the others are counted in ``dropped``."""
         if not self.config.filter_overlong_prompts:
             return rows
-        limit = self.config.max_prompt_length
-        if limit is None:
+        if (limit := self.config.max_prompt_length) is None:
             raise ConfigError("filter_overlong_prompts is set, but max_prompt_length is not: set it as well")
         encoder, where = self._encoder("filter_overlong_prompts"), f"dataset {self.config.path}"
         measure = functools.partial(_reason_to_drop, encoder, limit, where)
@@ -199,8 +198,7 @@ class DynamicGenRows(PromptRows):
         for number, row in enumerate(rows, 1):
             if row.keys() != columns:
                 raise different_columns(str(self.config.path), columns, f"{where}, row {number}", row)
-        if rows:
-            self.rows.generated.extend(self.without_overlong(rows))
+        self.rows.generated.extend(self.without_overlong(rows))
 
 
 class _GrowingRows(Sequence[Row]):

@@ -219,9 +219,8 @@ def _joined(parts: Sequence[tuple[str, datasets.Dataset]]) -> datasets.Dataset:
                 ) from error
             schema = schema.set(place, wider)
     features = datasets.Features.from_arrow_schema(schema)
-    tables = (rows for _, rows in parts)
     return datasets.concatenate_datasets(
-        [rows if rows.features == features else rows.cast(features) for rows in tables]
+        [rows if rows.features == features else rows.cast(features) for _, rows in parts]
     )
 
 

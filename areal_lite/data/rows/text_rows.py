@@ -114,8 +114,7 @@ def _columns(files: Sequence[Path]) -> dict[str, _Column]:
 
 def _add_value(columns: dict[str, _Column], name: str, value: Any, where: str) -> None:
     kind, type_ = kind_of(value), _type(value)
-    column = columns.get(name)
-    if column is None or column.kind == "null":
+    if (column := columns.get(name)) is None or column.kind == "null":
         columns[name] = _Column(kind, type_, where)
     elif kind not in ("null", column.kind):
         raise ConfigError(

@@ -107,8 +107,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             )
         for index, group in enumerate(taken):
             self._check_group(index, group)  # a filter may have changed it
-        deleted = known - {id(group) for group in left} - chosen
-        if deleted:
+        if deleted := known - {id(group) for group in left} - chosen:
             self.dropped["the buffer filter deleted it"] += len(deleted)
         gone = chosen | deleted
         self.buffer = [group for group in self.buffer if id(group) not in gone]

@@ -246,8 +246,7 @@ def _end_owed(owed: dict[int, SampleGroup], group: SampleGroup) -> bool:
 
 def group_index_of(group: SampleGroup) -> int:
     """Return the number of a group of a data source."""
-    index = group[0].group_index
-    if not isinstance(index, int):
+    if not isinstance(index := group[0].group_index, int):
         raise ValueError(f"the group of {group[0]!r} is not numbered: it does not come from a data source")
     return index
 

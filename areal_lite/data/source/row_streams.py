@@ -132,8 +132,7 @@ class DatasetRows(RowStream):
 
     def state_dict(self) -> dict[str, Any]:
         state = getattr(self.dataset, "state_dict", None)
-        saved = {"epoch_size": len(self._order), "dataset": state() if callable(state) else None}
-        return super().state_dict() | saved
+        return super().state_dict() | {"epoch_size": len(self._order), "dataset": state() if callable(state) else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to the position of ``state``; the epoch has the rows that it began with."""

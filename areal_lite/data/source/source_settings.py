@@ -12,7 +12,6 @@ from areal_lite.errors import ConfigError
 
 SampleGroup = list[Sample]
 """The samples of one dataset row: slime's view of a :class:`~areal_lite.api.trajectory.Group`."""
-
 BufferFilter = Callable[[Any, int | None, list[SampleGroup], int], list[SampleGroup]]
 """``filter(source, rollout_id, buffer, num_samples)`` returns at most ``num_samples`` groups of ``buffer``.
 

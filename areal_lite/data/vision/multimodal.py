@@ -40,8 +40,7 @@ class MultimodalEncoder(PromptEncoder):
         return build_messages(row, self.config)
 
     def tokenized(self, row: Mapping[str, Any], messages: list[dict[str, Any]], text: str) -> EncodedPrompt:
-        data = load_media(messages, row, self.config)
-        if not data:
+        if not (data := load_media(messages, row, self.config)):
             return super().tokenized(row, messages, text)
         inputs = processor_inputs(self.processor, text, data)
         ids = inputs.pop("input_ids")[0].tolist()

@@ -44,8 +44,7 @@ def find_start(config: _Config, total_steps: int) -> Start:
     from areal_lite.trainer.checkpoint.checkpoint import check_config, checkpoint_step, find_checkpoint
 
     run_dir = config.run_dir
-    checkpoint = find_checkpoint(run_dir / CHECKPOINTS, config.checkpoint.resume)
-    if checkpoint is None:
+    if (checkpoint := find_checkpoint(run_dir / CHECKPOINTS, config.checkpoint.resume)) is None:
         return Start(evaluates=not isinstance(config, RunConfig) or config.evaluation.at_start)
     check_config(checkpoint, dump_config(config))
     step = checkpoint_step(checkpoint)
@@ -62,8 +61,7 @@ def resume_hint(run_dir: Path) -> str:
     """Return which checkpoint a failed run can be resumed from."""
     from areal_lite.trainer.checkpoint.checkpoint import find_checkpoint
 
-    last = find_checkpoint(run_dir / CHECKPOINTS, "auto")
-    if last is None:
+    if (last := find_checkpoint(run_dir / CHECKPOINTS, "auto")) is None:
         return "there is no checkpoint to resume from: set checkpoint.every_minutes or every_steps to make them"
     return f"the last good checkpoint is {last}"
 

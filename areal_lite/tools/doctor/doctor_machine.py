@@ -91,8 +91,7 @@ def devices() -> Findings:
         yield ok("no GPU: server and trainer run on the CPU")
         if not has_bfloat16():
             yield ok("the CPU has no instructions for bfloat16: dtype auto is float32")
-            return
-        if find_compiler() is None:
+        elif find_compiler() is None:
             yield warning(
                 "there is no C++ compiler: in bfloat16 the embedded server takes up to twice as long, and a training "
                 "step a quarter longer. Install g++, or set CXX to a compiler"

@@ -12,6 +12,7 @@ from areal_lite.config.yaml_text import parse_yaml
 UNUSED = object()
 Get = Callable[[str], Any]
 """Returns the value of a key of the origin: what the config sets, else the default."""
+_A, _C = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 
 
 class At(NamedTuple):
@@ -43,9 +44,6 @@ class At(NamedTuple):
         if isinstance(self.convert, Mapping):
             return self.convert.get(value, UNUSED if value in (None, "") else value)
         return CONVERSIONS[self.convert](value, get) if self.convert else value
-
-
-_A, _C = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 
 
 def _number(value: Any) -> float:

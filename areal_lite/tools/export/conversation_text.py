@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 Message = dict[str, str]
-
 _MARKS = ("<Wq1>", "<Wq2>", "<Wq3>", "<Wq4>")
 _PROBES = (
     *((role,) for role in ("system", "user", "assistant", "tool")),

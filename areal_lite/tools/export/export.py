@@ -98,8 +98,7 @@ class _TrainingRows:
     def messages(self, record: Mapping[str, Any]) -> list[Message] | None:
         """Return the messages of a line up to its last answer; None, counted, if it cannot be a training row."""
         tokenizer, reader = self.reader(record["run"])
-        answer = last_answer(record, tokenizer)
-        if answer is None:
+        if (answer := last_answer(record, tokenizer)) is None:
             self.left_out["without an answer"] += 1
         elif answer.cut_off and not self.options.keep_cut_off:
             self.left_out["cut off, so training would add an end that the model never wrote (--keep-cut-off)"] += 1

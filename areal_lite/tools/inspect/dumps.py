@@ -184,8 +184,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         scope, version, lines, groups, reward (mean), rewards (lines with one), tokens (mean), status (counts).
         ``failures``, most frequent first, have error_kind, error_type, count, and status, run, id, cause and error
         (its text) of one example; rejected episodes are there too."""
-        expr = parse(filter)
-        return [run.summary(filter, expr) for run in self._runs.values()]
+        return [run.summary(filter) for run in self._runs.values()]
 
     def problems(self, *, limit: int = 1000) -> list[dict[str, Any]]:
         """Return what could not be read: dicts with run, file, line, offset, kind and message; a folder has no file.

@@ -83,7 +83,6 @@ class Both(NamedTuple):
 
 
 Expr = Term | Not | Both
-
 _TOKEN = re.compile(
     r"""\s*(?:
         (?P<paren>[()])

@@ -39,7 +39,6 @@ _FORGET = "DELETE FROM files WHERE path = ?"  # and with it the rows that refer 
 _FORGET_FACTS = f"UPDATE episodes SET {' = NULL, '.join(FACTS)} = NULL WHERE trained_step = ?"  # nosec B608 # our columns, bound values
 _NEW = (None, -1, 0, 0, 0, 0, 0)
 """State of a file that the index does not know: id, size, mtime, inode, indexed, lines, guard."""
-
 Problem = tuple[int, int, str, str]
 Progress = Callable[[int], object]
 

@@ -11,7 +11,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.tools.foreign_files import open_inside
 from areal_lite.tools.inspect.dump_index import DumpIndex
 from areal_lite.tools.inspect.episode_row import COLUMNS, cause, row_of
-from areal_lite.tools.inspect.filters import PATH, Expr, is_utf8, needs_text, to_sql
+from areal_lite.tools.inspect.filters import PATH, Expr, is_utf8, needs_text, parse, to_sql
 from areal_lite.tools.inspect.index_update import UNREADABLE
 
 Row = dict[str, Any]
@@ -96,8 +96,7 @@ class RunDumps:
         path, _, line = id.rpartition(":")
         if not (path and is_utf8(path) and line.isdecimal() and len(line) < 16):
             raise ConfigError(f"{id!r} is not an episode's id: ids are FILE:LINE, such as rollout/4/134.jsonl:1")
-        rows = list(self._rows(f"WHERE e.file = {_FILE_ID} AND e.line = ?", [path, int(line)]))
-        if not rows:
+        if not (rows := list(self._rows(f"WHERE e.file = {_FILE_ID} AND e.line = ?", [path, int(line)]))):
             raise ConfigError(f"run {self.name} has no episode {id!r}; areal-lite inspect lists the ids")
         return rows[0]
 
@@ -148,12 +147,12 @@ class RunDumps:
         ((unfinished,),) = self.index.query("SELECT coalesce(sum(unfinished), 0) FROM folders")
         return dict(self.index.query(sql, self._parameters)), unfinished
 
-    def summary(self, filter: str, expr: Expr) -> dict[str, Any]:
+    def summary(self, filter: str) -> dict[str, Any]:
         """Return the run's figures; :meth:`.Dumps.summary` has the keys."""
         state = (filter, self.index.query("SELECT count(*), max(id), (SELECT total(mtime) FROM facts) FROM episodes"))
         known, figures = self._summary
         if known != state:
-            where = self._where(expr)
+            where = self._where(parse(filter))
             versions = self._versions(*where)
             figures = {**_total(versions), "versions": versions, "failures": self._failures(*where)}
             self._summary = state, figures

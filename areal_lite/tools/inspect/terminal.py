@@ -264,9 +264,8 @@ def _print_tokens(dumps: Dumps, id: str, options: argparse.Namespace, console: C
 
 
 def _flat(token: Token) -> dict[str, Any]:
-    values = asdict(token)
+    values = asdict(token) | {"image": token.image and token.image.sha256}
     facts = values.pop("facts")
-    values["image"] = token.image and token.image.sha256
     return {**values, **facts}
 
 

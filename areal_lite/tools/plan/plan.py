@@ -94,10 +94,9 @@ def _probe_folder(root: Path) -> Iterator[str]:
 
 def _probe_config(config: Trainable, folder: str) -> Trainable:
     """Return the config of the same run in ``folder``, which evaluates and saves only where it begins and ends."""
-    checkpoint = CheckpointConfig(every_minutes=1e9 if config.checkpoint.enabled else None, resume="never")
     changes: dict[str, Any] = {
         "fileroot": folder,
-        "checkpoint": checkpoint,
+        "checkpoint": CheckpointConfig(every_minutes=1e9 if config.checkpoint.enabled else None, resume="never"),
         "tracking": [],
         "evaluation": replace(config.evaluation, every_steps=None),
     }

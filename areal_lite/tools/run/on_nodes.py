@@ -21,7 +21,6 @@ from areal_lite.processes.place import Program, how_ended
 from areal_lite.runs.stopping import Stopped, finishing
 
 logger = logging.getLogger(__name__)
-
 _LASTING = ConfigError.exit_code, CheckpointError.exit_code  # of ends that would come again
 _ROOT = str(Path(__file__).parents[3])
 _ALONE = ["launch=local"] + [

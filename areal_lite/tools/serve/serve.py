@@ -58,10 +58,9 @@ def run(options: argparse.Namespace) -> int:
         deterministic=options.deterministic,
         weight_version=options.weight_version,
     )
-    program = "areal_lite.tools.serve.openai_server"
     with ExitStack() as stack:
         places = stack.enter_context(_nodes(options, config, log_dir)) if on_ray else here
-        servers = make_servers(config, model, log_dir, program=program, places=places)
+        servers = make_servers(config, model, log_dir, program="areal_lite.tools.serve.openai_server", places=places)
         group = stack.enter_context(ServerGroup(servers))
         addresses = ", ".join(address.removeprefix("http://") for address in group.addresses)
         front = f" rollout.router={group.router.removeprefix('http://')}" if group.router else ""

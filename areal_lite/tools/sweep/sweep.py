@@ -202,8 +202,7 @@ def _values(records: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
 
 
 def _score(records: Sequence[Mapping[str, Any]], metric: str, run_dir: Path) -> float:
-    values = _values(records, metric)
-    if not values:
+    if not (values := _values(records, metric)):
         raise ConfigError(
             f"{run_dir}/metrics.jsonl has no {metric}: set --metric to one of docs/metrics.md that it has"
         )

@@ -13,9 +13,6 @@ from areal_lite.rollout.dumps.dump_lines import UNTRAINED
 from areal_lite.tools.foreign_files import read_inside
 from areal_lite.tools.verify.verify_run import EVALUATION, TRAINING, DumpedGroup, Record, Run, differs, some
 
-LineCheck = Callable[[Record], Iterator[str]]
-GroupCheck = Callable[[DumpedGroup, Run], Iterator[str]]
-
 
 def columns_fit(record: Record) -> Iterator[str]:
     """Every column has an entry per token, and turns follow each other."""
@@ -92,7 +89,7 @@ def outcome_is_consistent(record: Record) -> Iterator[str]:
         yield f"it is {status}, and has a reward or trains tokens"
 
 
-LINE_CHECKS: dict[str, LineCheck] = {
+LINE_CHECKS: dict[str, Callable[[Record], Iterator[str]]] = {
     "columns": columns_fit,
     "mask": only_sampled_tokens_train,
     "log-probs": logprobs_are_numbers,
@@ -208,7 +205,7 @@ def images_are_their_files(group: DumpedGroup, run: Run) -> Iterator[str]:
                     yield f"line {record['sample_idx']}: the tokens of an image in turn {index} differ"
 
 
-GROUP_CHECKS: dict[str, GroupCheck] = {
+GROUP_CHECKS: dict[str, Callable[[DumpedGroup, Run], Iterator[str]]] = {
     "members": members_are_whole,
     "shared turns": shared_turns_agree,
     "folder": folder_fits,

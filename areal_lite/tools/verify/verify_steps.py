@@ -17,7 +17,6 @@ from areal_lite.tools.inspect.training_facts import fact_files
 from areal_lite.tools.replay.dump_reader import TrainedBatches
 from areal_lite.tools.verify.verify_run import EVALUATION, SLACK_S, Record, Run, began, differs, some
 
-RunCheck = Callable[[Run], Iterator[str]]
 MISMATCH = 0.1
 """Mean difference of log-probs (nats) beyond which a server did not have the trainer's weights (docs/metrics.md)."""
 
@@ -322,7 +321,7 @@ def step_metrics(step: Any, record: Record, config: RunConfig) -> dict[str, floa
     return found
 
 
-METRICS_CHECKS: dict[str, RunCheck] = {
+METRICS_CHECKS: dict[str, Callable[[Run], Iterator[str]]] = {
     "steps": steps_are_whole,
     "engine mismatch": servers_had_the_weights,
     "skipped updates": updates_are_recorded,

@@ -161,8 +161,7 @@ def _recomputed(step: Any, algorithm: Any, rows: _Rows, record: Record) -> Itera
     tokens.correction[at] = algorithm.correction(tokens.proximal[at], behaviour, tokens.episodes[at])
     expected = np.where(np.isnan(weights), np.nan, tokens.correction.numpy())
     rounding = _HALF_RELATIVE if algorithm.needs_proximal_early and algorithm.config.dtype != "float32" else _RELATIVE
-    source = "trainer.correction of its log-probs"
-    yield from _compared("importance weights", weights, expected, rounding, rows, source)
+    yield from _compared("importance weights", weights, expected, rounding, rows, "trainer.correction of its log-probs")
     fill_advantages(step, algorithm)
     expected = tokens.advantages.numpy()
     yield from _compared("advantages", rows.columns["advantages"], expected, rounding, rows, "the rewards of the dump")

@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from areal_lite.config.yaml_text import MAX_BYTES
 from areal_lite.errors import CheckpointError
 from areal_lite.tools.foreign_files import checked, read_inside
 from areal_lite.tools.verify.verify_run import Run
-from areal_lite.tools.verify.verify_steps import RunCheck
 
 _FOLDERS = {"weights": re.compile(r"v(\d{8,})"), "checkpoints": re.compile(r"step_(\d{8,})")}
 _WEIGHTS = re.compile(r"(policy/model/|^)(model|adapter_model)[^/]*\.safetensors$")
@@ -72,8 +71,7 @@ def updates_change_the_weights(run: Run) -> Iterator[str]:
             )
             if len(between) < after - before or any(could_change):
                 yield f"{name}/{one.name} and {other.name} have the same weights"
-    steps = {record["step"] for record in run.steps}
-    if steps and not any(len(_numbered(run, name)) > 1 for name in _FOLDERS):
+    if run.steps and not any(len(_numbered(run, name)) > 1 for name in _FOLDERS):
         run.unproved.append("that updates changed the weights: fewer than two versions are on disk")
 
 
@@ -159,7 +157,7 @@ def _first_difference(trained: Path, copy: Path, root: Path) -> str | None:
         return None if shared else ""
 
 
-WEIGHT_CHECKS: dict[str, RunCheck] = {
+WEIGHT_CHECKS: dict[str, Callable[[Run], Iterator[str]]] = {
     "manifests": folders_are_whole,
     "checkpoints": checkpoints_have_their_step,
     "weights": updates_change_the_weights,

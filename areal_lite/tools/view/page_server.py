@@ -44,7 +44,6 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 _FILTER_HINT = "Press ? for the keys and operators of filters."
 _NAMES_HINT = "The dumps may have changed: reload the page."
 Query = Mapping[str, str]
-
 REQUESTS: dict[str, Callable[[Answers, Query], Any]] = {
     "state": lambda a, q: a.state(),
     "episodes": lambda a, q: a.episodes(
