@@ -54,7 +54,7 @@ class RunIdentity:
     @property
     def run_dir(self) -> Path:
         """``fileroot/experiment_name/trial_name``."""
-        return Path(self.fileroot) / self.experiment_name / self.trial_name
+        return Path(self.fileroot).expanduser() / self.experiment_name / self.trial_name
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -469,6 +469,7 @@ def test_help_lists_experiment_and_trial_once_and_a_lone_engine_has_defaults():
     alone, named = InferenceEngineConfig(), InferenceEngineConfig(experiment_name="e", fileroot="f", seed=-3)
     assert (str(alone.run_dir), alone.seed) == ("runs/experiment/trial", None)
     assert (str(named.run_dir), named.seed) == ("f/e/trial", -3)
+    assert InferenceEngineConfig(fileroot="~/f").run_dir == Path.home() / "f/experiment/trial"
 
 
 @pytest.mark.parametrize("root", [RunConfig, ExperimentConfig, *map(class_of, KINDS)])

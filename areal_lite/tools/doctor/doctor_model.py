@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from safetensors import safe_open
 from areal_lite.agents.session.chat_renderer import chat_renderer
 from areal_lite.config.run_config import RunConfig
-from areal_lite.config.supervised_config import SFTConfig, SupervisedConfig
+from areal_lite.config.supervised_config import SupervisedConfig
 from areal_lite.data.chat.hermes_tools import drops_tools
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, StorageError
@@ -60,8 +61,12 @@ def tokenizer(config: Config) -> Findings:
     path = tokenizer_path(config) if isinstance(config, RunConfig) else config.model_path
     loaded = load_tokenizer(path)
     yield ok(f"tokenizer {path}: {len(loaded):,} tokens")
-    if isinstance(config, SFTConfig) and not config.train_dataset.apply_chat_template:
+    if not getattr(config.train_dataset, "apply_chat_template", True):
         return
+    given = getattr(config.train_dataset, "apply_chat_template_kwargs", {}).get("chat_template")
+    if given and loaded.chat_template is None:
+        loaded = copy(loaded)
+        loaded.chat_template = given
     rollout = config.rollout if isinstance(config, RunConfig) else None
     in_system_prompt = (rollout.agents if rollout else config.train_dataset).tools_in_system_prompt
     renderer = chat_renderer(loaded, tools_in_system_prompt=in_system_prompt)  # refuses a missing template

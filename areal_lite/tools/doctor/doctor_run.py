@@ -76,7 +76,8 @@ def cluster(config: RunConfig | SupervisedConfig) -> Findings:
     bundles = [*rank_bundles(config), *bundles_of(config)]
     with TemporaryDirectory() as logs, ray_places(config, Path(logs), bundles) as places:
         yield ok(f"Ray at {places.address} has all that the run wants, with the code and the model of this machine")
-        blind = places.blind(Path(config.fileroot)) if Path(config.fileroot).is_dir() else []
+        root = Path(config.fileroot).expanduser()
+        blind = places.blind(root) if root.is_dir() else []
         for role, place in places.items():
             host, port = place.listen_at("", 0)
             ahead, sight = place.clock_s(), "does not see" if place.host in blind else "sees"

@@ -30,6 +30,10 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "episodes": ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause"),
     "problems": ("run", "file", "line", "offset", "kind", "message"),
 }
+_UNSET = {"filter": "", "sort": "version", "sample": None, "offset": 0, "limit": None}
+_PART = {"filter", "offset", "limit"}
+_SELECTS = {"runs": _PART, "versions": {"filter"}, "groups": _PART, "problems": {"limit"}}
+"""What selects among the lines of a level; all of ``_UNSET`` where it is missing."""
 _CONTEXT = 60
 
 
@@ -79,6 +83,11 @@ def inspect(options: argparse.Namespace, *, console: Console | None = None) -> i
 def _level(dumps: Dumps, options: argparse.Namespace) -> str:
     lists = options.filter.strip() or options.sort != "version" or options.sample is not None or options.json
     if options.by is not None:
+        given = {name for name, unset in _UNSET.items() if getattr(options, name) != unset}
+        if without := given - _SELECTS.get(options.by, given):
+            raise ConfigError(
+                f"--by {options.by} has no {' and no '.join(sorted(without))}: remove it, or use another --by"
+            )
         return str(options.by)
     if lists or options.offset or options.limit is not None:
         return "episodes"
@@ -130,7 +139,7 @@ def _rows(dumps: Dumps, level: str, options: argparse.Namespace, default_limit: 
     if level == "problems":
         return dumps.problems(limit=limit)
     if level in ("runs", "versions"):
-        return dumps.summary(options.filter)
+        return dumps.summary(options.filter)[options.offset :][: options.limit]
     if options.sample is not None:
         return dumps.sample(options.sample, options.seed, options.filter)
     return dumps.rows(options.filter, sort=options.sort, offset=options.offset, limit=limit)

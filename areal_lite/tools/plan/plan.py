@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 def plan(config: Trainable, *, on_step: OnStep | None = None) -> Plan | None:
     """Probe a run and predict the whole of it. Under torchrun all ranks call it, and the first one has the plan."""
-    root = Path(config.fileroot).absolute()
+    root = Path(config.fileroot).expanduser().absolute()
     while not root.exists():
         root = root.parent
     warm_up = 1 + (config.rollout.max_head_offpolicyness if isinstance(config, RunConfig) else 0)

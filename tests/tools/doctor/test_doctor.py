@@ -314,6 +314,15 @@ def test_a_tokenizer_without_a_chat_template_is_to_fix(config: Path, model: Path
         list(doctor_run.dry_run_findings(load_config(config, [])))
 
 
+def test_rows_that_bring_their_template_or_need_none_are_fine(config: Path, model: Path) -> None:
+    template(model, None)
+    given = yaml.safe_dump({"chat_template": CHAT_TEMPLATE}, default_style='"')
+    for settings in ("train_dataset.apply_chat_template=false", f"train_dataset.apply_chat_template_kwargs={given}"):
+        lines = tokenizer_findings(config, settings)
+        assert not [line for line in lines if "no chat template" in line]
+        assert any("stops generation" in line for line in lines) == ("kwargs" in settings)
+
+
 def test_a_missing_tokenizer_is_to_fix(config: Path) -> None:
     code, lines = examine(config, "rollout.tokenizer_path=/nowhere")
     assert code == 64

@@ -71,6 +71,8 @@ def test_each_level_has_its_table(run: Path, tmp_path: Path, capsys: pytest.Capt
     runs, _ = answer(capsys, tmp_path)
     assert re.search(r"^exp/t +3..4 +3 +5 +0.500 +4 accepted, 1 failed", runs, re.MULTILINE)
     assert re.search(r"^exp/u ", runs, re.MULTILINE)
+    for part, listed in ((("--limit", "1"), "exp/t"), (("--offset", "1"), "exp/u")):
+        assert [each["run"] for each in objects(capsys, tmp_path, "--by", "runs", *part)] == [listed]
     versions, _ = answer(capsys, run)
     assert re.search(r"^rollout +3 +2 +4 +0.500 +4.000 +3 accepted, 1 failed", versions, re.MULTILINE)
     assert "1 x agent: TimeoutError, such as rollout/3/8.jsonl:1\nTraceback" in versions
@@ -131,6 +133,10 @@ def test_tokens_are_listed_with_what_training_uses(run: Path, capsys: pytest.Cap
         (("--tokens", "7"), "ids are FILE:LINE"),
         (("--diff", "rollout/3/7.jsonl:1", "rollout/3/7.jsonl:9"), "has no episode"),
         (("--by", "shoes"), "invalid choice: 'shoes'"),
+        (("--by", "groups", "--sort", "reward", "--sample", "3"), "--by groups has no sample and no sort: remove it"),
+        (("--by", "problems", "reward<1", "--offset", "2"), "--by problems has no filter and no offset"),
+        (("--by", "versions", "--limit", "2"), "--by versions has no limit: remove it, or use another --by"),
+        (("--by", "runs", "--sample", "2"), "--by runs has no sample"),
         (("--nope",), "unrecognized arguments: --nope"),
     ],
 )
