@@ -112,13 +112,17 @@ class DatasetConfig(RowsConfig):
                     f"tools_key is {self.tools_key!r} and tool_key {self.tool_key!r}, two names of one key: remove one"
                 )
             object.__setattr__(self, "tools_key", self.tool_key)
-        if not self.apply_chat_template:
-            for name in ("apply_chat_template_kwargs", "tools_in_system_prompt", "return_raw_chat"):
-                if value := getattr(self, name):
-                    raise ValueError(
-                        f"apply_chat_template is false, and {name} is {value!r}, which needs the template: remove it, "
-                        "or set apply_chat_template: true"
-                    )
+        refuse_template_options(self, "return_raw_chat")
+
+
+def refuse_template_options(rows: Any, *others: str) -> None:
+    """Raise ValueError if ``rows`` are not written with the chat template, and an option of it is set."""
+    for name in ("apply_chat_template_kwargs", "tools_in_system_prompt", *others):
+        if not rows.apply_chat_template and (value := getattr(rows, name)):
+            raise ValueError(
+                f"apply_chat_template is false, and {name} is {value!r}, which needs the template: remove it, "
+                "or set apply_chat_template: true"
+            )
 
 
 _DEFAULTS = DatasetConfig(path="")

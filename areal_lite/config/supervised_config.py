@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from areal_lite.config.dataset_config import RowsConfig
+from areal_lite.config.dataset_config import RowsConfig, refuse_template_options
 from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.config.schema import STRICT, Above0, Count, Positive
 from areal_lite.config.trainer_config import LearnerConfig
@@ -38,6 +38,9 @@ class SFTDatasetConfig(ConversationsConfig):
     """Column of the images that replace <image> in a message, for models that read images."""
     apply_chat_template: bool = True
     """False concatenates the texts without a chat template."""
+
+    def __post_init__(self) -> None:
+        refuse_template_options(self)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -16,7 +16,7 @@ from areal_lite.config.rollout_config import FaultsConfig
 from areal_lite.config.rules import check_rollouts, check_training
 from areal_lite.config.run_config import EvaluationConfig, ExperimentConfig
 from areal_lite.config.server_config import check_server
-from areal_lite.config.supervised_config import DPOConfig, SFTConfig
+from areal_lite.config.supervised_config import DPOConfig, SFTConfig, SFTDatasetConfig
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.tools.run.config import help_text, section_list
@@ -108,6 +108,14 @@ def test_tool_key_is_another_name_of_tools_key(write):
 def test_what_needs_the_chat_template_is_refused_without_it(write, key, value):
     text = refused(write(), f"train_dataset={{path: x, apply_chat_template: false, {key}: {value}}}")
     assert f"train_dataset: apply_chat_template is false, and {key} is " in text
+
+
+@pytest.mark.parametrize(("key", "value"), [("apply_chat_template_kwargs", {"a": 1}), ("tools_in_system_prompt", True)])
+def test_conversations_without_the_chat_template_take_no_option_of_it(key, value):
+    with pytest.raises(
+        ValueError, match=f"apply_chat_template is false, and {key} is {value}, which needs the template"
+    ):
+        SFTDatasetConfig(path="x", max_length=9, apply_chat_template=False, **{key: value})
 
 
 def test_all_errors_are_reported_at_once_with_file_key_value_rule_and_meaning(write):

@@ -170,6 +170,8 @@ class DynamicGenRows(PromptRows):
         if config.datagen is None:
             raise ConfigError("datagen is null: set the path and name of a data generator class")
         super().__init__(data_files, tokenizer, config, *args, **kwargs)
+        if not isinstance(self.rows[0], Mapping):
+            raise ConfigError(f"datagen adds rows with columns, and those of {config.path} are texts: remove datagen")
         cls = load_class(config.datagen, AbstractDataGenerator, where="datagen")
         self.data_generator: AbstractDataGenerator = cls(self.config)
         self.rows: _GrowingRows = _GrowingRows(self.rows)

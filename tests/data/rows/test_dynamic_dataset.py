@@ -116,6 +116,16 @@ def test_a_generator_must_be_a_subclass(make):
         make("DatasetConfig")
 
 
+def plain_texts():
+    return ["a", "b"]
+
+
+def test_rows_that_are_texts_have_no_columns_to_generate():
+    path, datagen = f"{__name__}.plain_texts", ClassConfig(path=__name__, name="Counting")
+    with pytest.raises(ConfigError, match=rf"and those of {path} are texts: remove datagen"):
+        DynamicGenDataset(path, None, DatasetConfig(path=path, datagen=datagen))
+
+
 def test_without_a_generator_the_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="datagen is null: set the path"):
         DynamicGenDataset("x.jsonl", None, DatasetConfig(path="x.jsonl"))
