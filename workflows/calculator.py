@@ -97,8 +97,8 @@ def evaluate(expression: str) -> int | float:
         ValueError: If it is not arithmetic, too long, or the result is too large.
         ArithmeticError: On division by zero.
     """
-    if len(expression) > 200:
-        raise ValueError("the expression is too long: at most 200 characters")
+    if not isinstance(expression, str) or len(expression) > 200:
+        raise ValueError("the expression must be a text of at most 200 characters")
     return _value(ast.parse(expression.strip(), mode="eval").body)
 
 

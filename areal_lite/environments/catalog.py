@@ -52,14 +52,21 @@ def fill(values: dict[Any, Any], *, where: str) -> None:
     if values.get("workflow") is None:
         values["workflow"] = AGENT
         if isinstance(kwargs := values.get("workflow_kwargs", {}), dict):
-            values["workflow_kwargs"] = {"env": env, "seed": values.get("seed", 1)} | kwargs
+            values["workflow_kwargs"] = {"env": env, "seed": seed_of(values)} | kwargs
     if prefix != OWN and not ADAPTERS[prefix].has_rows:
         return
     for name, numbers in NUMBERS.items():
-        rows = values.get(name, {})
+        rows, train = values.get(name, {}), values.get("train_dataset")
         if isinstance(rows, dict) and rows.get("path") is None:
             path = f"{OWN}:{env}" if prefix == OWN else env
-            values[name] = rows | {"path": path, "kwargs": numbers | (rows.get("kwargs") or {})}
+            same = train.get("kwargs") if isinstance(train, dict) and train.get("path") == path else None
+            values[name] = rows | {"path": path, "kwargs": {**(same or {}), **numbers, **(rows.get("kwargs") or {})}}
+
+
+def seed_of(values: dict[Any, Any]) -> Any:
+    """Return the seed of a run's YAML, which may stand at its top or in ``rollout``."""
+    rollout = values.get("rollout")
+    return values.get("seed", rollout.get("seed", 1) if isinstance(rollout, dict) else 1)
 
 
 def check_has_rows(env: str, *, where: str) -> None:

@@ -35,7 +35,7 @@ def fill(values: dict[Any, Any], *, where: str) -> None:
             MixturePart(env=part.env, name=part.name, kwargs={k: v for k, v in part.kwargs.items() if k not in own})
             for part in lists["train_dataset"]
         ]
-    seed = values.get("seed", 1)
+    seed = catalog.seed_of(values)
     for section, parts in lists.items():
         named = [_with_defaults(part, f"{where}: {section}.{i}", section) for i, part in enumerate(parts)]
         if len({part.name for part in named}) < len(named):

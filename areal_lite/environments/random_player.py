@@ -27,13 +27,13 @@ def tool_call(tool: dict[str, Any], draw: random.Random) -> ToolCall:
 
 def _drawn(schema: Mapping[str, Any], draw: random.Random) -> Any:
     schema = {**schema, **next(iter(schema.get("anyOf") or schema.get("oneOf") or ()), {})}
-    kind, low = schema.get("type"), int(schema.get("minimum", 0))
+    kind, low = schema.get("type"), int(schema.get("minimum", min(0, schema.get("maximum", 0))))
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
         return {name: _drawn(each, draw) for name, each in schema.get("properties", {}).items()}
     if kind == "array":
         return [_drawn(schema.get("items", {}), draw) for _ in range(schema.get("minItems", 1))]
     numbers = range(low, int(schema.get("maximum", low + 9)) + 1)
-    usual = {"integer": [*numbers], "number": [*numbers], "boolean": [False, True], "null": [None]}
+    usual: dict[str, Sequence[Any]] = {"integer": numbers, "number": numbers, "boolean": [False, True], "null": [None]}
     allowed = [schema["const"]] if "const" in schema else schema.get("enum")
     return draw.choice(allowed or usual.get(str(kind), ["a", "b", "1"]))

@@ -85,6 +85,28 @@ def test_gymnasium_spaces_of_numbers_take_a_json_list() -> None:
     assert moved.reward < 0 and isinstance(wrong, WrongAction)
 
 
+def test_gymnasium_takes_several_choices_as_a_json_list() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Dials(gymnasium.Env):  # type: ignore[misc]
+        action_space = gymnasium.spaces.MultiDiscrete([3, 4])
+        observation_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+            return 0, {}
+
+        def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+            return 1, float(list(action) == [2, 3]), True, False, {}
+
+    gymnasium.register("Dials-v0", entry_point=Dials)
+    try:
+        _, right = run("gymnasium:Dials-v0", "[2, 3]")
+        _, wrong = run("gymnasium:Dials-v0", "2")
+    finally:
+        del gymnasium.registry["Dials-v0"]
+    assert right.reward == 1 and isinstance(wrong, WrongAction)
+
+
 def test_gymnasium_refuses_a_step_after_the_end_until_it_is_reset() -> None:
     pytest.importorskip("gymnasium")
 

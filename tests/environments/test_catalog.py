@@ -25,6 +25,12 @@ def test_one_line_gives_the_loop_and_separate_rows(load: Any) -> None:
         {"size": 100, "seed": 1_000_000},
     )
     check_held_out(config.train_dataset, config.eval_dataset)
+    easier = {"train_dataset": {"kwargs": {"hard": 0, "size": 7, "seed": 3}}, "rollout": {"seed": 6}}
+    config = load(env="textarena:Wordle-v0", **easier, eval_dataset={"kwargs": {"size": 9}})
+    assert config.eval_dataset.kwargs == {"hard": 0, "size": 9, "seed": 1_000_000}
+    assert config.seed == config.workflow_kwargs["seed"] == 6
+    config = load(env="textarena:Wordle-v0", train_dataset={"path": "rows.jsonl", "kwargs": {"hard": 0}})
+    assert config.eval_dataset.kwargs == {"size": 100, "seed": 1_000_000}
     assert isinstance(load("env=textarena:Wordle-v0"), RunConfig)
     assert isinstance(load(env=OWN, root=ExperimentConfig), RunConfig)
 

@@ -36,6 +36,8 @@ def test_a_list_gives_the_rows_their_order_and_the_loop(load: Any) -> None:
     numbers = {"size": 100, "seed": 1_000_000}
     assert held_out.kwargs["parts"] == [asdict(MixturePart(env=DICE, name=n, kwargs=numbers)) for n in (DICE, "b")]
     assert load(train_dataset=parts, eval_dataset=None).eval_dataset is None
+    config = load(train_dataset=parts, rollout={"seed": 6})
+    assert config.seed == config.train_dataset.kwargs["seed"] == config.workflow_kwargs["seed"] == 6
     assert isinstance(load(train_dataset=parts, root=ExperimentConfig), RunConfig)
     rows = load_rows(train)
     assert rows[2:4] == [

@@ -162,7 +162,8 @@ def test_calculator(answers: list[str], reward: float, tokenizer_path: Path) -> 
 )
 def test_the_calculator_does_arithmetic_and_nothing_else(expression: str, says: str) -> None:
     assert calculator.use_tool("calculator", json.dumps({"expression": expression})).startswith(says)
-    assert calculator.use_tool("calculator", '{"expression": 3}').startswith("error")
+    for other in ("3", "[1, 2]", "null"):
+        assert calculator.use_tool("calculator", f'{{"expression": {other}}}').startswith("error")
     assert calculator.use_tool("shell", "{}").startswith("error")
     assert all("error" not in row["answer"] for row in calculator.rows(20))
 
@@ -178,10 +179,27 @@ def test_reasoning_gym_scores_as_the_task_does(tokenizer_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [("a\n<answer>1</answer> <answer>\n2 </answer>", "2"), ("so\nit is -4.5.", "-4.5"), ("yes\nnorth", "north"),
-     ("", "")],
+     ("", ""), ("3 + 4 = 7", "7"), ("x=7", "7"), ("A=1, B=7", "A=1, B=7"), ("costs: $ 12", "12"),
+     ("that is (2)=3", "3"), ("a: 4.", "4"), ("3/10", "3/10"), ("2, 3", "2, 3"), ("1 2\n3 4", "1 2\n3 4"), ("so this:\n3 4", "3 4"),
+     ("</think>\n5\n6", "6")],
 )  # fmt: skip
 def test_final_answer(text: str, answer: str) -> None:
     assert reasoning_gym.final_answer(text) == answer
+
+
+UNTAGGED = (
+    "basic_arithmetic chain_sum countdown dice fraction_simplification largest_island leg_counting mini_sudoku "
+    "n_queens number_sorting polynomial_multiplication prime_factorization rotate_matrix simple_equations "
+    "spell_backward spiral_matrix time_intervals"
+)
+
+
+@pytest.mark.parametrize("task", UNTAGGED.split())
+def test_a_right_answer_needs_no_tags(task: str) -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    for row in gym.create_dataset(task, size=5, seed=3):
+        answer = reasoning_gym.final_answer(row["answer"])
+        assert reasoning_gym.score(task, answer, row) == reasoning_gym.score(task, row["answer"], row) > 0.9
 
 
 PROGRAM = """import json, os, sys, urllib.request

@@ -45,7 +45,7 @@ class GymnasiumGame:
         self._to_text = self._text if to_text is None else load_object(to_text, where="workflow_kwargs.kwargs.to_text")
         self._to_action = load_object(to_action, where="to_action") if to_action else self._action
         self._names = _action_names(name, self._game)
-        start = int(getattr(self._game.action_space, "start", 0))
+        start = int(self._game.action_space.start) if self._names else 0
         self._by_word = {str(number): number for number in range(start, start + len(self._names))}
         self._by_word |= {name: number for number, name in enumerate(self._names, start)}
 

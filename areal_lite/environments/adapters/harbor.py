@@ -36,7 +36,7 @@ class HarborTask:
         command_s: Limit on one command, in seconds; what runs longer has the exit code 124. The commands of an answer
             share the loop's ``timeout_s``.
         max_commands: Answers with commands after which the task is judged and the episode truncated, as after the
-            task's own time.
+            task's own time. Below the loop's ``max_turns``, which also counts wrong calls and ends without a judgement.
         reward_key: The reward among those of reward.json; the others are metrics.
     """
 
@@ -47,7 +47,7 @@ class HarborTask:
         docker: str = "docker",
         network: bool = False,
         command_s: int = 30,
-        max_commands: int = 30,
+        max_commands: int = 25,
         reward_key: str = "reward",
     ) -> None:
         self._tasks, self._program, self._network = tasks_of(folder), docker, network
@@ -115,7 +115,7 @@ class HarborTask:
         await self._start(self._images[-1], network=True)
         box, about = self._containers[-1], self._config.get("verifier", {})
         await self._docker("exec", "--user=root", box, "rm", "-rf", "/tests", "/logs/verifier")
-        await self._docker("exec", "--user=root", box, "mkdir", "-p", "/logs/verifier")
+        await self._docker("exec", "--user=root", box, "mkdir", "-p", "-m", "777", "/logs/verifier")
         await self._docker("cp", str(self._task / "tests"), f"{box}:/tests")
         async with asyncio.timeout(about.get("timeout_sec")):
             said = await self._docker("exec", *_variables(about), box, "bash", "/tests/test.sh", may_fail=True)

@@ -10,6 +10,8 @@ from areal_lite.environments.environment import Step
 from areal_lite.environments.random_state import OwnRandom
 from areal_lite.errors import ConfigError, did_you_mean
 
+_NUMBER_AT_END = re.compile(r"(?:^(?:[^=]*=)?|[\d\s)]=|[$]|[^\W\d_]\s|:\s)\s*(-?\d+(?:\.\d+)?)\.?$")
+
 
 class ReasoningGymTask:
     """Asks the row's question; the reward is reasoning-gym's score from 0 to 1, computed in a worker process.
@@ -55,13 +57,15 @@ class ReasoningGymTask:
 
 
 def final_answer(text: str) -> str:
-    """Return the last ``<answer>``, else the number at the end of the last line, else that line."""
-    text = text.rpartition("</think>")[2]
+    """Return the last ``<answer>``, else the number that ends the last line, alone or after words, ``:`` or ``=``, else
+    that line. A text without words, such as a grid of numbers, is the answer as a whole."""
+    text = text.rpartition("</think>")[2].strip()
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         return str(tagged[-1]).strip()
-    line = text.strip().rpartition("\n")[2].strip()
-    number = re.search(r"(-?\d+(?:\.\d+)?)\.?$", line)
-    return number.group(1) if number else line
+    line = text.rpartition("\n")[2].strip()
+    if number := _NUMBER_AT_END.search(line):
+        return number[1]
+    return line if re.search(r"[^\W\d_]{2}", text) else text
 
 
 def score(task: str, answer: str, row: dict[str, Any]) -> float:

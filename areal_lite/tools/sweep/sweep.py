@@ -172,7 +172,7 @@ def results_of(
     if metric is None:
         every = [run for of_variant in records for run in of_variant]
         metric = next((m for m in _DEFAULT_METRICS if all(_values(run, m) for run in every)), _DEFAULT_METRICS[0])
-    lower = metric.endswith(_LOWER_IS_BETTER)
+    lower = metric.endswith(_LOWER_IS_BETTER) or metric.startswith(("train/seconds_", "train/ms_per_token_"))
     results: list[Result] = []
     for variant, runs in zip(variants, records, strict=True):
         scores = [_score(run, metric, folder) for run, folder in zip(runs, variant.run_dirs, strict=True)]
@@ -187,9 +187,9 @@ def _is_finished(config: ExperimentConfig) -> bool:
     file = config.run_dir / FINISHED
     if not file.exists():
         return False
-    then, now = (set(text.splitlines()) for text in (file.read_text(), dump_config(config)))
+    then, now = (text.splitlines() for text in (file.read_text(), dump_config(config)))
     if then != now:
-        was = "; ".join(sorted(line.strip() for line in then ^ now))
+        was = "; ".join(sorted(line.strip() for line in {*then} ^ {*now})) or "the same values at other keys"
         raise ConfigError(
             f"{config.run_dir} holds a finished run of another config ({was}): choose another trial_name, or remove "
             "the folder"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 import yaml
+from areal_lite.api.failure import FailureKind
 from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.config.run_config import RunConfig
@@ -167,6 +168,11 @@ def test_an_episode_of_several_lines_counts_once_and_failures_by_kind(tmp_path: 
     assert [each["tokens"] for each in episodes] == [4, 2, 2]
     assert [each.get("flat") for each in episodes] == [False, False, None]
     assert metrics == {} and all_curves(episodes, {})["failed_agent"] == [(3, pytest.approx(1 / 3))]
+
+
+def test_every_kind_of_failure_has_a_finding() -> None:
+    named = {check["source"] for check in checks()}
+    assert {f"failed_{kind}" for kind in FailureKind if kind != "cancelled"} <= named
 
 
 def test_near_duplicates_are_answers_with_nine_of_ten_words_in_common() -> None:

@@ -445,6 +445,13 @@ class Raises(Sound):
         return Step(reward=float(int(answer or 0) == int(self.solution(self.row))), done=True)
 
 
+class RaisesLater(Sound):
+    def called(self, call: ToolCall) -> dict[str, Any]:
+        if self.steps > 1:
+            raise KeyError("the first call")
+        return super().called(call)
+
+
 class NoReset(Sound):
     async def reset(self, row: dict[str, Any], seed: int) -> str:
         raise OSError("no licence")

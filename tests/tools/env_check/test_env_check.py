@@ -52,6 +52,7 @@ PLANTED = {
     "LimitIsDone": "truncation",
     "FactsOfLimit": "truncation",
     "Raises": "raises",
+    "RaisesLater": "raises",
 }
 
 
@@ -116,6 +117,8 @@ def test_drawn_calls_fit_their_schema() -> None:
     properties = {
         "few": {"type": "integer", "minimum": 3, "maximum": 4},
         "real": {"type": "number"},
+        "wide": {"type": "integer", "minimum": -(2**53), "maximum": 2**53},
+        "below": {"type": "integer", "maximum": -1},
         "flag": {"type": "boolean"},
         "nothing": {"type": "null"},
         "colour": {"type": "string", "enum": ["red", "blue"]},
@@ -126,6 +129,7 @@ def test_drawn_calls_fit_their_schema() -> None:
     drawn = {name: {json.dumps(call.arguments[name]) for call in calls} for name in properties}
     assert (drawn["few"], drawn["flag"], drawn["nothing"]) == ({"3", "4"}, {"true", "false"}, {"null"})
     assert (drawn["colour"], drawn["many"]) == ({'"red"', '"blue"'}, {"[5, 5]"})
+    assert drawn["below"] == {"-1"} and len(drawn["wide"]) == 30
     assert drawn["real"] <= set("0123456789") and len(drawn["real"]) > 5
     assert drawn["inner"] == {f'{{"word": "{word}"}}' for word in "ab1"}
 

@@ -112,6 +112,25 @@ def test_a_finished_run_of_another_config_is_not_taken_for_this_one() -> None:
     other = variants_of(["a.yaml"], ["trainer.total_steps=30"], seeds=1)
     with pytest.raises(ConfigError, match=r"another config \(total_steps: 20; total_steps: 30\): choose"):
         run_sweep(other, Trainer())
+    swapped = [["server.dtype=bfloat16", "trainer.dtype=float32"], ["server.dtype=float32", "trainer.dtype=bfloat16"]]
+    first, second = (variants_of(["b.yaml"], ["trial_name=other", *changes], seeds=1) for changes in swapped)
+    run_sweep(first, Trainer())
+    with pytest.raises(ConfigError, match=r"another config \(the same values at other keys\): choose"):
+        run_sweep(second, Trainer())
+
+
+@pytest.mark.parametrize(
+    ("metric", "verdict"),
+    [("eval/reward", "better"), ("timing/step_s", "worse"), ("train/seconds_backward", "worse"), ("sft/loss", "worse")]
+    + [("train/ms_per_token_forward", "worse"), ("train/tokens_per_second", "better")],
+)
+def test_more_is_better_except_of_losses_and_seconds(metric: str, verdict: str) -> None:
+    variants = variants_of(["a.yaml", "b.yaml"], [], seeds=3)
+    for more, variant in enumerate(variants):
+        for number, folder in enumerate(variant.run_dirs):
+            folder.mkdir(parents=True)
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, metric: number + 10.0 * more}) + "\n")
+    assert results_of(variants, metric=metric)[1][1].verdict == verdict
 
 
 def test_the_second_variant_is_compared_with_the_first_by_seed() -> None:
