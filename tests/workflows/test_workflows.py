@@ -180,8 +180,8 @@ def test_reasoning_gym_scores_as_the_task_does(tokenizer_path: Path) -> None:
     ("text", "answer"),
     [("a\n<answer>1</answer> <answer>\n2 </answer>", "2"), ("so\nit is -4.5.", "-4.5"), ("yes\nnorth", "north"),
      ("", ""), ("3 + 4 = 7", "7"), ("x=7", "7"), ("A=1, B=7", "A=1, B=7"), ("costs: $ 12", "12"),
-     ("that is (2)=3", "3"), ("a: 4.", "4"), ("3/10", "3/10"), ("2, 3", "2, 3"), ("1 2\n3 4", "1 2\n3 4"), ("so this:\n3 4", "3 4"),
-     ("</think>\n5\n6", "6")],
+     ("that is (2)=3", "3"), ("a: 4.", "4"), ("3/10", "3/10"), ("2, 3", "2, 3"), ("1 2\n3 4", "1 2\n3 4"),
+     ("so this:\n3 4", "3 4"), ("</think>\n5\n6", "6")],
 )  # fmt: skip
 def test_final_answer(text: str, answer: str) -> None:
     assert reasoning_gym.final_answer(text) == answer
