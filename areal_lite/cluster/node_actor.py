@@ -8,6 +8,7 @@ group. Reports are plain data: an exception of ours might not survive its pickle
 import hashlib
 import os
 import platform
+import re
 import select
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,16 @@ class NodeActor:
         with suppress(OSError):  # the facts tell
             os.chdir(self._moved[1])
         self._program: ChildProcess | None = None
+
+    def _there(self, text: str) -> str:
+        """Return a text in which the paths of the folder that its copy has are those of the copy."""
+        folder, copy = self._moved
+
+        def moved(found: re.Match[str]) -> str:
+            path = copy + found[0].removeprefix(folder)
+            return path if os.path.exists(path) else found[0]  # noqa: PTH110
+
+        return re.sub(rf'{re.escape(folder)}(?![\w.-])[^":,]*', moved, text)
 
     def facts(self, model_path: str) -> tuple[str, dict[str, str]]:
         """Return the address of the node and what must agree with the run's machine."""
@@ -55,8 +66,8 @@ class NodeActor:
         if gpus:
             environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if "PYTHONPATH" in environment:
-            environment = {**environment, "PYTHONPATH": environment["PYTHONPATH"].replace(*self._moved)}
-        command = [word.replace(*self._moved) for word in command]
+            environment = {**environment, "PYTHONPATH": self._there(environment["PYTHONPATH"])}
+        command = [self._there(word) for word in command]
         printed, output = os.pipe()
         ended, on_end = os.pipe()
         os.set_blocking(printed, False)

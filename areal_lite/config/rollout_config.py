@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from areal_lite.config.generation import GenerationHyperparameters
-from areal_lite.config.schema import STRICT, Above0, Count, Positive, refuse
+from areal_lite.config.schema import STRICT, Above0, Count, LocalOrName, Positive, refuse
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -140,7 +140,7 @@ class InferenceEngineConfig(RunIdentity):
     the adapters of trainer.lora, as files. auto is memory for servers that the run starts, files for others."""
     weight_update_pause: Literal["abort", "keep"] = "abort"
     """Running answers during a weight update: abort and resend them with their tokens, or keep and recompute them."""
-    tokenizer_path: str | None = None
+    tokenizer_path: LocalOrName | None = None
     """Tokenizer for agents and for the text in dumps. Null uses the tokenizer of model_path."""
     dump_to_file: bool = False
     """Write every episode to fileroot/experiment/trial/[rollout|eval-rollout]/version/task_id.jsonl."""

@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 from areal_lite.config.dataset_config import DatasetConfig
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.rollout_config import FolderName, InferenceEngineConfig, RunIdentity
-from areal_lite.config.schema import STRICT, Above0, Count, Positive
+from areal_lite.config.schema import STRICT, Above0, Count, LocalOrName, Positive
 from areal_lite.config.server_config import ServerConfig
 from areal_lite.config.trainer_config import TrainerConfig
 
@@ -94,7 +94,7 @@ class ExperimentConfig(RunIdentity):
     experiment_name: FolderName = field()  # required in a YAML
     seed: Annotated[int, Field(ge=0)] = 1
 
-    model_path: str
+    model_path: LocalOrName
     """Folder or hub name of a Hugging Face model with its tokenizer."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints and resuming."""

@@ -1,7 +1,8 @@
 """Strictness, number types, rules and docstrings, which all config records share."""
 
+import os
 from typing import Annotated, Any
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from areal_lite.errors import ConfigError
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True)
@@ -11,6 +12,8 @@ Above0 = Annotated[float, Field(gt=0)]
 Above1 = Annotated[float, Field(gt=1)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+LocalOrName = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A folder, which may begin with ~, or a hub name."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

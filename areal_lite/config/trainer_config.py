@@ -4,7 +4,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from areal_lite.config.schema import STRICT, Above0, AtLeast0, Count, Fraction, Positive, refuse
+from areal_lite.config.schema import STRICT, Above0, AtLeast0, Count, Fraction, LocalOrName, Positive, refuse
 
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -91,7 +91,7 @@ class TeacherConfig:
     """host:port of each server."""
     backend: Literal["sglang", "vllm", "embedded"] = "embedded"
     """Protocol of the servers."""
-    tokenizer_path: str | None = None
+    tokenizer_path: LocalOrName | None = None
     """Folder or hub name of the teacher's tokenizer. Null: where the servers say that their model is."""
 
 
@@ -187,7 +187,7 @@ class CorrectionConfig:
 class CriticConfig(OptimizerConfig):
     """A critic that predicts the value of each token."""
 
-    model_path: str | None = None
+    model_path: LocalOrName | None = None
     """Folder of a Hugging Face model. Null starts from the policy's model. The value head starts at 0."""
     clip_eps: Above0 = 0.5
     """Clip range of a value around its prediction at the start of the step."""

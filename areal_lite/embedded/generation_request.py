@@ -140,4 +140,7 @@ class GenerationRequest:
         text = decode(ids, self.params.skip_special_tokens)
         if finished is None:
             return text.rstrip("\ufffd")  # the other bytes of the character are not sampled yet
-        return text[: text.index(matched)] if isinstance(matched, str) and matched in text else text
+        if not isinstance(matched, str):
+            return text
+        ignored = decode(ids[: max(0, self.params.min_new_tokens - 1)], self.params.skip_special_tokens)
+        return text[: at if (at := text.find(matched, len(ignored))) >= 0 else None]

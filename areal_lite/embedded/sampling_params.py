@@ -20,6 +20,7 @@ def _check_top_k(value: int) -> int:
 
 _Constraint = Annotated[str | None, BeforeValidator(lambda text: text or None)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Bias = Annotated[float, Field(ge=-1e30, le=1e30)]
 _TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -31,8 +32,8 @@ class SamplingParams:
     min_new_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Before this many tokens, EOS and stop ids cannot be sampled and stop strings are ignored. Like top-p this filters
     the choice only: reported log-probs are those of the unfiltered distribution."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Divides the logits. 0 is greedy; log-probs are then those of the undivided logits."""
+    temperature: Annotated[float, Field(ge=0), AfterValidator(lambda value: value if value >= 1e-6 else 0.0)] = 1.0
+    """Divides the logits. 0, as is less than 1e-6, is greedy; log-probs are then those of the undivided logits."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # smallest probability mass to sample from, in (0, 1]. 1 is off.
     top_k: Annotated[int, AfterValidator(_check_top_k)] = -1  # sample from this many most probable tokens. -1 is off.
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -41,7 +42,7 @@ class SamplingParams:
     presence_penalty: _Penalty = 0.0  # subtracted from the logits of ids that the output has
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides positive logits of ids that the output has, and multiplies negative ones. 1 is off."""
-    logit_bias: dict[Annotated[_TokenId, Field(strict=False)], float] = dataclasses.field(default_factory=dict)
+    logit_bias: dict[Annotated[_TokenId, Field(strict=False)], _Bias] = dataclasses.field(default_factory=dict)
     """Numbers added to the logits of ids."""
     json_schema: _Constraint = None
     regex: _Constraint = None

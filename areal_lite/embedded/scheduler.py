@@ -287,6 +287,7 @@ def _finish_reason(request: GenerationRequest, eos_ids: frozenset[int], decode: 
         if params.stop:
             # A token has at least one byte, so a stop text spans at most as many tokens as it has bytes.
             window = max(len(text.encode()) for text in params.stop) + 8
+            window = min(window, count - params.min_new_tokens + 1) if params.min_new_tokens else window
             tail = decode(request.written_ids[-window:], params.skip_special_tokens)
             for text in params.stop:
                 if text in tail:

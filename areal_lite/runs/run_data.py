@@ -28,10 +28,8 @@ from areal_lite.files.model_path import VISION_MODELS, stored_config
 from areal_lite.rollout.episodes.workflow_resolution import check_workflow, pickled_workflow
 
 logger = logging.getLogger(__name__)
-_RENDERING = (
-    *("apply_chat_template", "apply_chat_template_kwargs", "tools_key", "tools_in_system_prompt"),
-    *("image_key", "video_key"),
-)
+_RENDERING = ["apply_chat_template", "apply_chat_template_kwargs", "tools_key", "tools_in_system_prompt"]
+_RENDERING += ["image_key", "video_key"]
 """Keys of a dataset section that say how a prompt is written."""
 
 

@@ -57,8 +57,7 @@ class SupervisedRun(training_run.TrainingRun[dict[str, float]]):
     def evaluate(self) -> None:
         if self.held_out is not None:
             logger.info("evaluating %d held-out rows", len(self.held_out))
-            alone = self.trainer.learner.ranks.size == 1
-            with interruptible() if alone else nullcontext():
+            with interruptible() if self.trainer.learner.ranks.size == 1 else nullcontext():
                 metrics = self.trainer.evaluate(self.held_out[number] for number in range(len(self.held_out)))
             stop_together()
             self.record_evaluation(metrics, training_run.with_prefix("eval", metrics))

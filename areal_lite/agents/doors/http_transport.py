@@ -73,8 +73,7 @@ class SharedClient(httpx.AsyncClient):
     agent closes another's. It waits for answers without limit, unless a request or SDK client sets a timeout."""
 
     def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        transport = ServiceTransport(service, loop)
-        super().__init__(transport=transport, base_url=BASE_URL, trust_env=False, timeout=None)
+        super().__init__(transport=ServiceTransport(service, loop), base_url=BASE_URL, trust_env=False, timeout=None)
 
     async def aclose(self) -> None:
         pass

@@ -83,8 +83,7 @@ class ResponseTemplateParser:
     def regions(self, tools: Sequence[dict[str, Any]] | None, prefill: str) -> Regions:
         """Return the reader of an answer; without ``tools``, calls are content."""
         template = self._template if tools else self._texts
-        has_start = template.start_anchor_re.search(prefill) is not None
-        return Regions(template, tools, prefill if has_start else "")
+        return Regions(template, tools, prefill if template.start_anchor_re.search(prefill) else "")
 
     def parse(
         self, text: str, tools: Sequence[dict[str, Any]] | None, *, prefill: str = "", bare_json: bool = False

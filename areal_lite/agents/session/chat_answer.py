@@ -73,8 +73,7 @@ class AnswerReader:
             text = text.partition(stopped_by)[0]
         parsed = ParsedAnswer(text)
         if self._parser is not None:
-            bare_json = bool(self.request.grammar)
-            parsed = self._parser.parse(text, self._tools, prefill=self._prefill, bare_json=bare_json)
+            parsed = self._parser.parse(text, self._tools, prefill=self._prefill, bare_json=bool(self.request.grammar))
         if self._stream is not None:
             self._stream.finish(parsed.content, parsed.reasoning)
         finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"

@@ -155,11 +155,9 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values: epoch, batches handed out, rows of the epoch, and a data fingerprint.
         Includes the state of a curriculum that has one, but not the state of the dataset."""
-        state: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches, "epoch_rows": self._epoch_rows}
-        state["fingerprint"] = self._fingerprint()
-        if self._sampler_has_state:
-            state["sampler"] = self._sampler.state_dict()
-        return state
+        position = {"epoch": self._epoch, "batches": self._batches, "epoch_rows": self._epoch_rows}
+        sampler = {"sampler": self._sampler.state_dict()} if self._sampler_has_state else {}
+        return {**position, "fingerprint": self._fingerprint(), **sampler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``; restore the rows of a dataset that grew first. ConfigError if rows (their number, or

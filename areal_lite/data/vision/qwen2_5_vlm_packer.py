@@ -52,8 +52,7 @@ class Qwen2_5_VLM_DataPacker(DecoderOnlyLLMDataPacker):
             return dict(item)
         row = item if isinstance(item, Mapping) else {config.prompt_key: item}
         messages = self.encoder.messages(row)
-        others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
-        return others | {
+        return {key: row[key] for key in row if key not in (config.image_key, config.video_key)} | {
             config.prompt_key: self.encoder.rendered(messages, row),
             "multi_modal_data": load_media(messages, row, config),
         }

@@ -76,6 +76,8 @@ class GenerationRoutes:
                 f"logprob_start_len {start} asks for the prompt's log-probs, which the embedded server gives with "
                 "max_new_tokens 0 and temperature 1 alone."
             )
+        if odd := [name for name in ("images", "image_data", "text", "input_embeds") if body.get(name)]:
+            raise invalid_value(f"{odd[0]} cannot be scored: logprob_start_len takes input_ids alone.")
         prompt = checked_prompt(body, runner, new_tokens=0).input_ids
         if start >= len(prompt):
             raise invalid_value(f"logprob_start_len is {start}: it must be below the prompt's {len(prompt)} tokens.")

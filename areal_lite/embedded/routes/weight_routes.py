@@ -73,7 +73,6 @@ class WeightRoutes:
             checkpoint = await asyncio.to_thread(self._check_checkpoint, path)
             abort_all = fields.get("abort_all_requests") is True
             await self._change_weights(lambda: self._load(checkpoint), version, abort_all=abort_all)
-            self.model_path, self._can_restore, self.adapter = path, True, None
         message = "Succeeded to update model weights."
         if version is not None:
             message += f" Weight version updated to {version}."
@@ -100,9 +99,9 @@ class WeightRoutes:
                 self._can_restore = False
                 self._runner.load_tensors(tensors.items(), shapes)
                 self._runner.adapt(None)
+                self.adapter = None
 
             await self._change_weights(load, version)
-            self.adapter = None
         return reply_json({"success": True, "message": "Success"})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
@@ -149,6 +148,7 @@ class WeightRoutes:
         try:
             runner.load_tensors(checkpoint.tensors(), checkpoint.shapes)
             runner.adapt(None)
+            self.model_path, self._can_restore, self.adapter = str(checkpoint.path), True, None  # also if nobody waits
         except Exception as error:
             if not self._can_restore:
                 self._scheduler.weight_version = "mixed"  # no client takes tokens of it

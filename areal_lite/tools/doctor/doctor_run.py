@@ -61,8 +61,7 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
     driver = RolloutDriver(config, Start(evaluates=False), data)
     count = "generated" if data.dataset is None else f"{len(data.dataset):,}"
     steps = config.trainer.total_steps if data.dataset is None else with_steps(config, len(data.dataset)).trainer.steps
-    rows = f"{count} training rows, {len(driver.held_out):,} held out, {steps:,} steps"
-    yield ok(f"workflow {config.workflow}, {rows}")
+    yield ok(f"workflow {config.workflow}, {count} training rows, {len(driver.held_out):,} held out, {steps:,} steps")
 
 
 def cluster(config: RunConfig | SupervisedConfig) -> Findings:

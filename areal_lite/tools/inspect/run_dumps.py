@@ -183,8 +183,7 @@ class RunDumps:
         for kind, type_, count, error, first in self.index.query(select, parameters):
             row = self.row(first)  # SQLite takes error from it, too
             example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
-            facts = {"error_kind": kind, "error_type": type_, "count": count}
-            failures.append({**facts, **example, "error": error})
+            failures.append({"error_kind": kind, "error_type": type_, "count": count, **example, "error": error})
         return failures
 
     def _where(self, expr: Expr) -> tuple[str, list[Any]]:

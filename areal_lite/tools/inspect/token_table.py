@@ -60,8 +60,7 @@ def decoder(root: Path) -> Callable[[int], str] | None:
 
 def first_token_difference(first: Record, second: Record) -> tuple[int, Token | None, Token | None] | None:
     """Return the first index where ids or images differ, and both tokens (None past the end); None if all agree."""
-    pairs = zip_longest(tokens(first), tokens(second))
-    for index, (a, b) in enumerate(pairs):
+    for index, (a, b) in enumerate(zip_longest(tokens(first), tokens(second))):
         if a is None or b is None or (a.id, a.image) != (b.id, b.image):
             return index, a, b
     return None

@@ -201,8 +201,7 @@ def _nodes(config: Trainable) -> dict[str, float]:
     bundles, cluster = [*rank_bundles(config), *bundles_of(config)], config.cluster
     gpus = sum(bundle.gpus for bundle in bundles)
     nodes = max(cluster.n_nodes, -(-gpus // max(1, cluster.n_gpus_per_node)))
-    cpus = sum(bundle.cpus for bundle in bundles)
-    return {"programs": len(bundles), "CPUs": cpus, "GPUs": gpus, "nodes": nodes}
+    return {"programs": len(bundles), "CPUs": sum(bundle.cpus for bundle in bundles), "GPUs": gpus, "nodes": nodes}
 
 
 def plan_table(plan: Plan) -> Table:

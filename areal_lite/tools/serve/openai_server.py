@@ -71,7 +71,7 @@ class OpenService(AgentService):
             details = error.body.get("error", error.body)
             raise ConfigError(str(details.get("message", details))) from error
         except ErrorReply as error:
-            raise ConfigError(error.message) from error
+            raise (ServerError if error.status >= 500 else ConfigError)(error.message) from error
         response.output_versions = [-1] * len(response.output_tokens)
         answer.finish(req.input_ids, finish)
         self._said_full = self._said_full or said_full(response, gconfig.max_tokens, gconfig.max_new_tokens)

@@ -21,6 +21,8 @@ from areal_lite.servers.programs.server_program import ServedModel
 from areal_lite.tools.run.config import SPINS, load_run
 from areal_lite.tools.run.train import train
 
+_OF_SERVERS = ("deterministic", "log_dir", "ray_address", "gpus_per_node", "seed")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, ServerConfig)
@@ -46,6 +48,10 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {settings[name]!r} is not YAML: write {{name: value}}") from error
     config = checked_settings(ServerConfig, settings)
     on_ray = options.launch == "ray"
+    if options.deterministic and config.backend not in (None, "embedded"):
+        raise ConfigError(f"--deterministic is of the embedded server: give {config.backend} its own flag by --args")
+    if not on_ray and (options.ray_address or options.gpus_per_node):
+        raise ConfigError("--ray-address and --gpus-per-node need --launch ray")
     check_servers(config, on_nodes=on_ray)
     check_model_path(options.model_path)
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="areal-lite-servers-"))
@@ -71,8 +77,9 @@ def run(options: argparse.Namespace) -> int:
 
 def train_outside(options: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Train on the sessions of programs outside."""
-    if settings:
-        raise ConfigError(f"--{next(iter(settings))} goes into the section server of {options.model_path} with --train")
+    others = {"launch": options.launch == "ray"} | {name: getattr(options, name) for name in _OF_SERVERS}
+    if given := [name.replace("_", "-") for name in (*settings, *others) if settings.get(name, others.get(name))]:
+        raise ConfigError(f"--{given[0]} goes into {options.model_path} with --train")
     if not os.environ.get(KEY):
         raise ConfigError(f"{KEY} is not set: programs take sessions with the key that this variable has")
     options.config, options.overrides = options.model_path, ["workflow=areal_lite.agents.outside_agent.OutsideAgent"]

@@ -220,6 +220,5 @@ def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Tabl
     columns = [Column(name, overflow="fold") for name in ("variant", "mean and interval", "each seed")]
     table = Table(*columns, title=f"{metric}, {level:.0%} interval")
     for result in results:
-        scores = " ".join(f"{score:.4g}" for score in result.scores)
-        table.add_row(result.variant.name, str(result.interval), scores)
+        table.add_row(result.variant.name, str(result.interval), " ".join(f"{score:.4g}" for score in result.scores))
     return table

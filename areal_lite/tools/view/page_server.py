@@ -180,13 +180,14 @@ class _Page:
         state = self._answers.metrics_state()
         while True:
             await asyncio.sleep(REFRESH_S)
-            lines = await asyncio.to_thread(self._answers.dumps.refresh)
-            metrics = await asyncio.to_thread(self._answers.metrics_state)
-            if lines or metrics != state:
-                state = metrics
-                async with self._changed:
-                    self._revision += 1
-                    self._changed.notify_all()
+            with contextlib.suppress(ArealLiteError, OSError):  # the next look may work
+                lines = await asyncio.to_thread(self._answers.dumps.refresh)
+                metrics = await asyncio.to_thread(self._answers.metrics_state)
+                if lines or metrics != state:
+                    state = metrics
+                    async with self._changed:
+                        self._revision += 1
+                        self._changed.notify_all()
 
 
 def _integer(query: Query, name: str, default: int) -> int:
