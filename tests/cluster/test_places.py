@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.cluster import ray_session
-from areal_lite.cluster.node_actor import node_facts
+from areal_lite.cluster.node_actor import NodeActor, node_facts
 from areal_lite.cluster.ray_places import bundles_of, can_fit, check_facts, rank_bundles
 from areal_lite.cluster.ray_session import check_ray, choose_address, runtime_env
 from areal_lite.config.loader import load_config
@@ -193,6 +193,25 @@ def test_a_lost_head_ends_the_process_and_its_programs() -> None:
     assert watched.returncode == ServerError.exit_code
     assert "is lost: ending here; the same command resumes" in said
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_only_paths_that_the_copy_of_the_folder_has_are_moved_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, copy = tmp_path / "main", tmp_path / "copy"
+    (copy / "my code").mkdir(parents=True)
+    (copy / "my code/agent.py").touch()
+    monkeypatch.chdir(copy)
+    actor = NodeActor(str(folder), is_copied=True)
+    for text, moved in {
+        f"{folder}": f"{copy}",
+        f"{folder}/my code/agent.py": f"{copy}/my code/agent.py",
+        f"--file={folder}/my code": f"--file={copy}/my code",
+        f"{folder}/.venv/bin/python": f"{folder}/.venv/bin/python",
+        f'["{folder}", "{folder}/.venv/lib"]': f'["{copy}", "{folder}/.venv/lib"]',
+        f"{folder}:{folder}2:{folder}/my code": f"{copy}:{folder}2:{copy}/my code",
+    }.items():
+        assert actor._there(text) == moved
 
 
 def test_a_copied_folder_is_without_what_no_node_needs_and_not_large(

@@ -92,6 +92,12 @@ def test_a_value_that_only_the_rollout_section_sets_is_the_runs(write):
     assert "seed: -1: it must be greater than or equal to 0" in refused(write(), "rollout.seed=-1")
 
 
+def test_a_models_folder_may_begin_with_the_users(write):
+    changes = ["model_path=~/m", "trainer.critic={model_path: ~/c, learning_rate: 1}", "trainer.advantage=gae"]
+    config = load_config(write(), changes)
+    assert (config.model_path, config.trainer.critic.model_path) == tuple(str(Path.home() / name) for name in "mc")
+
+
 def test_tool_key_is_another_name_of_tools_key(write):
     config = load_config(write(), ["train_dataset.tool_key=functions"])
     assert config.train_dataset.tools_key == "functions"
@@ -477,6 +483,7 @@ def test_help_lists_experiment_and_trial_once_and_a_lone_engine_has_defaults():
     alone, named = InferenceEngineConfig(), InferenceEngineConfig(experiment_name="e", fileroot="f", seed=-3)
     assert (str(alone.run_dir), alone.seed) == ("runs/experiment/trial", None)
     assert (str(named.run_dir), named.seed) == ("f/e/trial", -3)
+    assert InferenceEngineConfig(tokenizer_path="~/m").tokenizer_path == str(Path.home() / "m")
     assert InferenceEngineConfig(fileroot="~/f").run_dir == Path.home() / "f/experiment/trial"
 
 

@@ -95,6 +95,16 @@ def test_a_run_that_cannot_offer_sessions_is_refused(served_yaml: Path, monkeypa
         serve.train_outside(options_of("serve", str(served_yaml), "--train"), {})
     with pytest.raises(ConfigError, match="--replicas goes into the section server"):
         serve.train_outside(options_of("serve", str(served_yaml), "--train"), {"replicas": "2"})
+    for option in (
+        "--deterministic",
+        "--log-dir=x",
+        "--launch=ray",
+        "--ray-address=h:1",
+        "--gpus-per-node=1",
+        "--seed=3",
+    ):
+        with pytest.raises(ConfigError, match=f"^{option.partition('=')[0]} is not used with --train: write it into"):
+            serve.train_outside(options_of("serve", str(served_yaml), "--train", option), {})
 
 
 def options_of(*arguments: str) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from tests.embedded.serving import Client, reported, serving
+from tests.embedded.serving import Client, reported, serving, worst
 
 WIRE = Path(__file__).parent.parent / "fixtures" / "wire_sglang"
 PROMPT = list(b"The capital of France is")
@@ -106,6 +106,8 @@ BAD = [
     (None, {"sampling_params": {"logit_bias": {"259": 1}}}),
     (None, {"sampling_params": {"logit_bias": {"a": 1}}}),
     (None, {"sampling_params": {"logit_bias": {"5": None}}}),
+    (None, {"sampling_params": {"logit_bias": {"5": 1e39}}}),
+    (None, {"sampling_params": {"logit_bias": {"5": -1e39}}}),
     (None, {"sampling_params": {"regex": "a+", "json_schema": "{}"}}),
     (None, {"sampling_params": {"regex": "a+("}}),
     (None, {"sampling_params": {"regex": 5}}),
@@ -207,19 +209,50 @@ def test_a_stop_text_may_span_tokens_and_multibyte_characters(tiny: Path) -> Non
 
     async def run() -> None:
         async with serving(tiny) as client:
-            script = iter(load_tokenizer(str(tiny)).encode("xné!"))
-            extend = client.scheduler._extend
-
-            def scripted(requests: Any, logits: Any) -> None:
-                forced = logits.new_full(logits.shape, -1e9)
-                forced[:, next(script)] = 0.0
-                extend(requests, forced)
-
-            client.scheduler._extend = scripted  # type: ignore[method-assign]
+            write(client, tiny, "xné!")
             async with client.stream(PROMPT, temperature=0, max_new_tokens=9, stop=["zz", "né"]) as events:
                 texts = [(event["text"], event["meta_info"]["finish_reason"]) async for event in events]
             assert texts[-1] == ("x", {"type": "stop", "matched": "né"})
             assert all("\ufffd" not in text for text, _ in texts)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("least", "text", "stop", "answer"),
+    [(0, "xabca", "a", "x"), (5, "xabcdea!", "a", "xabcde"), (5, "xabca!", "a", "xabc"), (3, "xabab!", "ab", "xab")],
+)
+def test_a_stop_text_counts_from_the_minimum_on(tiny: Path, least: int, text: str, stop: str, answer: str) -> None:
+    async def run() -> None:
+        async with serving(tiny) as client:
+            write(client, tiny, text)
+            reply = await client.generate(PROMPT, max_new_tokens=9, min_new_tokens=least, stop=stop)
+            assert (reply["text"], reply["meta_info"]["finish_reason"]) == (answer, {"type": "stop", "matched": stop})
+            assert len(reply["output_ids"]) == len(answer + stop)
+
+    asyncio.run(run())
+
+
+def write(client: Client, tiny: Path, text: str) -> None:
+    """Have the model sample this text, whatever it is asked."""
+    script, extend = iter(load_tokenizer(str(tiny)).encode(text)), client.scheduler._extend
+
+    def scripted(requests: Any, logits: Any) -> None:
+        forced = logits.new_full(logits.shape, -1e9)
+        forced[:, next(script)] = 0.0
+        extend(requests, forced)
+
+    client.scheduler._extend = scripted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-7])
+def test_a_temperature_near_0_is_greedy(tiny: Path, temperature: float) -> None:
+    async def run() -> None:
+        async with serving(tiny) as client:
+            greedy, near = [
+                await client.generate(PROMPT, max_new_tokens=5, temperature=value) for value in (0, temperature)
+            ]
+            assert near["output_ids"] == greedy["output_ids"] and worst(reported(near), reported(greedy)) < 1e-5
 
     asyncio.run(run())
 

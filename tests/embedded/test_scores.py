@@ -107,6 +107,8 @@ def test_scores_after_one_that_failed_half_way_are_right(tiny: Path) -> None:
         ({"input_ids": [5] * 41}, "maximum context length of 40"),
         ({"input_ids": [10**6]}, "not in the vocabulary"),
         ({"input_ids": []}, "must have at least 1 item"),
+        ({"images": [{"x": 1}]}, "images cannot be scored: logprob_start_len takes input_ids alone"),
+        ({"text": "both"}, "text cannot be scored"),
         ({"lora_path": "adapter"}, "is not loaded"),
         ({"logprob_start_len": 2}, "logprob_start_len is 2: it must be below the prompt's 2 tokens"),
         ({"logprob_start_len": True}, "logprob_start_len"),

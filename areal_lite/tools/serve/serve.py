@@ -21,7 +21,7 @@ from areal_lite.servers.programs.server_program import ServedModel
 from areal_lite.tools.run.config import SPINS, load_run
 from areal_lite.tools.run.train import train
 
-_OF_SERVERS = ("deterministic", "log_dir", "ray_address", "gpus_per_node", "seed")
+_OF_SERVERS = ("deterministic", "log_dir", "launch", "ray_address", "gpus_per_node", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +77,12 @@ def run(options: argparse.Namespace) -> int:
 
 def train_outside(options: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Train on the sessions of programs outside."""
-    others = {"launch": options.launch == "ray"} | {name: getattr(options, name) for name in _OF_SERVERS}
-    if given := [name.replace("_", "-") for name in (*settings, *others) if settings.get(name, others.get(name))]:
-        raise ConfigError(f"--{given[0]} goes into {options.model_path} with --train")
+    if settings:
+        raise ConfigError(f"--{next(iter(settings))} goes into the section server of {options.model_path} with --train")
+    if given := [name for name in _OF_SERVERS if getattr(options, name) not in (None, False, 0, "local")]:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} is not used with --train: write it into {options.model_path}"
+        )
     if not os.environ.get(KEY):
         raise ConfigError(f"{KEY} is not set: programs take sessions with the key that this variable has")
     options.config, options.overrides = options.model_path, ["workflow=areal_lite.agents.outside_agent.OutsideAgent"]

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from areal_lite.cli.commands import parse
 from areal_lite.config.server_config import EmbeddedServerConfig
 from areal_lite.embedded.startup import build, listening
+from areal_lite.errors import ConfigError
 from areal_lite.servers.programs.server_program import ServedModel
 from areal_lite.tools.serve import serve
 from areal_lite.tools.serve.openai_server import add_routes
@@ -66,6 +67,22 @@ def test_only_a_server_alone_on_its_cores_spins_for_a_moment(
     with pytest.raises(InterruptedError, match=f"^{spins}$"):
         serve.run(parse(["serve", str(tiny_model), "--device=cpu", *options]))
     os.environ.pop("GOMP_SPINCOUNT", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--backend=vllm", "--deterministic"],
+            "--deterministic is of the embedded server: give vllm its own flag by --args",
+        ),
+        (["--ray-address=h:1"], "--ray-address and --gpus-per-node need --launch ray"),
+        (["--gpus-per-node=2"], "need --launch ray"),
+    ],
+)
+def test_options_without_an_effect_are_refused(tiny_model: Path, options: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        serve.run(parse(["serve", str(tiny_model), *options]))
 
 
 @in_loop
@@ -194,6 +211,18 @@ async def test_a_request_that_a_weight_update_aborts_is_refused(tiny_model: Path
         with pytest.raises(openai.APIError, match="send the request again"):
             while True:
                 await anext(chunks)
+
+
+@in_loop
+async def test_a_failure_of_the_server_is_not_the_requests(tiny_model: Path) -> None:
+    async with served(tiny_model) as (client, dialect):
+
+        def broken(*_: Any) -> None:
+            raise FloatingPointError("its weights are NaN")
+
+        dialect.scheduler._extend = broken  # type: ignore[method-assign]
+        with pytest.raises(openai.InternalServerError, match="NaN"):
+            await client.completions.create(model="any", prompt="a", max_tokens=3)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import fcntl
 import json
+import queue
 import signal
 import subprocess
 import sys
@@ -294,6 +295,16 @@ def test_new_dumps_and_metrics_are_told_to_the_page(run: Path, monkeypatch: pyte
     async def ask(client: Client) -> tuple[list[bytes], int]:
         stream = await client.get("/api/changes")
         seen = [await stream.content.readline() for _ in range(2)]
+        with monkeypatch.context() as patch:
+            looks: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+            def full(dumps: Dumps) -> int:
+                looks.put(None)
+                raise OSError("the disk is full")
+
+            patch.setattr(Dumps, "refresh", full)
+            for _ in range(2):
+                await asyncio.to_thread(looks.get, timeout=10)
         write(run / "rollout/9/99.jsonl", line(99))
         seen += [await stream.content.readline() for _ in range(2)]
         (run / "metrics.jsonl").write_text("{}\n")
