@@ -6,10 +6,10 @@
 
 import asyncio
 import hmac
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
-import orjson
 from areal_lite.agents.doors.agent_service import JSON_HEADERS, AgentService, Reply, error_reply
 from areal_lite.agents.doors.listener import Listener
 from areal_lite.agents.session.request_fields import RequestError, json_object
@@ -70,7 +70,8 @@ class SessionDesk(AgentService):
                 return await self._service.handle(method, path, headers, body)
         except RequestError as error:
             return error_reply(path, error)
-        return Reply(200, JSON_HEADERS, orjson.dumps(reply, default=str, option=orjson.OPT_SERIALIZE_NUMPY))
+        plain = lambda value: value.tolist() if hasattr(value, "tolist") else str(value)  # noqa: E731 -- of numpy
+        return Reply(200, JSON_HEADERS, json.dumps(reply, default=plain).encode())  # orjson refuses 2**64
 
     async def _start(self, key: str) -> dict[str, Any]:
         if not hmac.compare_digest(key.encode(errors="surrogatepass"), self._key):

@@ -64,6 +64,7 @@ class Failure:
             message = str(leaf)
         except Exception:  # a user's class may break its own text
             message = "(its text cannot be read)"
+        text, message = (each.encode(errors="replace").decode() for each in (text, message))  # no lone surrogates
         return cls(kind or FailureKind.AGENT, type(leaf).__name__, message, text, hint)
 
     @classmethod

@@ -196,7 +196,8 @@ def _as_numpy(key: str, value: Any) -> np.ndarray[Any, Any]:
     except AttributeError:
         raise ValueError(f"{key} is a {type(value).__name__}: wrap it in torch.tensor(...)") from None
     except (TypeError, RuntimeError):  # bfloat16, another device, or a tensor with gradient
-        return value.detach().cpu().float().numpy()  # type: ignore[no-any-return]
+        value = value.detach().cpu()
+        return (value.float() if value.is_floating_point() else value).numpy()  # type: ignore[no-any-return]
 
 
 def concat_padded_tensors(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

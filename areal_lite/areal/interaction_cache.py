@@ -52,4 +52,6 @@ class InteractionCache(dict[str, InteractionWithTokenLogpReward]):
             self.apply_reward_discount(reward_discount)
         history = ChatHistory()
         history.interactions = dict(self)
-        return history.export(style)
+        sequences = history.export(style)
+        rewarded = {key: one for key, one in sequences.items() if one.reward is not None}
+        return rewarded if rewarded and style == "individual" else sequences

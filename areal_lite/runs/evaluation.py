@@ -138,8 +138,7 @@ def _prompt_metrics(scores: NDArray[np.float64], votes: NDArray[np.int64] | None
         drawn = scores[resamples]
         metrics = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}
         if votes is not None:
-            chosen = _first_of_majority(votes[resamples])
-            metrics["maj"] = np.take_along_axis(drawn, chosen[:, None], axis=1)
+            metrics["maj"] = np.take_along_axis(drawn, _first_of_majority(votes[resamples])[:, None], axis=1)
         for name, values in metrics.items():
             yield f"{name}@{size}/mean", values.mean()
             yield f"{name}@{size}/std", values.std()

@@ -9,8 +9,10 @@ from areal_lite.agents.session.answer_grammar import answer_grammar
 from areal_lite.agents.session.chat_answer import ChatAnswer, Piece
 from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.session.chat_session import ChatSession
-from areal_lite.agents.session.request_fields import json_object, wrong
+from areal_lite.agents.session.request_fields import RequestError, json_object, wrong
 from areal_lite.agents.session.request_options import MAX_CHOICES, MAX_TOP_LOGPROBS, request_options
+
+_OF_CHATS = ("messages", "tools", "continue_final_message", "chat_template_kwargs")
 
 
 class ChatCompletions(Api):
@@ -103,6 +105,8 @@ class Completions(ChatCompletions):
         top = body.get("logprobs")
         if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
             raise wrong("logprobs", top, f"send a whole number of at most {MAX_TOP_LOGPROBS}")
+        if chat := [name for name in _OF_CHATS if body.get(name)]:
+            raise RequestError(f"{chat[0]} is not served here: use /v1/chat/completions", param=chat[0])
         options = request_options({**body, "prompt": None, "logprobs": top is not None, "top_logprobs": top})
         if len(prompts) * options.n > MAX_CHOICES:
             raise wrong("prompt", prompt, f"send at most {MAX_CHOICES} prompts, with n at most {MAX_CHOICES} choices")

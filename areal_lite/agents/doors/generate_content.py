@@ -40,8 +40,8 @@ class GenerateContent(Api):
         choosing = _object("toolConfig", body.get("toolConfig")).get("functionCallingConfig")
         choosing = _object("functionCallingConfig", choosing)
         mode, names = choosing.get("mode", "AUTO"), _list("allowedFunctionNames", choosing.get("allowedFunctionNames"))
-        if not isinstance(mode, str) or mode not in _CHOICES or len(names) > 1:
-            raise wrong("functionCallingConfig", choosing, "send mode AUTO, ANY or NONE, and at most one name")
+        if not isinstance(mode, str) or mode not in _CHOICES or len(names) > (mode == "ANY"):
+            raise wrong("functionCallingConfig", choosing, "send mode AUTO, ANY or NONE, and with ANY at most one name")
         forced = {"type": "function", "function": {"name": names[0]}} if names else _CHOICES[mode]
         tools: list[dict[str, Any]] = []
         for given in _list("tools", body.get("tools")):
@@ -196,15 +196,15 @@ def _tool(declared: Any) -> dict[str, Any]:
 
 
 def _json_schema(schema: Any) -> Any:
-    """Return Google's schema, whose types are in capitals, as a JSON schema."""
+    """Return Google's schema, whose types are in capitals and may be nullable, as a JSON schema."""
     if isinstance(schema, list):
         return [_json_schema(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: value.lower() if name == "type" and isinstance(value, str) else _json_schema(value)
-        for name, value in schema.items()
-    }
+    found = {name: _json_schema(value) for name, value in schema.items()}
+    if isinstance(kind := schema.get("type"), str):
+        found["type"] = [kind.lower(), "null"] if schema.get("nullable") is True else kind.lower()
+    return found
 
 
 def _format(config: dict[str, Any]) -> dict[str, Any] | None:

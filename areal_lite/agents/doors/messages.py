@@ -46,10 +46,9 @@ class Messages(Api):
         parts = [self._close()]
         for block in _blocks(answer.message):
             if block["type"] == "tool_use":
-                partial = orjson.dumps(block["input"]).decode()
                 parts += [
                     self._open({**block, "input": {}}),
-                    self._delta({"type": "input_json_delta", "partial_json": partial}),
+                    self._delta({"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}),
                     self._close(),
                 ]
             elif self._block < 0:  # an empty answer

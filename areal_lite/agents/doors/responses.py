@@ -181,7 +181,8 @@ def stored_response(method: str, path: str, query: str, session: ChatSession) ->
     items = [{"status": "completed", **item, "id": f"{name}_{index}"} for index, item in enumerate(items)]
     if asked.get("order") != ["asc"]:
         items.reverse()
-    return {"object": "list", "data": items, "first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
+    first, last = (items[place]["id"] if items else None for place in (0, -1))
+    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False}
 
 
 def _no_response(name: object, param: str | None) -> RequestError:

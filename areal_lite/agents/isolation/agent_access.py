@@ -35,7 +35,7 @@ _variables: ContextVar[Mapping[str, str]] = ContextVar("areal_lite_environ", def
 
 
 class EpisodeEnviron(os._Environ[str]):
-    """``os.environ`` with the variables of the running episode on top; writes go to the process.
+    """``os.environ`` with the variables of the running episode on top, which it can delete; writes go to the process.
 
     SDK clients made without arguments read address and key from the environment. Many episodes share the process, so
     each sees its own values through a contextvar. Programs that it starts get them by :mod:`.episode_processes`.
@@ -47,6 +47,12 @@ class EpisodeEnviron(os._Environ[str]):
 
     def __contains__(self, key: object) -> bool:
         return key in _variables.get() or super().__contains__(key)
+
+    def __delitem__(self, key: str) -> None:
+        if key in (own := _variables.get()):
+            _variables.set({name: value for name, value in own.items() if name != key})
+        else:
+            super().__delitem__(key)
 
     def __iter__(self) -> Iterator[str]:
         own = _variables.get()

@@ -1,5 +1,6 @@
 """Grammars that an answer must match, for structured outputs and tool calls that a request forces. Pure."""
 
+import itertools
 import json
 import re
 from typing import Any
@@ -10,6 +11,8 @@ _SERVER_FIELDS = {
     "guided_choice": "choice",
 }  # fmt: skip
 """Fields of SGLang and vLLM that are also a kind of ``structured_outputs``, by its name there."""
+_DEFINITIONS = ("$defs", "definitions")
+_OTHER_REFERENCE = re.compile(rb'"\$ref":"#(?!/(?:\$defs|definitions)/)')
 
 
 def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> dict[str, str]:
@@ -37,7 +40,7 @@ def _call_or_format(choice: Any, response_format: Any, tools: list[dict[str, Any
         calls = [_call(tool["function"]) for tool in tools or ()]
     elif calls:
         schema = None
-    schemas = calls if schema is None else [*calls, schema]
+    schemas = calls if schema is None else [*calls, _nested(schema)] if calls else [schema]
     return {"json_schema": json_bytes(_any_of(schemas)).decode()} if schemas else {}
 
 
@@ -72,30 +75,37 @@ def _calls(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, An
 
 def _call(function: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a call as bare JSON; definitions of its arguments move to the root."""
-    arguments = dict(function.get("parameters") or {"type": "object"})
-    definitions = arguments.pop("$defs", {})
+    arguments = dict(_nested(function.get("parameters") or {"type": "object"}))
+    definitions = {where: arguments.pop(where, {}) for where in _DEFINITIONS}
     properties = {"name": {"const": function["name"]}, "arguments": arguments}
     return {
         "type": "object",
         "properties": properties,
         "required": list(properties),
         "additionalProperties": False,
-        "$defs": definitions,
+        **definitions,
     }
+
+
+def _nested(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that goes into another one, where only references to its definitions still hold."""
+    if _OTHER_REFERENCE.search(json_bytes(schema)):
+        raise RequestError("a schema refers to a part of itself: move that part into its $defs", param="tools")
+    return schema
 
 
 def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a schema that any of ``schemas`` satisfies; references start at the root, so it has all definitions."""
-    definitions: dict[str, Any] = {}
-    for schema in schemas:
-        for name, definition in (typed("$defs", schema.get("$defs"), dict, "send an object") or {}).items():
-            if definitions.setdefault(name, definition) != definition:
+    definitions: dict[str, dict[str, Any]] = {where: {} for where in _DEFINITIONS}
+    for schema, (where, known) in itertools.product(schemas, definitions.items()):
+        for name, definition in (typed(where, schema.get(where), dict, "send an object") or {}).items():
+            if known.setdefault(name, definition) != definition:
                 raise RequestError(
-                    f"two schemas define $defs.{short(name)} differently: rename one of them", param="tools"
+                    f"two schemas define {where}.{short(name)} differently: rename one of them", param="tools"
                 )
-    bodies = [{name: value for name, value in schema.items() if name != "$defs"} for schema in schemas]
+    bodies = [{name: value for name, value in schema.items() if name not in definitions} for schema in schemas]
     joined = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
-    return {**joined, "$defs": definitions} if definitions else joined
+    return joined | {where: known for where, known in definitions.items() if known}
 
 
 def _structured(raw: Any) -> dict[str, str]:

@@ -167,8 +167,7 @@ class ChatRenderer:
         return self.decode(ids)
 
     def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
-        text = self._render([*_BASE, *messages], tools, template_kwargs)
-        _, placeholder, rest = text.partition(_PLACEHOLDER)
+        _, placeholder, rest = self._render([*_BASE, *messages], tools, template_kwargs).partition(_PLACEHOLDER)
         if not placeholder:
             raise RequestError("the chat template leaves out earlier answers, so it cannot be continued")
         return rest

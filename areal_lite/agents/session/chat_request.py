@@ -210,7 +210,7 @@ def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
         function = call.get("function") if isinstance(call, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not isinstance(arguments, str | dict | None):
+        if not isinstance(name, str) or not isinstance(arguments, str | dict | list | float | int | None):
             raise RequestError(f"{where} has {short(call)}: send id, function.name, function.arguments", param=where)
         arguments, key = _arguments(arguments)
         calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})

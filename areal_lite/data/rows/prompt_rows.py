@@ -110,8 +110,7 @@ class PromptRows(Dataset[Any]):
         if len(kept) == len(rows):
             return rows
         self.dropped.update(reason.partition(":")[0] for reason in reasons if reason)
-        failures = (reason for reason in reasons if reason.startswith(TEMPLATE_FAILED))
-        self.first_failure = self.first_failure or next(failures, None)
+        self.first_failure = self.first_failure or next((r for r in reasons if r.startswith(TEMPLATE_FAILED)), None)
         _log.warning("dataset %s: %s", self.config.path, self._drop_summary())
         return select_rows(rows, kept)
 

@@ -65,8 +65,7 @@ class RLHFDataset(PromptRows):
             ends = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
             padding = next((int(token) for token in ends if token is not None), 0)  # masked out
             ids, mask = postprocess_data(ids, mask, limit, padding)
-        inputs = prompt.media.get("multi_modal_inputs", {})
-        positions = multimodal_position_ids(self.processor, ids[0], mask[0], inputs)
+        positions = multimodal_position_ids(self.processor, ids[0], mask[0], prompt.media.get("multi_modal_inputs", {}))
         return {
             "input_ids": ids[0],
             "attention_mask": mask[0],

@@ -194,9 +194,8 @@ class RolloutDataSource:
             self.metadata = deep_copy(state.get("metadata", {}))
             self.dropped = Counter(state.get("dropped", {}))
             self._owed.clear()
-            owed = groups_from_json(state.get("owed", []), self.rows)
             self._returned = [
-                *sorted(owed, key=group_index_of),
+                *sorted(groups_from_json(state.get("owed", []), self.rows), key=group_index_of),
                 *groups_from_json(state.get("returned", []), self.rows),
             ]
 

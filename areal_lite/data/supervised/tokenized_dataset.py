@@ -220,8 +220,7 @@ class _Index(NamedTuple):
     shortfalls: dict[str, int]  # name of each shortfall, and the first row with it
 
     def save(self, path: Path) -> None:
-        facts = json.dumps([self.dropped, self.shortfalls])
-        np.savez(path, rows=self.rows, places=self.places, facts=np.array(facts))
+        np.savez(path, rows=self.rows, places=self.places, facts=np.array(json.dumps([self.dropped, self.shortfalls])))
 
     @classmethod
     def load(cls, path: Path) -> _Index:

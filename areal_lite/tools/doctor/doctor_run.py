@@ -200,9 +200,8 @@ def _spread_rewards(batch: Any) -> Findings:
 
 def _compare(config: RunConfig, engine: Any, trainer: Any) -> Findings:
     prompt = probe_prompt(load_tokenizer(tokenizer_path(config)))
-    answers = engine.probe(prompt, NUM_TOKENS)
     usual = usual_difference(config)
-    for url, figure in compare_logprobs(trainer, prompt, answers).items():
+    for url, figure in compare_logprobs(trainer, prompt, engine.probe(prompt, NUM_TOKENS)).items():
         text = f"log-probs of {url} and of the trainer differ by {figure:.4f} nats on average"
         yield ok(text) if figure <= usual else warning(f"{text}, more than the {usual:g} of rounding")
 

@@ -190,8 +190,7 @@ def arrow_tables(rows: Iterable[Mapping[str, Any]], schema: Any) -> Iterator[Any
 def episode_row(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of :data:`EPISODE` of a dumped line."""
     finished = (record.get("timings") or {}).get("finished_at")
-    known = {name: record.get(name) for name in EPISODE}
-    return known | {"task_id": str(record["task_id"]), "finished_at": finished}
+    return {name: record.get(name) for name in EPISODE} | {"task_id": str(record["task_id"]), "finished_at": finished}
 
 
 def _write_parquet(file: Path, records: Iterable[Mapping[str, Any]]) -> int:

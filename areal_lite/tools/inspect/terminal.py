@@ -289,10 +289,9 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: argparse.Nam
         return _print_json([ids | {"rewards": rewards, "token": differ, "text": text and text[0]}])
     if first.get("group_id") != second.get("group_id"):
         print_note("the episodes are of different groups")
-    facts = ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind")
     heads = (Column(Text(printable(name)), overflow="fold") for name in ("", first["id"], second["id"]))
     table = Table(*heads, box=None, header_style="bold", pad_edge=False)
-    for name in facts:
+    for name in ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind"):
         table.add_row(name, *(_cell(name, record.get(name)) for record in (first, second)))
     console.print(table)
     if where is None:

@@ -74,8 +74,7 @@ class Measurements:
         steady = self.step_s[self.warm_up_steps :]
         if self.max_steps is None:
             return False
-        enough = len(steady) >= 2 and sum(steady) >= self.min_steady_s
-        return enough or len(self.step_s) >= self.max_steps
+        return (len(steady) >= 2 and sum(steady) >= self.min_steady_s) or len(self.step_s) >= self.max_steps
 
 
 @dataclass(kw_only=True)

@@ -65,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     overrides = [word for word in options.words if "=" in word]
-    paths = [word for word in options.words if "=" not in word]
-    variants = variants_of(paths, overrides, seeds=options.seeds)
+    variants = variants_of([word for word in options.words if "=" not in word], overrides, seeds=options.seeds)
     run_sweep(variants, _make_run)
     metric, results = results_of(variants, metric=options.metric, level=options.level)
     stdout_console().print(sweep_table(metric, results, level=options.level))
@@ -139,8 +138,7 @@ def run_sweep(variants: Sequence[Variant], make_run: Callable[[ExperimentConfig,
         from areal_lite.tools.run.on_nodes import run_side_by_side
 
         return run_side_by_side([run[0] for run in todo], [run[1] for run in todo], _mark_finished)
-    done = len(runs) - len(todo)
-    for number, (config, _) in enumerate(todo, done + 1):
+    for number, (config, _) in enumerate(todo, len(runs) - len(todo) + 1):
         try:
             make_run(config, f"run {number} of {len(runs)}: {config.run_dir}")
         except ArealLiteError as error:

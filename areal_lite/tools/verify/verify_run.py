@@ -141,8 +141,7 @@ class Run:
 
 def began(record: Record) -> float:
     """Return the wall clock at which a recorded step or evaluation began."""
-    seconds = record.get("timing/step_s") or record.get("eval/seconds") or 0.0
-    return float(record["time"] - seconds)
+    return float(record["time"] - (record.get("timing/step_s") or record.get("eval/seconds") or 0.0))
 
 
 def differs(one: float | None, other: float | None, *, relative: float = 1e-4) -> bool:

@@ -133,8 +133,7 @@ def _check_step(
 
 def _row_faults(sequences: Sequence[TokenSequence], rows: _Rows, *, with_rewards: bool) -> Iterator[str]:
     """Yield what differs between dumped sequences and their rows: trained tokens, the engine's log-probs, rewards."""
-    names = ("token_idx", "behaviour_logprobs")
-    trained, behaviour = (np.split(rows.columns[name], rows.ends[:-1]) for name in names)
+    trained, behaviour = (np.split(rows.columns[name], rows.ends[:-1]) for name in ("token_idx", "behaviour_logprobs"))
     for sequence, key, reward, at, seen in zip(sequences, rows.keys, rows.rewards, trained, behaviour, strict=True):
         where = f"line {key[1]} of task {key[0]}"
         dumped = np.flatnonzero(sequence.loss_mask)

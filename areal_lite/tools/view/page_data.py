@@ -308,8 +308,7 @@ def _columns(turn: Mapping[str, Any]) -> Json:
     proximal, sampled = columns.get("proximal_logprobs"), columns.get("logprob")
     if proximal and sampled:
         # The engine's log-probs are of the whole vocabulary.
-        kept = columns.get("log_kept") or itertools.repeat(0.0, length)
-        known = zip(proximal, kept, sampled, strict=True)
+        known = zip(proximal, columns.get("log_kept") or itertools.repeat(0.0, length), sampled, strict=True)
         columns["difference"] = [None if None in each else each[0] + each[1] - each[2] for each in known]
     return columns
 

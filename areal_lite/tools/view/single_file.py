@@ -111,8 +111,7 @@ def bundle(files: Mapping[str, str], entry: str = "app.js") -> str:
         done[name] = ""  # modules may need each other
         for needed in _IMPORT.findall(files[name]):
             add(needed)
-        code = _EXPORT.sub("", _IMPORT.sub("", files[name]))
-        done[name] = done.pop(name) + f"// {name}\n{code}"
+        done[name] = done.pop(name) + f"// {name}\n" + _EXPORT.sub("", _IMPORT.sub("", files[name]))
 
     add(entry)
     return "\n".join(done.values())
