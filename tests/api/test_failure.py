@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from typing import Any
+import orjson
 import pytest
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import (
@@ -325,3 +326,8 @@ class TestAgents:
 
         failure = agent_failure(tmp_path, run, broken)
         assert (failure.kind, failure.type) == ("engine", "RuntimeError")
+
+
+def test_a_text_that_has_no_json_form_is_made_to_have_one() -> None:
+    failure = Failure.of(raised(FileNotFoundError("no file a \ud83d")))
+    assert failure.message == "no file a ?" and "no file a ?" in orjson.loads(orjson.dumps(failure.text))

@@ -49,6 +49,9 @@ def test_a_conversation_is_found_by_its_tokens_and_trains_each_once() -> None:
     whole = cache.export_interactions("concat")
     masks = {name: each.columns()["loss_mask"].astype(int).tolist() for name, each in whole.items()}
     assert masks == {"b": [0, 0, 1, 0, 1, 1], "c": [0, 0, 0, 0, 1], "d": [0, 1]}
+    some = conversation()
+    some.set_last_reward(1.0)
+    assert list(some.export_interactions("individual")) == ["d"]
     alone = cache.export_interactions("individual")
     assert alone.keys() == cache.keys() and alone["b"].columns()["loss_mask"].sum() == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -456,6 +457,67 @@ def test_with_tools_and_a_format_the_model_may_call_or_answer() -> None:
     other = {"type": "function", "function": {"name": "add", "parameters": parameters}}
     with pytest.raises(RequestError, match="rename one"):
         grammar_of(tools=[other])
+
+
+def test_definitions_of_either_name_and_no_other_references_go_into_a_call() -> None:
+    old = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/definitions/X"}},
+        "definitions": {"X": {"type": "integer"}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": old}}
+    forced = grammar_of(tools=[tool], tool_choice="required")
+    assert forced["definitions"] == old["definitions"] and "definitions" not in forced["properties"]["arguments"]
+    assert grammar_of(tools=[tool])["definitions"] == old["definitions"]
+    assert grammar_of(tools=[tool])["$defs"] == NUMBER["$defs"]
+    recursive = {"type": "object", "properties": {"next": {"$ref": "#"}, "same": {"$ref": "#/properties/next"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": recursive}}
+    format = {"type": "json_schema", "json_schema": {"name": "n", "schema": recursive}}
+    assert grammar_of(response_format=format) == recursive
+    for fields in ({"tools": [tool], "tool_choice": "required"}, {"tools": [CHAT_TOOL], "response_format": format}):
+        with pytest.raises(RequestError, match=r"refers to a part of itself: move that part into its \$defs"):
+            grammar_of(**fields)
+
+
+def test_calls_with_arguments_that_are_no_object_stay_in_the_history() -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = openai_client(access, "transport")
+        common: Any = {"model": "m", "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}]}
+        first = await client.responses.create(input="hello", **common)
+        output: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "3"}  # type: ignore[union-attr]
+        second = await client.responses.create(input=[output], previous_response_id=first.id, **common)
+        third = await client.responses.create(input="so?", previous_response_id=second.id, **common)
+        assert third.output_text == "Done."
+        one_sequence(session, engine)
+        alone = await client.responses.create(input=[], instructions="x", model="m")
+        assert (await client.responses.input_items.list(alone.id)).data == []
+
+    for arguments in ("[1, 2]", "7", "true"):
+        call = CALL.replace('{"a": 1, "b": [2, "ü"]}', arguments)
+        play([call, "It is 3.", "Done.", "alone"], steps)
+
+
+def test_an_agent_can_delete_the_variables_that_it_was_given() -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        os.environ["AREAL_LITE_MINE"] = "1"
+        with access.given():
+            assert os.environ.pop("OPENAI_API_KEY", None) == access.api_key
+            assert "OPENAI_API_KEY" not in os.environ and os.environ.pop("OPENAI_API_KEY", None) is None
+            del os.environ["AREAL_LITE_MINE"]
+            assert os.environ["OPENAI_BASE_URL"] == access.base_url
+        assert "AREAL_LITE_MINE" not in os.environ
+
+    play([], steps)
+
+
+def test_what_only_chats_have_is_refused_for_a_prompt() -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = openai_client(access, "transport")
+        for field in ({"messages": [1]}, {"tools": [CHAT_TOOL]}, {"continue_final_message": True}):
+            with pytest.raises(openai.BadRequestError, match=f"{next(iter(field))} is not served here: use /v1/chat"):
+                await client.completions.create(model="m", prompt="x", extra_body=field)
+
+    play([], steps)
 
 
 def test_messages_constrain_an_answer_by_its_format() -> None:

@@ -86,6 +86,20 @@ def test_options_reach_the_engine_by_their_meaning() -> None:
     play(['{"a": 1}', '{"a": 1}', '{"name": "add", "arguments": {"a": 1}}'], steps)
 
 
+def test_a_nullable_property_may_be_null() -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        schema = {
+            "type": "OBJECT",
+            "properties": {"type": {"type": "INTEGER", "nullable": True}, "b": {"type": "STRING"}},
+        }
+        config = {"responseMimeType": "application/json", "responseSchema": schema}
+        await post(access, "transport", "generateContent", {"contents": [said("x")], "generationConfig": config})
+        found = json.loads(engine.requests[0].gconfig.json_schema or "")["properties"]
+        assert (found["type"]["type"], found["b"]) == (["integer", "null"], {"type": "string"})
+
+    play(["{}"], steps)
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -101,6 +115,14 @@ def test_options_reach_the_engine_by_their_meaning() -> None:
         ({"contents": [said("x")], "tools": [{"googleSearch": {}}]}, "tools that Google runs are not served"),
         ({"contents": [said("x")], "generationConfig": {"topM": 1}}, "unknown field 'generationConfig.topM'"),
         ({"contents": [said("x")], "toolConfig": {"functionCallingConfig": {"mode": []}}}, "send mode AUTO"),
+        *(
+            ({"contents": [said("x")], "toolConfig": {"functionCallingConfig": choice}}, "with ANY at most one name")
+            for choice in (
+                {"mode": "NONE", "allowedFunctionNames": ["add"]},
+                {"allowedFunctionNames": ["add"]},
+                {"mode": "ANY", "allowedFunctionNames": ["add", "b"]},
+            )
+        ),
         ({"contents": [said("x")], "generationConfig": {"responseMimeType": "text/x"}}, "send text/plain"),
         ({"contents": [said("x")], "generationConfig": {"maxOutputTokens": 0}}, "max_tokens"),
         ({"contents": [said("x")], "wrong": 1}, "unknown field 'wrong'"),

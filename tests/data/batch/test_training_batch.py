@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from areal_lite.api.tensor_dict import _as_numpy
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto, object_array
 from areal_lite.data.batch.training_batch import check_training_batch, collate_sequences, training_sequences
@@ -230,3 +231,23 @@ def test_a_missing_log_prob_may_be_nan() -> None:
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="the training batch has no sequences"):
         check_training_batch(batch_of([sequence()])[:0])
+
+
+def test_integers_on_another_device_stay_integers() -> None:
+    class OnDevice:
+        """Stands in for a tensor of a GPU, which this machine may lack."""
+
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+
+        def numpy(self) -> None:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+        def detach(self) -> OnDevice:
+            return self
+
+        def cpu(self) -> torch.Tensor:
+            return self.tensor
+
+    assert _as_numpy("input_ids", OnDevice(torch.tensor([1, 2**40]))).tolist() == [1, 2**40]
+    assert _as_numpy("rewards", OnDevice(torch.tensor([0.5], dtype=torch.bfloat16))).tolist() == [0.5]
