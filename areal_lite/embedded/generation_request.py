@@ -143,4 +143,5 @@ class GenerationRequest:
         if not isinstance(matched, str):
             return text
         ignored = decode(ids[: max(0, self.params.min_new_tokens - 1)], self.params.skip_special_tokens)
-        return text[: at if (at := text.find(matched, len(ignored))) >= 0 else None]
+        at = text.find(matched, len(ignored))
+        return text[:at] if at >= 0 else text

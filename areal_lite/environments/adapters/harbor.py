@@ -35,8 +35,8 @@ class HarborTask:
         network: Let the model's commands use the network where the task does too. Tests use it where the task does.
         command_s: Limit on one command, in seconds; what runs longer has the exit code 124. The commands of an answer
             share the loop's ``timeout_s``.
-        max_commands: Answers with commands after which the task is judged and the episode truncated, as after the
-            task's own time. Below the loop's ``max_turns``, which also counts wrong calls and ends without a judgement.
+        max_commands: Answers with commands after which the task is judged and the episode truncated, as after its own
+            time. Keep it below the loop's ``max_turns``, which counts wrong calls too and ends without a judgement.
         reward_key: The reward among those of reward.json; the others are metrics.
     """
 
