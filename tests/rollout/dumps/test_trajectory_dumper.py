@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from areal_lite.api import InferenceEngine, InferenceEngineConfig, RolloutWorkflow
+from areal_lite.api.episode_context import record_counts
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.errors import ConfigError, StorageError
@@ -204,7 +205,8 @@ def test_a_group_without_a_json_form_changes_no_outcome(
     class Garbled(OneTurn):
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
             if data["garbled"]:
-                raise ValueError("half a character: \ud800")
+                record_counts({"half a character: \ud800": 1})
+                raise ValueError
             return await super().arun_episode(engine, data)
 
     engine = start_engine(start_stub(), dump_to_file=True)
