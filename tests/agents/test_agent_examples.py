@@ -60,8 +60,6 @@ class Example:
     answers: list[str]
     wrong: list[str]
     """Answers that earn 0."""
-    mistake: list[str] = field(default_factory=list)
-    """Answers that earn 0 because they make no sense."""
     doors: tuple[str, ...] = ("in process", "by address")
     streams: bool = True
     sequences: int = 1
@@ -91,10 +89,7 @@ REPAIR = {
 SUBMIT = call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 SIMPLE = [MULTIPLY, RESULT]
 EXAMPLES = [
-    Example(
-        sdk="openai", path="openai_sdk.OpenAIAgent", answers=SIMPLE, wrong=[MULTIPLY, WRONG],
-        mistake=[call("no_such_tool", a=1)],
-    ),
+    Example(sdk="openai", path="openai_sdk.OpenAIAgent", answers=SIMPLE, wrong=[MULTIPLY, WRONG]),
     Example(
         sdk="openai-agents", path="openai_agents_handoff.HandoffAgent", sequences=2,
         answers=[call("transfer_to_calculator"), *SIMPLE], wrong=[RESULT],
@@ -102,9 +97,7 @@ EXAMPLES = [
     Example(
         sdk="langgraph, langchain-openai", path="langgraph_agent.LangGraphAgent", answers=SIMPLE, wrong=[WRONG]
     ),
-    Example(
-        sdk="anthropic", path="anthropic_sdk.AnthropicAgent", answers=SIMPLE, wrong=[MULTIPLY, WRONG], mistake=[""]
-    ),
+    Example(sdk="anthropic", path="anthropic_sdk.AnthropicAgent", answers=SIMPLE, wrong=[MULTIPLY, WRONG]),
     Example(
         sdk="google-genai", path="gemini_sdk.GeminiAgent", doors=("by address",), answers=SIMPLE,
         wrong=[MULTIPLY, WRONG],
@@ -281,7 +274,7 @@ def test_an_example_earns_its_reward_and_each_token_is_recorded_once(
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.sdk)
 def test_a_wrong_answer_and_an_answer_that_was_cut_earn_nothing(example: Example, config: Any) -> None:
     cut = tokenizer().encode('{"', add_special_tokens=False)
-    for answers in (example.wrong, [cut], *[example.mistake][: len(example.mistake)]):
+    for answers in (example.wrong, [cut]):
         trajectory, _ = play(example, config, answers, stream=False, door=example.doors[-1])
         assert trajectory.reward == 0.0
 

@@ -44,7 +44,7 @@ class AnthropicAgent:
                 results = [{"type": "tool_result", "tool_use_id": i, "content": text} for i, text in products]
                 messages += [{"role": "assistant", "content": answer.content}]
                 messages += [{"role": "user", "content": results}]
-        except (ValidationError, KeyError, TypeError, AttributeError):  # the model's mistake
+        except (ValidationError, KeyError, TypeError):  # the model's mistake
             pass
         return 0.0
 

@@ -43,7 +43,7 @@ class OpenAIAgent:
                     numbers = call.function.parsed_arguments
                     content = str(numbers.a * numbers.b)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-        except (ValidationError, LengthFinishReasonError, AttributeError):  # the model's mistake
+        except (ValidationError, LengthFinishReasonError):  # the model's mistake
             pass
         return 0.0
 
