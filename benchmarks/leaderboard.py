@@ -41,6 +41,7 @@ ROWS, ANSWERS, LEARNING_RATE = 8, 8, 3e-5
 SYSTEM = "Reply with a number only."
 HELD_OUT_SEED = 999_000_000
 OWN_RATES = {"Gemma-3-270M-chat": 5e-6}  # at 3e-5 it forgets its answers within 5 steps
+OWN_STEPS = {"Gemma-3-270M-chat": {"cliff": 4, "taxi": 10, "empty room": 10}}  # 20 minutes of one core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +132,11 @@ def rate_of(model: str) -> float:
     return OWN_RATES.get(Path(model).name, LEARNING_RATE)
 
 
-def task_of(name: str, variant: str) -> Task:
-    """Return a task as a variant evaluates it."""
+def task_of(name: str, variant: str, model: str) -> Task:
+    """Return a task as a model is trained on it and a variant evaluates it."""
     task = TASKS[name]
+    if steps := OWN_STEPS.get(Path(model).name, {}).get(name):
+        task = dataclasses.replace(task, steps=steps, every_steps=steps)
     return dataclasses.replace(task, held_out=500, every_steps=None) if variant.startswith("bound") else task
 
 
@@ -353,7 +356,7 @@ def make_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     made = {(run["task"], run["variant"], run["seed"], run["model"], run.get("device", "cpu")) for run in records}
     wanted = itertools.product(range(1, arguments.seeds + 1), arguments.tasks, arguments.variants)
     for seed, task_name, variant in wanted:
-        task, model = task_of(task_name, variant), Path(arguments.model).name
+        task, model = task_of(task_name, variant, arguments.model), Path(arguments.model).name
         if (task_name, variant, seed, model, here) in made or (variant == "TRL" and not task.one_answer):
             continue
         task = dataclasses.replace(task, held_out=arguments.held_out or task.held_out)
@@ -497,7 +500,7 @@ def show_plans(records: list[dict[str, Any]], model: str) -> None:
     for (task, variant), seen in runs.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.yaml"
-            config = config_of(task_of(task, variant), 1, model, VARIANTS[variant])
+            config = config_of(task_of(task, variant, model), 1, model, VARIANTS[variant])
             path.write_text(json.dumps(config | {"fileroot": folder}))
             command = [sys.executable, "-m", "areal_lite", "plan", str(path), "--json"]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -115,8 +115,7 @@ class RayPlace:
         return self._actor
 
     def listen_at(self, host: str, port: int) -> tuple[str, int]:
-        actor = self.ready_actor()
-        return self.host, int(self._ask(actor.free_port.remote(self.host)))
+        return self.host, int(self._ask(self.ready_actor().free_port.remote(self.host)))
 
     def clock_s(self) -> float:
         """Return how far the clock of the node is ahead."""

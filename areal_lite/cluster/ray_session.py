@@ -98,8 +98,7 @@ def ray_session(config: RayConfig, *, num_cpus: float) -> Iterator[None]:
 
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            env = runtime_env(config)
-            ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, runtime_env=runtime_env(config), log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ServerError(
                 f"Ray at {address}: {str(error).strip() or type(error).__name__}. Does `ray status` answer there? For "

@@ -64,8 +64,7 @@ def _close_files(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"; there is no folder {folder} either"
-    names = [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")]
-    return did_you_mean(path.name, names, count=3)
+    return did_you_mean(path.name, [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")], count=3)
 
 
 def parse_yaml(text: str, *, where: str) -> Any:

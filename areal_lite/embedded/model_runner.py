@@ -228,8 +228,7 @@ class ModelRunner:
         length = min(9, self.context_length)
         ids = [(7 * i + 3) % self.vocab_size for i in range(length)]
         self._last = None
-        output = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
-        plain = output.logits[0, -1].float()
+        plain = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0, -1].float()
         self.forward([1, 0], [ids[: length - 4], ids[:1]], [0, 0])
         self.forward([1, 0], [ids[length - 4 : length - 1], ids[1:2]], [length - 4, 1])
         slotted = self.forward([0, 1], [ids[2:3], ids[-1:]], [2, length - 1])[1].float()

@@ -153,8 +153,7 @@ class Slot:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                message = framed(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
-                await loop.sock_sendall(connection, message)
+                await loop.sock_sendall(connection, framed(pickle.dumps(request, pickle.HIGHEST_PROTOCOL)))
                 (kind, value), _ = decode_reply(await receive(loop, connection))
                 error = rebuilt(*value) if kind == "error" else None
         except TimeoutError:

@@ -27,8 +27,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 def fault(host: str, port: int) -> str | None:
     """Return why nobody can listen there; None for a free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

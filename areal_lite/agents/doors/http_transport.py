@@ -45,8 +45,7 @@ class ServiceTransport(httpx.AsyncBaseTransport):
                 if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
                     return await coroutine
                 # In an empty context, so that the session runs the call as its own and ends it with the episode.
-                future = Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
-                return await asyncio.wrap_future(future)
+                return await asyncio.wrap_future(Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop))
         except TimeoutError as error:
             raise httpx.ReadTimeout("the model did not answer in time", request=request) from error
 

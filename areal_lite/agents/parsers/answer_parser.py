@@ -114,8 +114,7 @@ def text_before(text: str, ends: Sequence[str]) -> tuple[str, bool]:
     """Return the text before any of ``ends``, without trailing space or a partial end, and whether one is there."""
     if found := [at for end in ends if (at := text.find(end)) >= 0]:
         return text[: min(found)].rstrip(), True
-    longest = max(map(len, ends), default=0)
-    tails = range(max(0, len(text) - longest + 1), len(text))
+    tails = range(max(0, len(text) - max(map(len, ends), default=0) + 1), len(text))
     cut = next((at for at in tails if any(end.startswith(text[at:]) for end in ends)), len(text))
     return text[:cut].rstrip(), False
 
@@ -134,8 +133,7 @@ def answer_parser(
 ) -> AnswerParser:
     """Return the parser of a chat template's answers; the config has checked the names."""
     tool_format = TOOL_FORMATS[tool_parser or tool_format_of_template(template)]
-    splits_reasoning = THINK in template if reasoning_parser is None else reasoning_parser == "think"
-    return AnswerParser(tool_format, splits_reasoning)
+    return AnswerParser(tool_format, THINK in template if reasoning_parser is None else reasoning_parser == "think")
 
 
 def openai_call(call: ToolCall, id_digits: int = 24) -> dict[str, Any]:

@@ -102,8 +102,7 @@ def _source(path: str, cache: Path) -> _Source:
 
 def _folder(path: Path, cache: Path) -> dict[str, list[str]]:
     files = _files_by_split(str(path), cache)
-    readable = {str(file) for file in path.rglob("*") if _suffix(file.name)}
-    if skipped := sorted(readable.difference(*files.values())):
+    if skipped := sorted({str(file) for file in path.rglob("*") if _suffix(file.name)}.difference(*files.values())):
         _log.warning(
             "dataset %s: skipped %s, which belong to no split: other files have train or test in their names, or "
             "another type; to read them, name all files in a list",

@@ -138,8 +138,7 @@ class WeightRoutes:
         path = Path(model_path).expanduser()
         checkpoint = Checkpoint(path, self._runner.model)
         check_manifest(path)
-        source = f"checkpoint {str(path)!r}"
-        check_fit(source, checkpoint.shapes, *self._runner.weight_shapes(), checkpoint.read)
+        check_fit(f"checkpoint {str(path)!r}", checkpoint.shapes, *self._runner.weight_shapes(), checkpoint.read)
         return checkpoint
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -177,8 +176,7 @@ class WeightReceiver:
         if backend not in ("gloo", "nccl"):
             raise wrong_type(f"backend: Input should be 'gloo' or 'nccl', got {backend!r}.")
         try:
-            store = open_store(address, port, size)
-            group = join_group(name, store, rank=rank, size=size, backend=backend)
+            group = join_group(name, open_store(address, port, size), rank=rank, size=size, backend=backend)
         except RuntimeError as error:
             raise ServerError(f"Failed to initialize custom process group: {error}.") from error
         self._groups = {name: (group, self._device if backend == "nccl" else torch.device("cpu"))}  # the newest only

@@ -51,8 +51,7 @@ class ScienceWorldTask:
 
     async def step(self, action: str) -> Step:
         assert self._world is not None
-        text = action.rpartition("</think>")[2].strip()
-        seen, _, done, about = await self._asked(self._world.step, text)
+        seen, _, done, about = await self._asked(self._world.step, action.rpartition("</think>")[2].strip())
         before, self._score = self._score, about["score"]  # the world's own reward leaves out what looking around gave
         self._actions += 1  # the world's own limit leaves out those that it does not understand
         cut = self._actions >= _MOST_ACTIONS

@@ -183,8 +183,7 @@ def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group
         return batch
     if batch is not None and not isinstance(batch, DataProto):
         batch = data_proto_of(batch)
-    own = b"" if batch is None else save(to_tensors(batch))
-    return from_tensors(load(_from_rank(0, own)))
+    return from_tensors(load(_from_rank(0, b"" if batch is None else save(to_tensors(batch)))))
 
 
 def _from_rank(source: int, data: bytes) -> bytes:

@@ -282,8 +282,7 @@ class GroupRunner:
     def _end_stopped(self, submission: Submission) -> None:
         failure = submission.stopped_by or Failure.cancelled("the task was cancelled")
         late = failure.kind is FailureKind.DEADLINE
-        status = EpisodeStatus.FAILED if late else EpisodeStatus.CANCELLED
-        self._end(submission, submission.group(status, failure))
+        self._end(submission, submission.group(EpisodeStatus.FAILED if late else EpisodeStatus.CANCELLED, failure))
 
     def _end(self, submission: Submission, group: Group) -> None:
         self._deadlines.discard(submission)

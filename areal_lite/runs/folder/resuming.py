@@ -85,5 +85,4 @@ def _is_evaluated(run_dir: Path, step: int) -> bool:
 def _records(run_dir: Path, step: int) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    start = b'{"step": %d,' % step
-    return [json.loads(line) for line in lines if line.startswith(start) and line.endswith(b"\n")]
+    return [json.loads(line) for line in lines if line.startswith(b'{"step": %d,' % step) and line.endswith(b"\n")]

@@ -80,8 +80,7 @@ def devices() -> Findings:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
-            name = torch.cuda.get_device_name(index)
-            yield ok(f"GPU {index}: {name}, {gigabytes(free)} of {gigabytes(total)} free")
+            yield ok(f"GPU {index}: {torch.cuda.get_device_name(index)}, {gigabytes(free)} of {gigabytes(total)} free")
     elif Path("/proc/driver/nvidia").exists():
         yield warning(
             f"there is an NVIDIA GPU, but torch (for CUDA {torch.version.cuda}) cannot use it: install torch for the "

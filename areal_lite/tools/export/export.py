@@ -126,11 +126,15 @@ class _TrainingRows:
         chosen += [term for name, term in defaults.items() if name not in names]
         group = itemgetter("run", "scope", "version", "group", "task")
         for _, rows in itertools.groupby(self.dumps.rows(" ".join(chosen)), group):
-            yield [record for record in self.dumps.records(rows) if record.get("reward") is not None]
+            rewarded = (record for record in self.dumps.records(rows) if record.get("reward") is not None)
+            yield [record | {"reward": record.get("episode_reward", record["reward"])} for record in rewarded]
 
     def sft(self) -> Iterator[Mapping[str, Any]]:
         for group in self.groups():
-            ranked = sorted(group, key=lambda record: -record["reward"])
+            # Of an episode with several lines, the longest says most.
+            ranked = sorted(
+                group, key=lambda each: (-each["reward"], each.get("member_idx") or 0, -(each.get("seqlen") or 0))
+            )
             usable = ((record, messages) for record in ranked if (messages := self.messages(record)) is not None)
             for record, messages in itertools.islice(usable, 1 if self.options.choose == "best" else None):
                 row: dict[str, Any] = {"messages": messages}

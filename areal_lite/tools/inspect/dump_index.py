@@ -34,7 +34,7 @@ from areal_lite.tools.inspect.episode_row import COLUMNS, text_found
 from areal_lite.tools.inspect.filters import is_literal
 from areal_lite.tools.inspect.index_update import IndexUpdate, Progress
 
-_SCHEMA = 8
+_SCHEMA = 9
 _UNUSED_DAYS = 60
 """Days after which the index of a run that nobody looked at is deleted."""
 _BUSY_S = 30.0

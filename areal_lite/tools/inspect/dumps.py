@@ -181,7 +181,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
 
         Keys: run, path, index (path), lines, groups, reward (mean), status (counts), versions, failures, problems
         (counts by kind), unfinished (files that a writer is at, or was killed at), notes. ``versions`` are dicts with
-        scope, version, lines, groups, reward (mean), rewards (lines with one), tokens (mean), status (counts).
+        scope, version, lines, groups, reward (mean), rewards (episodes with one), tokens (mean), status (counts).
         ``failures``, most frequent first, have error_kind, error_type, count, and status, run, id, cause and error
         (its text) of one example; rejected episodes are there too."""
         return [run.summary(filter) for run in self._runs.values()]

@@ -15,6 +15,7 @@ COLUMNS = (
     *("reward", "status", "tokens", "turns", "version", "trained", "error_kind", "error_type", "stop"),
     *("finished", "run_s", "calls", "task", "group", "scope", "agent", "head", "tail", "start", "member", "sample"),
     *("prompt_len", "queued_s", "took_s", "logprob", "repetition", "tool_calls", *FACTS, "error", "numbers", "source"),
+    "sequence_reward",
 )
 """The columns of a row that come from its line and its folder, those first that filters use most: they cost least.
 ``stop`` and ``agent`` are JSON lists."""
@@ -66,6 +67,7 @@ class _Line:
     processes: Annotated[list[_Process], Field(fail_fast=True)] | None = None
     timings: _Timings | None = None
     reward: StrictFloat | None = None
+    episode_reward: StrictFloat | None = None
     reward_extra: dict[str, Any] | None = None
     counts: dict[str, Any] | None = None
     status: StrictStr | None = None
@@ -100,13 +102,14 @@ def row_of(record: Any, scope: str | None, version: int | None, source: str | No
     if version is None:
         version = line.start_version if line.tail_version is None else line.tail_version
     trained = int(sum(sum(turn.loss_mask or ()) for turn in line.turns))
+    reward = line.reward if line.episode_reward is None else line.episode_reward
     return (
-        *(line.reward, line.status, line.seqlen, len(line.turns), version, trained, line.error_kind, line.error_type),
+        *(reward, line.status, line.seqlen, len(line.turns), version, trained, line.error_kind, line.error_type),
         *(_json(turn.stop_reason for turn in line.turns), timings.finished_at, timings.run_s, len(calls)),
         *(_id(line.task_id), _id(line.group_id), scope, _json(turn.agent for turn in line.turns)),
         *(line.head_version, line.tail_version, line.start_version, line.member_idx, line.sample_idx, line.prompt_len),
         *(timings.queued_s, *_of_calls(calls), numbers.get("counts/tool_calls"), *(None for _ in FACTS), line.error),
-        *(orjson.dumps(numbers).decode(), source),
+        *(orjson.dumps(numbers).decode(), source, line.reward),
     )
 
 

@@ -33,11 +33,12 @@ def episode_text(record: Mapping[str, Any], root: Path) -> Iterator[Text]:
     """Yield the lines of one record of :class:`~.dumps.Dumps`, of the run in the folder ``root``."""
     status = str(record.get("status"))
     versions = f"{record.get('head_version')}..{record.get('tail_version')}"
+    of_episode = f" of {record['episode_reward']}" if "episode_reward" in record else ""
     yield Text.assemble(
         ("── ", "dim"),
         printable(f"task {record.get('task_id')} episode {record.get('sample_idx')}  "),
         (printable(status), STATUS_STYLE.get(status, "")),
-        printable(f"  reward {record.get('reward')}  {record.get('seqlen')} tokens  versions {versions}"),
+        printable(f"  reward {record.get('reward')}{of_episode}  {record.get('seqlen')} tokens  versions {versions}"),
     )
     if isinstance(parent := (record.get("extra") or {}).get("continues"), dict):
         origin = ", ".join(f"{name} {value}" for name, value in parent.items())

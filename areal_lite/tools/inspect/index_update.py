@@ -15,7 +15,9 @@ import sqlite3
 import stat
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 import orjson
@@ -34,9 +36,10 @@ _GUARD = 256
 """Bytes before the indexed end of a file that must be unchanged for the file to count as grown."""
 _SEARCHED = 64
 """Versions before a step whose lines it may have trained: more than any useful staleness bound."""
-_INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 4)})"  # nosec B608 # our columns, bound values
+_INSERT = f"INSERT INTO episodes VALUES (NULL{', ?' * (len(COLUMNS) + 5)})"  # nosec B608 # our columns, bound values
 _FORGET = "DELETE FROM files WHERE path = ?"  # and with it the rows that refer to it
 _FORGET_FACTS = f"UPDATE episodes SET {' = NULL, '.join(FACTS)} = NULL WHERE trained_step = ?"  # nosec B608 # our columns, bound values
+_REWARD, _EPISODE = COLUMNS.index("reward"), itemgetter(*map(COLUMNS.index, ("group", "task", "member")))
 _NEW = (None, -1, 0, 0, 0, 0, 0)
 """State of a file that the index does not know: id, size, mtime, inode, indexed, lines, guard."""
 Problem = tuple[int, int, str, str]
@@ -201,7 +204,10 @@ class IndexUpdate:
     def _add(self, file: int, begin: int, rows: list[tuple[Any, ...]], problems: list[Problem]) -> None:
         if begin or problems:
             self._connection.execute("DELETE FROM problems WHERE file = ? AND offset >= ?", (file, begin))
-        self._connection.executemany(_INSERT, [(*row, file) for row in rows])
+        rewarded = [None if row[_REWARD] is None else _EPISODE(row) for row in rows]
+        lines = Counter(rewarded)
+        weights = [None if each is None else 1 / lines[each] for each in rewarded]
+        self._connection.executemany(_INSERT, [(*row, each, file) for row, each in zip(rows, weights, strict=True)])
         insert = "INSERT INTO problems VALUES (?, ?, ?, ?, ?)"
         self._connection.executemany(insert, [(file, *each) for each in problems])
 

@@ -25,17 +25,18 @@ MOST = 2**60
 """More rows than there are."""
 _FIRST_SORTED = 2000
 """Rows that a text search sorts before it looks at the first."""
+_REWARD = "sum(e.reward * e.weight) / sum(e.weight)"  # over episodes, which may have several lines
 _GROUP = {
     **{"version": "e.version", "group": 'e."group"', "task": "min(e.task)", "lines": "count(*)"},
-    **{"episodes": "count(DISTINCT e.member)", "reward": "avg(e.reward)", "reward_min": "min(e.reward)"},
+    **{"episodes": "count(DISTINCT e.member)", "reward": _REWARD, "reward_min": "min(e.reward)"},
     **{"reward_max": "max(e.reward)", "finished": "max(e.finished)"},
 }
 _VERSION = {
     **{"scope": "e.scope", "version": "e.version", "lines": "count(*)", "groups": "count(DISTINCT e.task)"},
-    **{"reward": "avg(e.reward)", "rewards": "count(e.reward)", "tokens": "avg(e.tokens)"},
+    **{"reward": _REWARD, "rewards": "round(total(e.weight), 3)", "tokens": "avg(e.tokens)"},
 }
 _FILE_ID = "(SELECT id FROM files WHERE path = ?)"
-_COLUMNS = ("id", *COLUMNS, "file", "line", "offset", "length")
+_COLUMNS = ("id", *COLUMNS, "file", "line", "offset", "length", "weight")
 _SELECT = ", ".join(PATH if name == "file" else f'e."{name}"' for name in _COLUMNS)
 
 

@@ -184,7 +184,8 @@ class Answers:
                 episodes[key]["calls"] += [call for call in calls if call not in episodes[key]["calls"]]
                 continue
             episodes[key] = {
-                **{name: record.get(name) for name in ("run", "id", "status", "reward", "version", "scope")},
+                **{name: record.get(name) for name in ("run", "id", "status", "version", "scope")},
+                "reward": record.get("episode_reward", record.get("reward")),
                 **_texts({"task": record.get("task_id"), "group": record.get("group_id")}, "task", "group"),
                 **{"member": record.get("member_idx"), "calls": calls},
                 **{"queued": end - run_s - (timings.get("queued_s") or 0.0), "start": end - run_s, "end": end},
@@ -228,9 +229,9 @@ class Answers:
                 members.setdefault((row["scope"], key), []).append(row)
         sides = {}
         for key, each in members.items():
-            rewards = [row["reward"] for row in each if row["reward"] is not None]
-            mean, tasks = fmean(rewards) if rewards else None, list(dict.fromkeys(str(row["task"]) for row in each))
-            sides[key] = {"reward": mean, "rewards": len(rewards), "lines": len(each), "tasks": tasks[:20]}
+            found = list(zip(*((row["reward"], row["weight"]) for row in each if row["weight"]), strict=True))
+            tasks = list(dict.fromkeys(str(row["task"]) for row in each))
+            sides[key] = {"reward": fmean(*found) if found else None, "lines": len(each), "tasks": tasks[:20]}
         return sides, prompts, len(rows) > MAX_COMPARED
 
     def metrics_state(self) -> list[Any]:

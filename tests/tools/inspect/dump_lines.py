@@ -109,6 +109,8 @@ def _repetition(answers: list[list[int]]) -> float | None:
 def values_of(name: str, record: Line, place: dict[str, Any]) -> Any:
     turns = record["turns"]
     special = {
+        "reward": lambda: record["reward"] if record.get("episode_reward") is None else record["episode_reward"],
+        "sequence_reward": lambda: record["reward"],
         "tokens": lambda: record["seqlen"],
         "trained": lambda: sum(sum(each["loss_mask"]) for each in turns),
         "turns": lambda: len(turns),

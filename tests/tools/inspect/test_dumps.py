@@ -60,6 +60,28 @@ def index_of(run: Path) -> Path:
         return Path(dumps.summary()[0]["index"])
 
 
+def test_rewards_of_answers_are_averaged_as_those_of_their_episodes(tmp_path: Path) -> None:
+    first = [line(20, n, member_idx=0, reward=-1.0, episode_reward=-4.0) for n in range(4)]
+    branch = line(20, 4, member_idx=0, reward=None, status="untrained")
+    write(tmp_path / "r/rollout/3/20.jsonl", *first, branch, line(20, 5, member_idx=1, reward=-1.0))
+    write(tmp_path / "r/rollout/4/21.jsonl", line(21, 0, reward=2.0))
+    with Dumps.open(tmp_path / "r") as dumps:
+        group = dumps.groups()[0]
+        assert (group["lines"], group["episodes"], group["reward"], group["reward_min"]) == (6, 2, -2.5, -4.0)
+        (summary,) = dumps.summary()
+        assert [(each["reward"], each["rewards"]) for each in summary["versions"]] == [(-2.5, 2), (2.0, 1)]
+        assert summary["reward"] == -1.0
+        assert (len(ids(dumps, "reward<-3")), len(ids(dumps, "sequence_reward=-1"))) == (4, 5)
+
+
+def test_old_dumps_without_an_episode_reward_are_averaged_by_episode(tmp_path: Path) -> None:
+    rewards = [(0, 0.0), (0, 0.0), (0, 1.5), (1, 1.0)]
+    lines = [line(20, n, member_idx=member, reward=reward) for n, (member, reward) in enumerate(rewards)]
+    write(tmp_path / "r/rollout/3/20.jsonl", *lines)
+    with Dumps.open(tmp_path / "r") as dumps:
+        assert dumps.groups()[0]["reward"] == 0.75
+
+
 def test_rows_come_by_version_task_and_sample_with_what_filters_use(dumps: Dumps) -> None:
     assert ids(dumps) == [
         "rollout/3/7.jsonl:1",

@@ -31,6 +31,7 @@ LINES = st.builds(
         {},
         optional={
             "reward": NUMBERS,
+            "episode_reward": NUMBERS,
             "seqlen": st.integers(0, 3),
             "head_version": st.none() | st.integers(0, 3),
             "tail_version": st.none() | st.integers(0, 3),

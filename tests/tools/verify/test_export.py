@@ -101,6 +101,26 @@ def test_sft_rows_are_the_best_of_each_group_and_train(
     assert {row["reward"] for row in rows_of(file)} == {0.0, 0.5}
 
 
+def test_with_rewards_of_turns_the_best_episode_is_exported_whole(tmp_path: Path, tiny_model: Path, dump: Path) -> None:
+    tokenizer, file = load_tokenizer(str(tiny_model)), tmp_path / "sft.jsonl"
+    lines = []
+    for member, (text, each, whole) in enumerate((("wrong", 1.0, 1.0), ("right", 0.9, 1.8))):
+        texts = [question("What is 5?"), ("assistant", f"{text}<|im_end|>")]
+        more = [("environment", "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"), texts[1]]
+        for turns in (spans(tokenizer, *texts), spans(tokenizer, *texts, *more)):
+            facts = {"member_idx": member, "episode_reward": whole, "seqlen": sum(len(turn["ids"]) for turn in turns)}
+            one = line(5, len(lines), reward=each, turns=turns, prompt_len=len(turns[0]["ids"]), **facts)
+            lines.append({name: value for name, value in one.items() if (name, value) != ("episode_reward", each)})
+    write(dump / "rollout/1/5.jsonl", *lines)
+    assert main(["export", str(dump), "--sft", str(file), "task=5"]) == 0
+    (row,) = rows_of(file)
+    assert [message["content"] for message in row["messages"]] == ["What is 5?", "right", "And?", "right"]
+    assert row["reward"] == 1.8
+    assert main(["export", str(dump), "--dpo", str(file), "task=5"]) == 0
+    (row,) = rows_of(file)
+    assert (row["chosen"][0]["content"], row["chosen_reward"], row["rejected_reward"]) == ("right", 1.8, 1.0)
+
+
 def test_dpo_rows_are_best_against_worst_and_train(dump: Path, tmp_path: Path, tiny_model: Path) -> None:
     file = tmp_path / "dpo.jsonl"
     assert main(["export", str(dump), "--dpo", str(file)]) == 0

@@ -6,8 +6,10 @@ import { rich, speaker, turnMessages } from "./conversation.js";
 import { linkTo } from "./state.js";
 
 export function groupView(group, current) {
-  const rewards = group.members.map((each) => each.reward).filter((each) => each !== null);
-  const mean = rewards.length ? rewards.reduce((sum, each) => sum + each, 0) / rewards.length : null;
+  const rewarded = group.members.filter((each) => each.reward !== null);
+  const rewards = rewarded.map((each) => each.reward);
+  const [total, episodes] = rewarded.reduce(([sum, of], each) => [sum + each.reward * each.weight, of + each.weight], [0, 0]);
+  const mean = rewards.length ? total / episodes : null;
   const spread = rewards.length ? Math.max(...rewards) - Math.min(...rewards) : null;
   const statuses = new Map();
   for (const each of group.members) statuses.set(each.status, (statuses.get(each.status) ?? 0) + 1);
