@@ -138,6 +138,8 @@ class StubServer:
         if fault is not None and fault.isdigit():
             headers = {"Retry-After": self.retry_after} if self.retry_after and fault == "429" else None
             return _json({"error": {"message": f"scheduled {fault}"}}, status=int(fault), headers=headers)
+        if fault == "queue full":  # as SGLang says it
+            return _json({"error": {"message": "The request queue is full."}}, status=503)
         if (name := body.get("lora_path")) is not None and name not in (self.adapters or {}):
             return _json({"error": {"message": f"Got LoRA adapter that has never been loaded: {name}"}}, status=400)
         if fault in ("hang", "reset", "garbage", "flood", "trickle"):

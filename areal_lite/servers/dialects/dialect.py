@@ -24,7 +24,7 @@ class ErrorReply(Exception):
 
     def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = 429 if status == 503 and "queue is full" in message else status  # SGLang's max_queued_requests
         self.message = message
         self.retry_after_s = retry_after_s
 

@@ -363,10 +363,11 @@ def test_a_server_that_says_429_gets_fewer_requests_at_once_and_slowly_more() ->
     assert pool.pick(preferred=server) is server
 
 
+@pytest.mark.parametrize("said", ["429", "queue full"])
 def test_more_requests_than_the_limit_wait_and_are_all_answered(
-    start_stub: StartStub, start_engine: StartEngine
+    start_stub: StartStub, start_engine: StartEngine, said: str
 ) -> None:
-    stub = start_stub(fault=lambda n: "429" if n < 40 else None, delay_s=0.001)
+    stub = start_stub(fault=lambda n: said if n < 40 else None, delay_s=0.001)
     engine = start_engine(stub, request_retries=1)
     assert accepted(engine, 120) == 120
     assert servers(engine)[0].limit < 120
