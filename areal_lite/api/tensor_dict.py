@@ -214,7 +214,7 @@ def _merged(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = dict(dicts[0])
     for key, value in merged.items():
         values = [d[key] for d in dicts]
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.ndim:
             most = [max(sizes) for sizes in zip(*(v.shape[1:] for v in values), strict=True)]
             merged[key] = torch.cat([_padded(v, most, PADDING.get(key, 0)) for v in values])
         elif isinstance(value, list):

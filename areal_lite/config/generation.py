@@ -3,12 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from areal_lite.config.schema import STRICT, Count, Positive
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf")
+_LENGTHS = {"completions": "max_completion_tokens", "responses": "max_output_tokens", "openai-agents": "max_tokens"}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -93,14 +94,14 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=ids)
 
     def to_openai_args_dict(
-        self, exclude_args: Sequence[str] = (), api_format: Literal["completions", "responses"] = "completions"
+        self, exclude_args: Sequence[str] | None = None, api_format: str = "completions"
     ) -> dict[str, Any]:
-        """Return the keyword arguments for an OpenAI client's ``create``, without the fields ``exclude_args``."""
-        length = "max_completion_tokens" if api_format == "completions" else "max_output_tokens"
+        """Return the keyword arguments of an OpenAI client's ``create``, or of ``ModelSettings`` of its Agents SDK
+        (``api_format`` "openai-agents"), without the fields ``exclude_args``; raises KeyError for another format."""
         biases = None if self.logit_bias is None else {str(token): bias for token, bias in self.logit_bias.items()}
         named = {
             "n_samples": ("n", self.n_samples),
-            "max_new_tokens": (length, self.max_new_tokens),
+            "max_new_tokens": (_LENGTHS[api_format], self.max_new_tokens),
             "temperature": ("temperature", self.effective_temperature),
             "top_p": ("top_p", self.top_p),
             "stop": ("stop", self.stop),
@@ -109,7 +110,9 @@ class GenerationHyperparameters:
             "logit_bias": ("logit_bias", biases),
             "seed": ("seed", self.seed),
         }
-        return {name: value for key, (name, value) in named.items() if key not in exclude_args and value is not None}
+        return {
+            to: value for key, (to, value) in named.items() if key not in (exclude_args or ()) and value is not None
+        }
 
     @property
     def is_truncated(self) -> bool:

@@ -183,6 +183,9 @@ def _messages(error: ValidationError, root: type[Any], path: str, sources: Mappi
 
 
 def _default_of(root: type[Any], key: Key) -> Any:
+    if key[0] == "rollout" and key[-1] in (*RunIdentity.__dataclass_fields__, "tokenizer_path"):
+        name = str(key[-1]).replace("tokenizer", "model")
+        raise ConfigError(f"{'.'.join(key)!r} has no value of its own: write ${{{name}}}")
     for owner, name in owners(root, key):
         if owner is None:
             raise ConfigError(f"there is no key {'.'.join(key)!r}")

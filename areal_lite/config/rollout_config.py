@@ -3,8 +3,8 @@
 import re
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
-from pydantic import AfterValidator, Field
+from typing import Annotated, Any, Literal
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.schema import STRICT, Above0, Count, LocalOrName, Positive, refuse
@@ -21,6 +21,12 @@ def _folder_name(value: str) -> str:
     return value
 
 
+def _written_name(value: Any) -> Any:
+    if isinstance(value, float):  # 1.10 and 1.1 are one number
+        raise ValueError(f"the number {value} becomes a folder: put it in quotes, such as 'trial_name=\"1.10\"'")
+    return value
+
+
 def _one_answer(gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
     if gconfig.n_samples != 1:
         raise ValueError(
@@ -30,7 +36,7 @@ def _one_answer(gconfig: GenerationHyperparameters) -> GenerationHyperparameters
     return gconfig
 
 
-FolderName = Annotated[str, AfterValidator(_folder_name)]
+FolderName = Annotated[str, BeforeValidator(_written_name), AfterValidator(_folder_name)]
 Sampling = Annotated[GenerationHyperparameters, AfterValidator(_one_answer)]
 
 
@@ -38,8 +44,8 @@ Sampling = Annotated[GenerationHyperparameters, AfterValidator(_one_answer)]
 class RunIdentity:
     """Output folder and seed of a run.
 
-    A YAML sets these at the top, or in ``rollout`` alone, and both have them. An engine without a run has defaults;
-    with the seed None, the server samples unseeded.
+    A YAML sets these at its top, all but the first also in ``rollout`` alone, and both have them. An engine without a
+    run has defaults; with the seed None, the server samples unseeded.
     """
 
     experiment_name: FolderName = "experiment"

@@ -49,7 +49,7 @@ def check_rollouts(config: RunConfig) -> None:
                 rollout.agents.isolation == "thread" and str(config.workflow).endswith(".EnvironmentAgent")
             ),
             "workflow_kwargs.opponent is older, and older_policy is null: set older_policy.every_steps": (
-                config.older_policy is None and "older" in given.get("opponent", ())
+                config.older_policy is None and "older" in (o if isinstance(o := given.get("opponent"), list) else [o])
             ),
             f"rollout.rewards.key is {rewards.key!r} and rollout.rewards.weights {rewards.weights}: the reward is one "
             "part or a sum of parts; remove one of the two": rewards.key is not None and bool(rewards.weights),

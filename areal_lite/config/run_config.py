@@ -37,7 +37,7 @@ class CheckpointConfig:
     """Number of latest checkpoints to keep."""
     expiry_margin_s: Above0 = 120.0
     """Where a platform announces when the machine expires: save this many seconds plus the longest step before."""
-    resume: str = "auto"
+    resume: LocalOrName = "auto"
     """auto resumes from the newest checkpoint of the run, never does not resume, and a path names a checkpoint."""
 
     @property
@@ -84,7 +84,7 @@ class OlderPolicyConfig:
     max_concurrent_requests: Positive | None = None
     """Requests that it gets at once from all episodes; others wait. Null: no limit."""
     addresses: list[str] = field(default_factory=list)
-    """HOST:PORT of its running servers, of rollout.backend. Empty: the run starts one, as server says."""
+    """HOST:PORT of its running servers, of rollout.backend. Empty: the run starts one like its own, on the last GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -147,9 +147,9 @@ class RunConfig(ExperimentConfig):
     """Optimizer, algorithm and losses."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When to evaluate."""
-    reward_model: str | None = None
+    reward_model: LocalOrName | None = None
     """Folder of a one-label sequence classifier whose scores replace the workflow's rewards in training."""
-    rollout_cache: str | None = None
+    rollout_cache: LocalOrName | None = None
     """Folder that caches the batch of every step; cached batches are not generated again."""
     dump_scores: bool = False
     """Write the prompts, answers and scores of each step to scores/STEP.jsonl."""

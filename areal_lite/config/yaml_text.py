@@ -4,6 +4,7 @@ Duplicate keys, aliases that repeat too much and files that are too large are re
 """
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,6 +36,8 @@ class _Loader(yaml.SafeLoader):
         # 1:1:1:... is a number to the base of 60 in YAML 1.1: a megabyte of it takes minutes.
         if len(node.value) > MAX_DIGITS:
             raise yaml.MarkedYAMLError(problem=f"a number of {len(node.value)} digits", problem_mark=node.start_mark)
+        if re.fullmatch(r"[-+]?0[\d_]+|[^.]*[_:].*", node.value):  # text in YAML 1.2, such as 2024_01_15
+            return node.value
         return self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
 
 

@@ -66,7 +66,8 @@ def fill(values: dict[Any, Any], *, where: str) -> None:
 def seed_of(values: dict[Any, Any]) -> Any:
     """Return the seed of a run's YAML, which may stand at its top or in ``rollout``."""
     rollout = values.get("rollout")
-    return values.get("seed", rollout.get("seed", 1) if isinstance(rollout, dict) else 1)
+    seed = values.get("seed", rollout.get("seed", 1) if isinstance(rollout, dict) else 1)
+    return int(seed) if isinstance(seed, str) and seed.isdecimal() else seed  # of an environment variable
 
 
 def check_has_rows(env: str, *, where: str) -> None:

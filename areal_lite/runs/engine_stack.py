@@ -39,7 +39,7 @@ def generating_engine(
         if config.older_policy is not None:
             own = replace(rollout, addresses=config.older_policy.addresses, router=None, workers=1, dump_to_file=False)
             own = replace(own, weight_update="disk")
-            alone = replace(config, rollout=own, server=replace(config.server, replicas=1), older_policy=None)
+            alone = replace(config, rollout=own, server=replace(config.server, replicas=1, port=0), older_policy=None)
             older = stack.enter_context(generating_engine(alone, run_dir / OLDER))
         places: Places = here
         if config.launch == "ray":

@@ -53,6 +53,7 @@ class RLRun(training_run.TrainingRun[Evaluation]):
     snapshots: MemorySnapshots
     publish_version: Publish
     older: OlderPolicy | None
+    devices: int
     _last_record: tuple[float, float] = field(init=False, default=(0.0, 0.0))
     """Moment of the last record, on the monotonic clock, and the tokens generated until then."""
 
@@ -128,7 +129,7 @@ class RLRun(training_run.TrainingRun[Evaluation]):
                 "timing/rollout_wait_s": generated - began,
                 "timing/weight_update_s": now - trained,
                 "timing/step_s": now - began,
-                "perf/throughput": metrics["tokens"] / (now - began) / num_devices(self.config),
+                "perf/throughput": metrics["tokens"] / (now - began) / self.devices,
                 "perf/generated_tokens_per_second": (self._last_record[1] - before) / (now - (since or began)),
                 **engine,
             }
@@ -207,6 +208,7 @@ def run_rl(
             dtype=dtype,
             started=started,
             driver=driver,
+            devices=num_devices(config),
             publish_version=enter(weight_publisher(rollout, trainer.model, files.run_dir / "weights", dtype)),
             older=enter(older_policy(config, driver.engine if driver else None, trainer.model, files.run_dir, dtype)),
             profiler=enter(StepProfiler(config.profile_steps, files.run_dir / "profile")),

@@ -117,8 +117,8 @@ def open_run_files(config: "RunConfig | SupervisedConfig", start: Start, on_step
         )
     with ExitStack() as stack:
         if Ranks.current().rank == 0:
-            is_own = start.checkpoint is not None and run_dir.resolve() in start.checkpoint.resolve().parents
-            stack.enter_context(run_directory(config, fresh=not is_own))
+            folder = start.checkpoint and start.checkpoint.resolve().parent
+            stack.enter_context(run_directory(config, fresh=folder != (run_dir / CHECKPOINTS).resolve()))
             own = Incarnation(run_dir)
             tracking = stack.enter_context(start_tracking(config, run_dir, last_step=start.step))
             metrics = MetricsWriter(run_dir, last_step=start.step, tracking=tracking, on_step=on_step)

@@ -172,8 +172,7 @@ def _trackio(config: ExperimentConfig, run_dir: Path, last_step: int) -> Tracker
 
 def _names(config: ExperimentConfig) -> dict[str, Any]:
     """Return project, name and config of a tracked run; keys and tokens are masked."""
-    values = yaml.safe_load(dump_config(config))
-    return {"project": config.experiment_name, "name": config.trial_name, "config": values}
+    return {"project": config.experiment_name, "name": config.trial_name, "config": yaml.safe_load(dump_config(config))}
 
 
 _TRACKERS: dict[str, Callable[[ExperimentConfig, Path, int], Tracker]] = {

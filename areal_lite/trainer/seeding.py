@@ -10,8 +10,7 @@ from areal_lite.config.trainer_config import LearnerConfig
 
 def trainer_threads(config: LearnerConfig) -> int:
     """Return the CPU threads of a trainer: the config's, else its share of the machine's cores."""
-    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return config.num_threads or max(1, len(os.sched_getaffinity(0)) // trainers)
+    return config.num_threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def seed_process(seed: int, *, num_threads: int = 0, deterministic: bool = False) -> None:

@@ -97,6 +97,20 @@ def test_answers_of_the_older_policy_never_train(config: Any, chosen: list[str] 
     assert tokenizer().decode(sequence.input_ids[sequence.loss_mask]) == "mine<|im_end|>"
 
 
+def test_calls_of_the_older_policy_sample_as_they_ask(config: Any) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        client = openai.AsyncOpenAI(**extra_kwargs)
+        for name in ("main", OLDER_POLICY):
+            messages: Any = [{"role": "user", "content": f"{name}?"}]
+            metadata = {"agent": name}
+            await client.chat.completions.create(model="m", messages=messages, metadata=metadata, temperature=0.0)
+        return 1.0
+
+    engine = ScriptedEngine(["mine", "theirs"])
+    asyncio.run(AgentWorkflow(FunctionAgent(run), config).arun_episode(engine, {}))  # type: ignore[arg-type]
+    assert [request.gconfig.effective_temperature for request in engine.requests] == [1.0, 0.0]
+
+
 def test_a_number_counts_once_however_many_conversations_the_agent_had(config: Any) -> None:
     async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:
         client = openai.AsyncOpenAI(**extra_kwargs)

@@ -30,6 +30,9 @@ def test_sampling_parameters_translate_to_the_names_of_an_openai_client() -> Non
         "frequency_penalty": 0.0,
     }
     assert "n" not in gconfig.to_openai_args_dict(exclude_args=["n_samples"])
+    assert gconfig.to_openai_args_dict(exclude_args=None, api_format="openai-agents")["max_tokens"] == 8
+    with pytest.raises(KeyError, match="bogus"):
+        gconfig.to_openai_args_dict(api_format="bogus")
     assert gconfig.to_openai_args_dict(api_format="responses")["max_output_tokens"] == 8
 
 

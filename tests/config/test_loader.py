@@ -77,6 +77,38 @@ def test_names_and_tokenizer_are_copied_into_rollout(write):
     assert load_config(write(), ["rollout.tokenizer_path=other"]).rollout.tokenizer_path == "other"
 
 
+@pytest.mark.parametrize("name", ["20240115_123456", "2024_01_15", "013015", "7"])
+def test_a_name_of_digits_stays_as_it_is_written(write, name):
+    config = load_config(write(), [f"trial_name={name}"])
+    assert (config.trial_name, config.run_dir.name) == (name, name)
+
+
+def test_numbers_of_yaml_1_1_are_read_as_people_mean_them(write):
+    config = load_config(write(), ["trainer.total_steps=1_000", "seed=010", "train_dataset.path=0123"])
+    assert (config.trainer.total_steps, config.seed, config.train_dataset.path) == (1000, 10, "0123")
+    for name, says in (
+        ("1.10", "the number 1.1 becomes a folder: put it in quotes"),
+        ("12:30", "'12:30' becomes a fol"),
+    ):
+        assert says in refused(write(), f"trial_name={name}")
+    assert load_config(write(), ["trial_name='1.10'"]).trial_name == "1.10"
+
+
+def test_a_reference_to_what_rollout_takes_from_the_run_names_the_run(write):
+    for name, of_run in (("trial_name", "trial_name"), ("seed", "seed"), ("tokenizer_path", "model_path")):
+        says = f"'rollout.{name}' has no value of its own: write ${{{of_run}}}"
+        assert says in refused(write(), f"workflow_kwargs={{x: '${{rollout.{name}}}'}}")
+    given = ["rollout.seed=7", "workflow_kwargs={x: '${rollout.seed}'}"]
+    assert load_config(write(), given).workflow_kwargs == {"x": 7}
+
+
+def test_a_home_folder_is_expanded_in_every_path(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(write(), ["reward_model=~/rm", "rollout_cache=~/cache", "checkpoint.resume=~/runs/step_1"])
+    assert (config.reward_model, config.rollout_cache) == ("/home/me/rm", "/home/me/cache")
+    assert config.checkpoint.resume == "/home/me/runs/step_1"
+
+
 def test_a_rollout_value_that_contradicts_a_top_level_value_is_refused(write):
     top = ["trial_name=t", "fileroot=out", "seed=1"]
     text = refused(write(), *top, "rollout.trial_name=b", "rollout.fileroot=else", "rollout.seed=2")

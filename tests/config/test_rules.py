@@ -84,6 +84,17 @@ def test_held_out_rows_have_no_generator_and_no_curriculum(key: str) -> None:
         check_rollouts(config({}, {key: MINE}))
 
 
+@pytest.mark.parametrize("opponent", [None, 3, "random", "http://holder:80/v1", ["self", "random"]])
+def test_another_opponent_than_an_older_policy_needs_none(opponent: Any) -> None:
+    check_rollouts(config({}, workflow="my.Agent", workflow_kwargs={"opponent": opponent}))
+
+
+@pytest.mark.parametrize("opponent", ["older", ["self", "older"]])
+def test_an_older_opponent_needs_an_older_policy(opponent: Any) -> None:
+    with pytest.raises(ConfigError, match="opponent is older, and older_policy is null"):
+        check_rollouts(config({}, workflow="my.Agent", workflow_kwargs={"opponent": opponent}))
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

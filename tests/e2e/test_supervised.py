@@ -402,6 +402,22 @@ def test_a_checkpoint_of_another_config_or_of_more_steps_is_refused(sft_yaml: Pa
         run(sft_yaml, *some, "checkpoint.resume=no/such/step_00000001")
 
 
+def test_checkpoints_may_lie_behind_a_link_and_those_of_another_run_do_not_replace_them(sft_yaml: Path) -> None:
+    some = ["checkpoint.every_steps=1", "save_model=false", "eval_dataset=null"]
+    first = run(sft_yaml, *some, "trainer.total_steps=1").run_dir
+    elsewhere = sft_yaml.with_name("elsewhere")
+    (first / "checkpoints").rename(elsewhere)
+    (first / "checkpoints").symlink_to(elsewhere)
+    run(sft_yaml, *some, "trainer.total_steps=2")
+    assert [record["step"] for record in records(first)] == [1, 2]
+    other = run(sft_yaml, *some, "trainer.total_steps=1", "trial_name=other").run_dir
+    with pytest.raises(ConfigError, match="already holds a training run"):
+        run(
+            sft_yaml, *some, "trainer.total_steps=3", "trial_name=other", f"checkpoint.resume={elsewhere}/step_00000002"
+        )
+    assert [record["step"] for record in records(other)] == [1]
+
+
 def test_a_checkpoint_of_other_rows_is_refused(sft_yaml: Path) -> None:
     rows, kept = sft_yaml.with_name("rows.jsonl"), conversations(16)
     some = ["checkpoint.every_steps=1", "save_model=false", "eval_dataset=null"]

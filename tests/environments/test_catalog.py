@@ -15,7 +15,7 @@ from areal_lite.runs.entry_points import check_held_out
 OWN = "tests.environments.games.Dice"
 
 
-def test_one_line_gives_the_loop_and_separate_rows(load: Any) -> None:
+def test_one_line_gives_the_loop_and_separate_rows(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(env="textarena:Wordle-v0", seed=5)
     assert config.workflow == catalog.AGENT
     assert config.workflow_kwargs == {"env": "textarena:Wordle-v0", "seed": 5}
@@ -29,6 +29,9 @@ def test_one_line_gives_the_loop_and_separate_rows(load: Any) -> None:
     config = load(env="textarena:Wordle-v0", **easier, eval_dataset={"kwargs": {"size": 9}})
     assert config.eval_dataset.kwargs == {"hard": 0, "size": 9, "seed": 1_000_000}
     assert config.seed == config.workflow_kwargs["seed"] == 6
+    monkeypatch.setenv("RUN_SEED", "5")
+    config = load(env="textarena:Wordle-v0", seed="${oc.env:RUN_SEED}")
+    assert config.seed == config.workflow_kwargs["seed"] == 5
     config = load(env="textarena:Wordle-v0", train_dataset={"path": "rows.jsonl", "kwargs": {"hard": 0}})
     assert config.eval_dataset.kwargs == {"size": 100, "seed": 1_000_000}
     assert isinstance(load("env=textarena:Wordle-v0"), RunConfig)

@@ -27,7 +27,7 @@ from areal_lite.agents.session.chat_request import ChatRequest
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.agents.session.request_images import RequestImages, image_parts
 from areal_lite.api import episode_context
-from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.engine_api import OLDER_POLICY, InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.image_span import Images
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
@@ -166,7 +166,7 @@ class ChatSession:
             request.grammar,
             choice=index % request.options.n,
             prompt_tokens=len(prompt),
-            agent_samples=self.agent_samples,
+            agent_samples=self.agent_samples or agent == OLDER_POLICY,
         )
         asked = ModelRequest(
             input_ids=prompt,

@@ -63,9 +63,10 @@ def take_lock(lock: int, path: Path) -> None:
 
 def check_disposable(config: ExperimentConfig, path: Path) -> None:
     """Refuse a folder whose run has anything to lose, or made a step under another config."""
-    from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, check_config
+    from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, check_config, checkpoints
 
-    checkpoint, has_model = config.checkpoint, (path / "model").exists()
+    checkpoint = config.checkpoint
+    has_model = (path / "model").exists() or bool(checkpoints(path / "checkpoints"))
     if not has_model and b'"train/' not in (path / "metrics.jsonl").read_bytes():
         return
     if has_model or checkpoint.resume == "never" or not checkpoint.enabled or not (path / CONFIG_FILE).is_file():

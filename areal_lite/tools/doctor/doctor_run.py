@@ -106,8 +106,7 @@ def rollouts(config: RunConfig) -> Findings:
             try:
                 batch = driver.batch(1)
             except StarvationError as error:
-                cause = driver.engine.failures.table(1) or str(error)
-                raise EpisodeError(f"no episode succeeded. {cause}") from error
+                raise EpisodeError(f"no episode succeeded. {driver.engine.failures.table(1) or str(error)}") from error
             yield from _spread_rewards(batch)
             began = time.monotonic()
             skipped: list[Any] = []

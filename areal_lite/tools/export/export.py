@@ -177,7 +177,7 @@ EPISODE = {
     **dict.fromkeys(("error_type", "prompt", "completion"), "string"),
     **dict.fromkeys(("version", "sample_idx", "member_idx", "seqlen", "prompt_len", "start_version"), "int64"),
     **dict.fromkeys(("head_version", "tail_version"), "int64"),
-    **dict.fromkeys(("reward", "finished_at"), "float64"),
+    **dict.fromkeys(("reward", "episode_reward", "finished_at"), "float64"),
 }
 """Columns of a table of dumped lines, without its tokens, and their Arrow types."""
 
@@ -193,8 +193,8 @@ def arrow_tables(rows: Iterable[Mapping[str, Any]], schema: Any) -> Iterator[Any
 
 def episode_row(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of :data:`EPISODE` of a dumped line."""
-    finished = (record.get("timings") or {}).get("finished_at")
-    return {name: record.get(name) for name in EPISODE} | {"task_id": str(record["task_id"]), "finished_at": finished}
+    own = {"finished_at": (record.get("timings") or {}).get("finished_at"), "task_id": str(record["task_id"])}
+    return {"episode_reward": record.get("reward")} | {name: record[name] for name in EPISODE if name in record} | own
 
 
 def _write_parquet(file: Path, records: Iterable[Mapping[str, Any]]) -> int:

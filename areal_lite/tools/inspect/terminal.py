@@ -200,8 +200,7 @@ def _print_versions(dumps: Dumps, options: argparse.Namespace, console: Console)
     shown = 0
     for run in dumps.summary(options.filter):
         console.print(Text(printable(f"{run['run']}: {run['lines']} lines in {run['groups']} groups"), "bold"))
-        columns = ("scope", "version", "groups", "lines", "reward", "tokens", "status")
-        console.print(_table(run["versions"], columns))
+        console.print(_table(run["versions"], ("scope", "version", "groups", "lines", "reward", "tokens", "status")))
         shown += len(run["versions"])
         for failure in run["failures"]:
             name = ": ".join(filter(None, (failure["error_kind"] or failure["status"], failure["error_type"])))

@@ -117,8 +117,7 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
     probed, total = len(measured.step_s), measured.total_steps
     left, done = total - probed, len(measured.evaluation_s)
     step_s = _per_step(measured, list(itertools.accumulate(measured.step_s)))
-    by_steps = -(-total // (config.evaluation.every_steps or total))
-    evaluations = measured.evaluated_at_start + by_steps if done else 0
+    evaluations = measured.evaluated_at_start + -(-total // (config.evaluation.every_steps or total)) if done else 0
     evaluated_s, evaluated_tokens = (measured.evaluation_s or [0.0])[-1], (measured.evaluation_tokens or [0.0])[-1]
     evaluations_left = evaluations * held_out_scale - done  # in units of the probe's
     checkpoints = _checkpoints(config, total, step_s) if measured.checkpoints else 0
@@ -177,8 +176,7 @@ def _checkpoints(config: Trainable, steps: int, step_s: float) -> int:
     """Return how many checkpoints a run writes; its last step always has one."""
     minutes = config.checkpoint.every_minutes
     by_time = 0 if minutes is None else int(steps * step_s / (60 * minutes))
-    by_step = -(-steps // (config.checkpoint.every_steps or steps))
-    return min(steps, max(by_step, by_time + 1))
+    return min(steps, max(-(-steps // (config.checkpoint.every_steps or steps)), by_time + 1))
 
 
 def _disk(

@@ -49,6 +49,5 @@ def t_quantile(probability: float, freedom: int) -> float:
     """Return the quantile at ``probability`` in [0.5, 1) of Student's t with ``freedom`` degrees of freedom. Source: T
     is sqrt(freedom) * tan(angle) for an angle with a density proportional to cos(angle) ** (freedom - 1)."""
     angles = np.linspace(0.0, np.pi / 2, 200_001)
-    middles = (angles[:-1] + angles[1:]) / 2
-    shares = np.concatenate([[0.0], np.cumsum(np.cos(middles) ** (freedom - 1))])
+    shares = np.concatenate([[0.0], np.cumsum(np.cos((angles[:-1] + angles[1:]) / 2) ** (freedom - 1))])
     return math.sqrt(freedom) * math.tan(np.interp(2 * probability - 1, shares / shares[-1], angles))

@@ -120,8 +120,7 @@ def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -
             trial = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([base.trial_name, *parts]))
             runs = [[*chosen, f"seed={seed}", f"trial_name={trial}-seed{seed}"] for seed in range(first, first + seeds)]
             configs = [load_config(path, words, root=ExperimentConfig) for words in runs]
-            command = str(getattr(base, "kind", "train")).replace("_", "-")
-            commands = [[command, str(path), *words] for words in runs]
+            commands = [[str(getattr(base, "kind", "train")).replace("_", "-"), str(path), *words] for words in runs]
             variants.append(Variant(" ".join(parts) or base.experiment_name, configs, commands))
     folders = [folder for variant in variants for folder in variant.run_dirs]
     if twice := next((folder for folder in folders if folders.count(folder) > 1), None):

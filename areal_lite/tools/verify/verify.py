@@ -71,8 +71,7 @@ def check_run(path: Path, *, reward: str | None = None, trust_config: bool = Fal
         if reward is not None:
             run.findings += _reward_findings(dumps, reward)
         run.unproved.extend(dumps.notes())
-    different = sum(name == "texts" for name, _ in run.findings)
-    if run.tokenizer is None or 2 * different > run.lines:
+    if run.tokenizer is None or 2 * sum(name == "texts" for name, _ in run.findings) > run.lines:
         run.findings = [finding for finding in run.findings if finding[0] != "texts"]
         run.unproved.append("that texts are those of their ids: the run's tokenizer is not on this machine")
     if not run.groups:

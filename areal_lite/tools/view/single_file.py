@@ -47,8 +47,7 @@ def _data(answers: Answers, filter: str) -> dict[str, Any]:
     places: dict[str, int] = {}
     texts: dict[str, Any] = {run: {"texts": None, "reason": ""} for run in answers.dumps.runs}
     for row in rows:
-        key = f"{row['run']} {row['id']}"
-        if key not in places:
+        if f"{row['run']} {row['id']}" not in places:
             episode = answers.episode(row["run"], row["id"])
             places |= {f"{row['run']} {each['id']}": len(episodes) for each in episode["sequences"]}
             episodes.append(episode)

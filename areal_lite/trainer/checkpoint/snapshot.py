@@ -146,8 +146,7 @@ def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
 
 def _copies(tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
     """Return full copies on the CPU of the tensors that this rank owns."""
-    plain = ((name, tensor.detach()) for name, tensor in tensors.items())
-    full = sharding.full_tensors(plain, owners)
+    full = sharding.full_tensors(((name, tensor.detach()) for name, tensor in tensors.items()), owners)
     return {name: one.to("cpu", copy=True).contiguous() for name, one in full if one is not None}
 
 
@@ -168,8 +167,7 @@ def _load_weights(model: Any, folder: Path) -> None:
         return
     own = model.state_dict()
     loaded = load_pretrained(type(model), str(folder), what="checkpoint")[0].state_dict()
-    shapes = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (loaded, own))
-    _check_same(folder, *shapes)
+    _check_same(folder, *({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (loaded, own)))
     for name, tensor in own.items():
         local, part = sharding.own_part(tensor)
         local.copy_(loaded[name][part])

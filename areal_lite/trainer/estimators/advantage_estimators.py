@@ -29,8 +29,7 @@ def discounted_sums(values: Tensor, episodes: Tensor, discount: float) -> Tensor
     reach = 1
     while reach < longest:
         # where, not a product: a NaN or inf must stay in its episode.
-        later = torch.where(episodes[reach:] == episodes[:-reach], sums[reach:], 0.0)
-        sums[:-reach].add_(later, alpha=discount**reach)
+        sums[:-reach].add_(torch.where(episodes[reach:] == episodes[:-reach], sums[reach:], 0.0), alpha=discount**reach)
         reach *= 2
     return sums
 

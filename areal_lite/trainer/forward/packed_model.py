@@ -345,5 +345,4 @@ def _probe(device: torch.device, *, shared: bool = True) -> PackedSequences:
         for tail in ([3, 4], [4, 3])
     ]
     apart = [Block((index,), (0,), length=3) for index in (0, 1)]
-    together = [Block((0, 1), (0, 2), length=4, is_chain=False)]
-    return pack(sequences, together if shared else apart, device=device)
+    return pack(sequences, [Block((0, 1), (0, 2), length=4, is_chain=False)] if shared else apart, device=device)

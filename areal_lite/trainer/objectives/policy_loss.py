@@ -118,8 +118,7 @@ def sapo(inputs: PolicyInputs, *, tau_positive: Above0 = 1.0, tau_negative: Abov
     depends on the sign of the advantage. Source: SAPO (arXiv:2511.20347)."""
     advantages = inputs.advantages
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
-    losses = -advantages * 4 / tau * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1))
-    return LossTerms(losses, _statistics(inputs))
+    return LossTerms(-advantages * 4 / tau * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1)), _statistics(inputs))
 
 
 def reinforce(inputs: PolicyInputs) -> LossTerms:

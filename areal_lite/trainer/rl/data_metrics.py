@@ -60,8 +60,7 @@ def batch_metrics(
         **_lengths(sequences, counts, max_new_tokens),
     }
     if returns is not None and values is not None and (spread := np.var(returns, dtype=np.float64)) > 0:
-        unexplained = np.var(np.subtract(returns, values, dtype=np.float64))
-        metrics["value_explained_variance"] = float(1 - unexplained / spread)
+        metrics["value_explained_variance"] = float(1 - np.var(np.subtract(returns, values, dtype=np.float64)) / spread)
     return metrics
 
 

@@ -149,8 +149,7 @@ class Step:
     def all_metrics(self, algorithm: Algorithm) -> dict[str, float]:
         tokens, config = self.tokens, algorithm.config
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
-        has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
-        earned = torch.where(has_tokens, earned, self.scores)
+        earned = torch.where(torch.bincount(tokens.episodes, minlength=len(earned)) > 0, earned, self.scores)
         recorded = {name: values[~values.isnan()] for name, values in self.statistics.items()}
         columns = {"advantage": tokens.advantages}
         if config.critic is not None:

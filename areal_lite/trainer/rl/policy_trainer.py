@@ -71,8 +71,7 @@ class PolicyTrainer:
             # Under adapters the reference is the model without them.
             self._reference = self._policy
             if not config.lora:
-                again = is_empty(self.model)  # a copy would take memory
-                reference = self._load(model_path, sampling) if again else copy.deepcopy(self._policy)
+                reference = self._load(model_path, sampling) if is_empty(self.model) else copy.deepcopy(self._policy)
                 self._reference = shard(reference.requires_grad_(False))
         self.learner = Learner(self._policy, config, config, total_steps=config.steps, on_skip=on_skip)
         self.learners = {"policy": self.learner}

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 import pytest
+import torch
 from areal_lite.api import InteractionWithTokenLogpReward
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind
@@ -48,6 +49,8 @@ def test_rejected_episodes_are_left_out() -> None:
     assert kept["input_ids"].tolist() == [[1, 2, 3]] * 3
     assert kept["rewards"].tolist() == [0, 2, 3]
     assert merged(lambda member: None) is None
+    alike = merged(lambda member: tensors_of(ANSWER, reward=member) | {"temperature": torch.tensor(0.5)})
+    assert (len(alike["input_ids"]), alike["temperature"].item()) == (4, 0.5)
 
 
 def test_interactions_become_one_dict() -> None:

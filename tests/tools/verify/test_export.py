@@ -116,6 +116,8 @@ def test_with_rewards_of_turns_the_best_episode_is_exported_whole(tmp_path: Path
     (row,) = rows_of(file)
     assert [message["content"] for message in row["messages"]] == ["What is 5?", "right", "And?", "right"]
     assert row["reward"] == 1.8
+    frame = areal_lite.load_run(dump, "task=5").episodes
+    assert (list(frame.reward), list(frame.episode_reward)) == ([1.0, 1.0, 0.9, 0.9], [1.0, 1.0, 1.8, 1.8])
     assert main(["export", str(dump), "--dpo", str(file), "task=5"]) == 0
     (row,) = rows_of(file)
     assert (row["chosen"][0]["content"], row["chosen_reward"], row["rejected_reward"]) == ("right", 1.8, 1.0)
@@ -190,6 +192,7 @@ def test_load_run_gives_episodes_turns_tokens_and_metrics_as_frames(
     assert list(episodes.index) == ["rollout/3/7.jsonl:1", "rollout/3/a.jsonl:1"]
     assert list(episodes.task_id) == ["7", "a"] and list(episodes.status) == ["accepted", "failed"]
     assert episodes.reward.iloc[0] == 0.5 and isnan(episodes.reward.iloc[1]) and episodes.finished_at.iloc[0] == 100
+    assert episodes.episode_reward.iloc[0] == 0.5 and isnan(episodes.episode_reward.iloc[1])
     turns = run.turns.merge(run.episodes, left_on=["run", "episode"], right_on=["run", "id"])
     assert list(turns.role) == ["prompt", "assistant", "prompt"] and list(turns.tokens) == [2, 2, 3]
     assert list(turns.trained) == [0, 2, 0] and list(turns.turn) == [0, 1, 0] and list(turns.task_id) == ["7", "7", "a"]
