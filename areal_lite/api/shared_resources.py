@@ -40,6 +40,7 @@ class SharedResources:
             closing = resource.aclose() if hasattr(resource, "aclose") else resource.close()
             if closing is not None:
                 await closing
+        self._making = asyncio.Lock()  # the next event loop's
 
 
 def sdk_httpx() -> Any:

@@ -39,8 +39,7 @@ def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
         section = section_of(hints[field.name])
         meaning = meaning_of(root, field.name)
         if section is None:
-            value = info.get_default(call_default_factory=True)
-            default = None if info.is_required() else write_yaml(value, flow=True)
+            default = None if info.is_required() else write_yaml(info.get_default(call_default_factory=True), flow=True)
             yield FieldHelp(key, _type_words(hints[field.name]), default, meaning)
         else:
             default = None if info.is_required() else "null" if info.default is None else "{}"

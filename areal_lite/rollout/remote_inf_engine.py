@@ -1,10 +1,10 @@
 """The inference engine that users hold: calls from any thread or event loop run on the engine's own loop."""
 
-import inspect
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from functools import partial
+from inspect import iscoroutinefunction, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import OLDER_POLICY, Row, ShouldAcceptFn
@@ -65,7 +65,7 @@ def _named(form: Any, name: str, operation: Callable[..., Any]) -> Any:
     if get_origin(returned) is Coroutine:
         returned = get_args(returned)[2]
     form.__name__, form.__qualname__, form.__doc__ = name, f"RemoteInfEngine.{name}", operation.__doc__
-    form.__signature__ = inspect.signature(operation).replace(return_annotation=returned)
+    form.__signature__ = signature(operation).replace(return_annotation=returned)
     form.__annotations__ = operation.__annotations__ | {"return": returned}
     form.__wrapped__ = operation  # where tools find the source
     return form
@@ -94,9 +94,9 @@ class RemoteInfEngine(EngineLifecycle):
     ) -> EpisodeRecipe:
         if isinstance(should_accept_fn, str):
             should_accept_fn = load_object(should_accept_fn, where="should_accept_fn")
-        if should_accept_fn is not None and not callable(should_accept_fn):
+        if should_accept_fn is not None and not callable(should_accept_fn) or iscoroutinefunction(should_accept_fn):
             raise ConfigError(
-                f"should_accept_fn is {should_accept_fn!r}: give a function tensor dict -> bool, or its path"
+                f"should_accept_fn is {should_accept_fn!r}: give a plain function tensor dict -> bool, or its path"
             )
         what = workflow, workflow_kwargs, self.config
         return EpisodeRecipe(
@@ -178,7 +178,7 @@ class RemoteInfEngine(EngineLifecycle):
     ) -> Coroutine[Any, Any, list[Group]]:
         """Run all rows now, without the staleness bound; one group per row, in order."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, is_eval)
-        return self._executor.rollout_batch(data, recipe, self._group_size(group_size))
+        return self._executor.rollout_batch(list(data), recipe, self._group_size(group_size))
 
     def _prepare_batch(
         self,

@@ -130,7 +130,7 @@ class RLRun(training_run.TrainingRun[Evaluation]):
                 "timing/weight_update_s": now - trained,
                 "timing/step_s": now - began,
                 "perf/throughput": metrics["tokens"] / (now - began) / self.devices,
-                "perf/generated_tokens_per_second": (self._last_record[1] - before) / (now - (since or began)),
+                "perf/generated_tokens_per_second": (self._last_record[1] - before) / (now - (since or self.started)),
                 **engine,
             }
             record = training_run.StepMetrics(with_scalars(metrics, self.driver.scalars()))

@@ -261,8 +261,7 @@ def _with_arguments(rows: DatasetConfig, workflow: WorkflowChoice) -> tuple[Data
         return rows, None
     thinking = workflow.argument("enable_thinking")
     if thinking is not None and rows.apply_chat_template:
-        variables = {"enable_thinking": thinking} | rows.apply_chat_template_kwargs
-        rows = replace(rows, apply_chat_template_kwargs=variables)
+        rows = replace(rows, apply_chat_template_kwargs={"enable_thinking": thinking} | rows.apply_chat_template_kwargs)
     return rows, workflow.argument("system_prompt")
 
 

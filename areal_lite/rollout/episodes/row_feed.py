@@ -37,7 +37,7 @@ class _FirstRows:
     """Failed episodes of each row by kind and type of their failure, until a group has run to its end."""
 
     def __init__(self) -> None:
-        self._failed: dict[tuple[FailureKind, str], Counter[int]] | None = {}
+        self._failed: dict[tuple[FailureKind, str], Counter[int | str]] | None = {}
 
     def judge(self, group: Group) -> EpisodeError | None:
         """Return the error that ends the feed once all episodes of the first rows failed for a cause that stays."""
@@ -46,7 +46,8 @@ class _FirstRows:
         if self._failed is None or failure is None or failure.kind in PASSING:
             return None
         rows = self._failed.setdefault((failure.kind, failure.type), Counter())
-        rows[group.samples[0].group_index] += len(group.trajectories)
+        died = failure.kind is FailureKind.WORKER  # once for all groups of the worker
+        rows[failure.message if died else group.samples[0].group_index] += len(group.trajectories)
         if len(rows) < FIRST_ROWS or rows.total() < FIRST_EPISODES:
             return None
         self._failed = None

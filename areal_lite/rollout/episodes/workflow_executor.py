@@ -161,7 +161,7 @@ class WorkflowExecutor:
                 self.runner.end_waiting(queue.popleft(), reason)
         await self.batches.set_all_aside(reason)
         await self.runner.close(reason)
-        self.gate.paused = False  # the engine may be initialized again
+        self.gate.paused = self.gate.held = False  # the engine may be initialized again
 
     def _pump(self) -> None:
         """Start what the gate allows: evaluation and rollout_batch first, then submissions, then the feed."""

@@ -72,6 +72,7 @@ class Reconciler:
     async def open(self) -> None:
         """Ask every server what it serves, resume it, and start to watch; raises ServerError or ConfigError."""
         self._closed, self._wake, self._gate.released = False, asyncio.Event(), asyncio.Event()  # of this loop
+        self._gate.servers_changed, self._gate.holders = asyncio.Event(), set()
         failures = await asyncio.gather(*(self._meet(server) for server in self._pool.servers))
         if all(failures):
             raise ServerError(
@@ -81,6 +82,8 @@ class Reconciler:
         for server, failure in zip(self._pool.servers, failures, strict=True):
             if failure is not None:
                 self.failed(server, failure, at_once=True)
+            if server.out:  # also since an earlier open
+                self._repair(server)
         self._requests.limits.newest_version = max(server.info.version or 0 for server in self._pool.servers)
         self.own(asyncio.create_task(self._watch()))
 

@@ -138,7 +138,7 @@ class RequestGate:
 
     def watch_outage(self, servers: Sequence[Server], now: float, *, updating: bool) -> bool:
         """End the waits when patience is over (an update has its own); return whether a server needs watching."""
-        lasts = all(s.unhealthy for s in servers) and not all(s.state == "slow" for s in servers)
+        lasts = all(s.unhealthy for s in servers) and not any(s.state == "slow" for s in servers)
         if error := self._outage.watch(lasts and self.is_waiting and not updating, now, failures_of(servers)):
             self.give_up(error)
         return any(s.unhealthy for s in servers)

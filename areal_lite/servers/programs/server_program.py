@@ -240,7 +240,6 @@ def asked_until(server: ServerProcess, deadline: float, ask: Callable[[float], b
 def ask(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(request, timeout=timeout_s) as reply:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as reply:
         content = reply.read()
     return json.loads(content) if content else None

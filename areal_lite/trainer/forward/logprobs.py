@@ -58,8 +58,7 @@ class TokenScorer(PackedModel):
         packed, whole = self.own_part(packed)
         scoring = Scoring(temperature or self.temperature, self.truncation if truncated else None, entropy_grad)
         if head is None:
-            found = _score_logits(self.read(self.model, packed), packed.targets, scoring)
-            return TokenScores(*map(whole, found))
+            return TokenScores(*map(whole, _score_logits(self.read(self.model, packed), packed.targets, scoring)))
         states, targets, joined = self.own_tokens(self.states(packed), packed.targets)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
             states, whole_weight(head.weight), head.bias, targets, scoring

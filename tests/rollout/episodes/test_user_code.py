@@ -3,16 +3,20 @@
 from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 import pytest
 import torch
-from areal_lite.api import InferenceEngine, ModelRequest, RolloutWorkflow
+from areal_lite.api import EpisodeStatus, InferenceEngine, ModelRequest, RolloutWorkflow
+from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.trajectory import Group, Trajectory
 from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.sample import Sample
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, EpisodeError, StarvationError
+from areal_lite.rollout.episodes.row_feed import _FirstRows
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.rollout.episodes.test_partial_rollout import hold, let_go, rows_of, source_of
 from tests.rollout.scripted import OneTurn, tensors_of
@@ -107,6 +111,20 @@ def test_the_first_rows_that_fail_for_one_cause_end_the_run(
     with pytest.raises(EpisodeError, match=says):
         engine.prepare_batch([{"do": "raise"}] * 20, OneTurn)
     assert engine.export_stats()["failed"] == rows
+
+
+def test_a_worker_that_died_counts_once_among_the_first_rows() -> None:
+    def group(row: int, message: str) -> Group:
+        samples: Any = [SimpleNamespace(group_index=row)]
+        status, failure = EpisodeStatus.FAILED, Failure(FailureKind.WORKER, "", message)
+        made = Group(task_id=row, group_id=str(row), status=status, data={}, samples=samples, failure=failure)
+        made.trajectories = [Trajectory(status=status)] * 4
+        return made
+
+    first = _FirstRows()
+    assert [first.judge(group(row, "worker 0 was ended")) for row in range(4)] == [None] * 4
+    assert first.judge(group(4, "worker 1 was ended")) is None
+    assert "the first 3 rows failed" in str(first.judge(group(5, "worker 2 was ended")))
 
 
 @pytest.mark.parametrize("others", [["raise"] * 7 + ["ok"] + ["raise"] * 8, ["raise", "bad"] * 7 + ["ok"],

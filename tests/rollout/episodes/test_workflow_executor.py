@@ -61,6 +61,7 @@ def test_rollout_batch_gives_one_result_per_row_in_order_whatever_happened(engin
     assert [r.data for r in results] == rows
     assert [r.status for r in results] == [ENDS[row["do"]] for row in rows]
     assert engine.rollout_batch([], OneTurn) == []
+    assert [r.data["n"] for r in engine.rollout_batch(({"n": n} for n in range(3)), OneTurn)] == [0, 1, 2]  # type: ignore[arg-type]
 
 
 def test_rollout_batch_is_not_held_by_the_staleness_bound(start_stub: StartStub, start_engine: StartEngine) -> None:
@@ -342,8 +343,16 @@ def test_a_filter_may_be_named_by_path_and_rejects_whole_groups(engine: RemoteIn
     rows = ({"reward": n % 2} for n in range(100))
     batch = engine.prepare_batch(rows, OneTurn, should_accept_fn=f"{__name__}.rewarded", group_size=2)
     assert all(r.rewards == [1.0, 1.0] for r in batch)
-    for wrong in ("nowhere.f", 3):
-        with pytest.raises(ConfigError, match=f"should_accept_fn is {wrong!r}"):
+
+
+async def waiting_filter(trajectory: dict[str, Any]) -> bool:
+    return False
+
+
+def test_what_cannot_filter_is_refused(engine: RemoteInfEngine) -> None:
+    rows = [{}]
+    for wrong in ("nowhere.f", 3, waiting_filter):
+        with pytest.raises(ConfigError, match=f"should_accept_fn is {re.escape(repr(wrong))}"):
             engine.prepare_batch(rows, OneTurn, should_accept_fn=wrong)  # type: ignore[arg-type]
 
 
@@ -518,6 +527,48 @@ def test_an_engine_that_could_not_start_leaves_no_thread_and_may_start_again(
         with pytest.raises(ServerError, match="no server answers"):
             engine.initialize()
     assert not any(thread.name.startswith("areal-lite") for thread in {*threading.enumerate()} - before)
+    engine.initialize()
+    assert engine.rollout_batch([{}], OneTurn)[0].status == "accepted"
+
+
+class WithSession(OneTurn):
+    """Needs what the episodes of an engine share."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        await workflow_context.get_aiohttp_session()
+        return await super().arun_episode(engine, data)
+
+
+def test_an_engine_that_starts_again_is_as_new(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub(), faults={"episode_timeout_s": 20.0})
+    for _ in range(2):
+        assert [group.status for group in engine.rollout_batch([{}] * 3, WithSession)] == ["accepted"] * 3
+        engine.pause()
+        engine.destroy()
+        engine.initialize()
+        assert not engine._client.gate.holders
+
+
+def test_an_engine_that_starts_again_finds_a_server_that_was_down(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stub = start_stub()
+    engine = start_engine(stub, faults={"outage_patience_s": 1.0}, request_retries=1)
+    stub.server.refuses.update(["/generate", "/health", "/server_info", "/model_info"])
+    with pytest.raises(ServerError, match="no inference server was healthy"):
+        engine.rollout_batch([{}], OneTurn)
+    engine.destroy()
+    stub.server.refuses.clear()
+    engine.initialize()
+    assert engine.rollout_batch([{}], OneTurn)[0].status == "accepted"
+
+
+def test_an_engine_that_starts_again_is_not_held_by_an_earlier_full_disk(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub())
+    engine._executor.gate.held = True  # as by a dumper that was behind
+    engine.destroy()
     engine.initialize()
     assert engine.rollout_batch([{}], OneTurn)[0].status == "accepted"
 

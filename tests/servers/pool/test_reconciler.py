@@ -148,6 +148,8 @@ def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog:
     for server in setup.pool.servers:
         setup.pool.set_state(server, "slow", "silent")
     assert look(342.0) and look(400.0) and len(setup.outages) == 2  # slow servers answer
+    setup.pool.rest(setup.server, "reset")
+    assert look(410.0) and look(480.0) and len(setup.outages) == 2  # the other does
 
 
 @pytest.mark.parametrize(("count", "end"), [(3, "http://s:2: no answer yet"), (4, "; and 1 more")])
