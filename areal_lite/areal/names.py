@@ -30,8 +30,7 @@ class _Namespace(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        ours = table()["modules"][self.__name__.removeprefix("areal_lite.")]
-        for module, names in ours.items():
+        for module, names in table()["modules"][self.__name__.removeprefix("areal_lite.")].items():
             if name in names:
                 return getattr(importlib.import_module(module), name)
         raise missing_name(self.__name__, name)

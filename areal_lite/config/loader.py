@@ -88,8 +88,7 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any], opened: O
     sources: dict[str, str] = {}
     for override in overrides:
         sources[_apply_override(values, override, where=str(path))] = f"{path}, override {override!r}"
-    references = resolve(values, where=str(path), default_of=lambda key: _default_of(root, key))
-    for key, written in references.items():
+    for key, written in resolve(values, where=str(path), default_of=lambda key: _default_of(root, key)).items():
         sources[key] = f"{sources.get(key, path)}, from {written!r}"
     try:
         if issubclass(root, RunConfig) and (_is_mixture(values) or values.get("env") is not None):

@@ -14,8 +14,7 @@ def random_action(
     That line often says how to act."""
     if tools and draw.random() < 0.8:
         return [tool_call(draw.choice(tools), draw)]
-    brackets = re.findall(r"\[[^\[\]]*\]", first + latest)
-    pools = [brackets, re.findall(r"\w+", first.rpartition("\n")[2]), latest.split()]
+    pools = [re.findall(r"\[[^\[\]]*\]", first + latest), re.findall(r"\w+", first.rpartition("\n")[2]), latest.split()]
     return str(draw.choice(draw.choice([pool for pool in pools if pool] or [["0"]])))
 
 

@@ -49,8 +49,7 @@ def training_data(config: RunConfig, workflow: "WorkflowChoice | None" = None) -
     generate = None if config.rollout_global_dataset else generator_of(rows)
     dataset: Any = None if generate else _dataset(config, rows, workflow, is_train=True)
     raw: Any = getattr(dataset, "rows", dataset)
-    first_row = next(generate(), {}) if generate else raw[0]
-    packer = _packer(config, rows, first_row, workflow)
+    packer = _packer(config, rows, next(generate(), {}) if generate else raw[0], workflow)
     batch = config.rollout.consumer_batch_size
     if not generate and hasattr(raw, "__len__") and len(raw) < batch:
         logger.warning("a batch has %d rows and train_dataset has %d: rows repeat within a batch", batch, len(raw))
@@ -65,7 +64,7 @@ def training_data(config: RunConfig, workflow: "WorkflowChoice | None" = None) -
         reward_key=config.rollout.rewards.key,
         packer=packer,
         mini_batch_size=config.rollout.consumer_batch_size,
-        name=str(rows.path) if generate is None else f"{rows.path} {rows.kwargs}",
+        name="" if generate is None else f"{rows.path} {rows.kwargs}",  # rows are compared themselves, and may move
     )
     stream: Any = dataset
     if generate is not None:
@@ -185,8 +184,7 @@ class WorkflowChoice:
         constructor takes them and they are not given. Both of the last are the path; the engine loads ``tokenizer``."""
         path = tokenizer_path(config)
         offered = {"gconfig": gconfig, "tokenizer": path, "tokenizer_path": path}
-        accepted = self.parameters
-        return {name: value for name, value in offered.items() if name in accepted} | dict(self.given)
+        return {name: value for name, value in offered.items() if name in self.parameters} | dict(self.given)
 
 
 def _packer(config: RunConfig, rows: DatasetConfig, first_row: Any, workflow: WorkflowChoice) -> DataPacker:

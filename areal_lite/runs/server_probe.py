@@ -26,8 +26,7 @@ Answer = tuple[str, list[int], list[float]]  # URL of a server, and the tokens o
 
 def usual_difference(config: RunConfig) -> float:
     """Return the mean |difference| in nats that the rounding of this run explains."""
-    exact = config.trainer.dtype == config.server.dtype == "float32"
-    return USUAL_DIFFERENCE["float32" if exact else "bfloat16"]
+    return USUAL_DIFFERENCE["float32" if config.trainer.dtype == config.server.dtype == "float32" else "bfloat16"]
 
 
 def compare_logprobs(

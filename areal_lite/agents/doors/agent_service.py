@@ -190,8 +190,7 @@ class AgentService:
 
 def error_reply(path: str, error: RequestError) -> Reply:
     """Return an error in the form of the API that serves ``path``."""
-    api = _APIS.get(_route(path)[1], ChatCompletions)
-    return Reply(error.status, JSON_HEADERS, orjson.dumps(api.error(error)))
+    return Reply(error.status, JSON_HEADERS, orjson.dumps(_APIS.get(_route(path)[1], ChatCompletions).error(error)))
 
 
 def _route(path: str) -> tuple[str, str, str]:

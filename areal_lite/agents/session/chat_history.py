@@ -137,8 +137,7 @@ class ChatHistory:
                 continue
             sequence: InteractionWithTokenLogpReward | None = None
             for node in leaf.chain():
-                new = trains(node) and id(node) not in trained
-                sequence = replace(node, parent=sequence, concat=True, trained=new)
+                sequence = replace(node, parent=sequence, concat=True, trained=trains(node) and id(node) not in trained)
                 trained.add(id(node))
             if sequence is not None and sequence.trained_chain():
                 sequences[key] = sequence

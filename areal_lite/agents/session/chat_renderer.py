@@ -8,10 +8,9 @@ only, and the text includes what the template writes after an answer (its end to
 import asyncio
 import contextlib
 import functools
-import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 import orjson
@@ -20,6 +19,7 @@ from areal_lite.agents.parsers.response_template import ResponseTemplateParser, 
 from areal_lite.agents.session.request_fields import RequestError
 from areal_lite.agents.session.request_images import image_parts
 from areal_lite.api.image_span import Images
+from areal_lite.data.chat.chat_template import apply_chat_template
 from areal_lite.data.chat.hermes_tools import drops_tools, in_hermes_form
 from areal_lite.data.chat.tokenizer import check_chat_template
 from areal_lite.data.vision.image_encoder import ImageEncoder
@@ -180,17 +180,11 @@ class ChatRenderer:
                 {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
                 for m in messages
             ]
-        failure: Exception | None = None
-        for form in _argument_forms(messages):
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    form, tools=tools, add_generation_prompt=True, tokenize=False, **template_kwargs
-                )
-            except Exception as error:
-                failure = failure or error
-            else:
-                return str(text)
-        raise RequestError(f"the chat template rejects these messages: {failure}"[:500], param="messages") from failure
+        try:
+            settings = {"tools": tools, "add_generation_prompt": True, **template_kwargs}
+            return apply_chat_template(self.tokenizer, messages, settings)
+        except Exception as error:
+            raise RequestError(f"the chat template rejects these messages: {error}"[:500], param="messages") from error
 
     def _check_text(self, values: Iterable[Any], param: str) -> None:
         """Refuse texts that spell a token of images."""
@@ -247,21 +241,3 @@ def _template_text(tokenizer: Any) -> str:
     """Return the chat template; several templates by name are joined."""
     template = getattr(tokenizer, "chat_template", "")
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
-
-
-def _argument_forms(messages: list[Any]) -> Iterator[list[Any]]:
-    """Yield the messages in the forms that templates expect of a call's arguments: objects (or the model's text, where
-    that is not JSON), then JSON text (DeepSeek), then objects only."""
-    yield messages
-    if any(message.get("tool_calls") for message in messages):
-        yield _with_arguments(messages, lambda value: value if isinstance(value, str) else json.dumps(value or {}))
-        yield _with_arguments(messages, lambda value: {"arguments": value} if isinstance(value, str) else value)
-
-
-def _with_arguments(messages: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
-    converted = []
-    for message in messages:
-        functions = [(call, call["function"]) for call in message.get("tool_calls") or ()]
-        calls = [{**call, "function": {**one, "arguments": convert(one["arguments"])}} for call, one in functions]
-        converted.append({**message, "tool_calls": calls} if calls else message)
-    return converted

@@ -4,8 +4,9 @@ Guarantees that whatever a template, which is a program, raises comes out as a :
 """
 
 import functools
+import json
 import os.path
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -35,16 +36,14 @@ class ChatTemplate:
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Return the text of ``messages``, with the prompt for an answer if ``prompt``."""
+        settings = {"tools": self.tools, "add_generation_prompt": prompt, **self.variables}
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.variables
-            )
+            return apply_chat_template(self.tokenizer, _with_arguments(messages, _parsed), settings)
         except Exception as error:  # a template is a program and may raise anything
             raise TemplateError(
                 f"the chat template cannot write messages[:{len(messages)}] ({type(error).__name__}: {error}): fix the "
                 f"conversation, or use another template; they are {str(messages)[:200]}"
             ) from error
-        return text
 
     def write_first(self, messages: Sequence[Message], count: int, *, prompt: bool = False) -> str:
         """Return the text of the first ``count`` of the conversation's messages; each is rendered once."""
@@ -112,8 +111,7 @@ class ChatTemplate:
         call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
         result = {"role": "tool", "tool_call_id": _CALL["id"], "name": PROBE, "content": content_like("x", question)}
         with suppress(ConfigError):  # the template writes no calls
-            called = self.write([*question, call])
-            after_calls = header(self.write([*question, call, result]).removeprefix(called))
+            after_calls = header(self.write([*question, call, result]).removeprefix(self.write([*question, call])))
         return EndMark(text, "", True, after_calls)
 
 
@@ -196,3 +194,41 @@ def special_ids(tokenizer: Any, size: int) -> frozenset[int]:
     """Return the ids of special tokens; ``size``, the tokenizer's length, invalidates the cache when one is added."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
+
+
+def apply_chat_template(tokenizer: Any, messages: list[Any], settings: Mapping[str, Any]) -> str:
+    """Return the text of ``messages`` in the first form of a call's arguments that the template takes: objects (or the
+    model's text, where that is not JSON), then JSON text (DeepSeek), then objects only; else raises what it raised."""
+    forms: list[Callable[[Any], Any]] = [lambda value: value]
+    if any(message.get("tool_calls") for message in messages):
+        forms.append(lambda value: value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False))
+        forms.append(lambda value: {"arguments": value} if isinstance(value, str) else value)
+    failures = []
+    for form in forms:
+        try:
+            return str(tokenizer.apply_chat_template(_with_arguments(messages, form), tokenize=False, **settings))
+        except Exception as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _with_arguments(messages: Sequence[Any], convert: Callable[[Any], Any]) -> list[Any]:
+    """Return the messages with converted arguments of calls; an empty list of calls is left out."""
+
+    def converted(call: Any) -> Any:
+        one = call.get("function", call) if isinstance(call, Mapping) else call  # it may be the function alone
+        if not isinstance(one, Mapping) or "arguments" not in one:
+            return call
+        new = {**one, "arguments": convert(one["arguments"])}
+        return new if one is call else {**call, "function": new}
+
+    made = ({**message, "tool_calls": list(map(converted, message.get("tool_calls") or ()))} for message in messages)
+    return [{name: value for name, value in message.items() if value or name != "tool_calls"} for message in made]
+
+
+def _parsed(arguments: Any) -> Any:
+    """Return arguments that are the JSON text of an object, as OpenAI writes them, as that object."""
+    with suppress(orjson.JSONDecodeError):
+        if isinstance(arguments, str) and isinstance(found := orjson.loads(arguments), dict):
+            return found
+    return arguments

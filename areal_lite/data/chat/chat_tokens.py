@@ -173,8 +173,7 @@ def _sequences(messages: Sequence[Message], template: ChatTemplate) -> list[Chat
     while True:
         trained = [turn for turn in pending if text.startswith(turn.text)]
         if trained or not turns:
-            spans = tuple((turn.start, len(turn.text)) for turn in trained)
-            sequences.append(ChatText(text, spans, shortfalls))
+            sequences.append(ChatText(text, tuple((turn.start, len(turn.text)) for turn in trained), shortfalls))
         pending = [turn for turn in pending if turn not in trained]
         if not pending:
             return sequences[::-1]

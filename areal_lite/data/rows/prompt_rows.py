@@ -56,8 +56,7 @@ class PromptRows(Dataset[Any]):
         if max_samples != -1 and max_samples < 1:
             raise ValueError(f"max_samples is {max_samples}: it must be 1 or more, or -1 for all")
         path = data_files if isinstance(data_files, str) else list(data_files)
-        most = config.max_samples if max_samples == -1 else max_samples
-        self.config = replace(config, path=path, max_samples=most)
+        self.config = replace(config, path=path, max_samples=config.max_samples if max_samples == -1 else max_samples)
         self.processor = processor
         self.tokenizer = tokenizer
         self.encoder = None if tokenizer is None else self._encoder_with(system_prompt)

@@ -63,8 +63,7 @@ class RLHFDataset(PromptRows):
         mask = torch.ones_like(ids)
         if (limit := self.config.max_prompt_length) is not None:
             ends = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-            padding = next((int(token) for token in ends if token is not None), 0)  # masked out
-            ids, mask = postprocess_data(ids, mask, limit, padding)
+            ids, mask = postprocess_data(ids, mask, limit, next((int(token) for token in ends if token is not None), 0))
         positions = multimodal_position_ids(self.processor, ids[0], mask[0], prompt.media.get("multi_modal_inputs", {}))
         return {
             "input_ids": ids[0],

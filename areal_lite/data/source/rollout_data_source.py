@@ -183,7 +183,8 @@ class RolloutDataSource:
                 f"the data state has schema {state['schema']}, this version reads {SCHEMA}: use the one that wrote it"
             )
         with self._lock:
-            if changed := differences(state.get("fingerprint", self._fingerprint), self._fingerprint):
+            then = state.get("fingerprint", self._fingerprint)
+            if changed := differences(then if self.settings.name else {**then, "dataset": ""}, self._fingerprint):
                 raise ConfigError(
                     f"the state was made with other data: {changed}. Use the data and settings of the run "
                     "that saved it, or start another trial"

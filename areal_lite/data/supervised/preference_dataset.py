@@ -74,7 +74,8 @@ class PreferenceDataset(BaseDataset):
                 "'assistant'"
             )
         if answer[0].get("role") != "assistant":
-            return list(answer)  # the whole conversation
+            given = [*prompt] if isinstance(prompt, Sequence) and not isinstance(prompt, str) else []
+            return [*answer] if given == [*answer[: len(given)]] else [*given, *answer]  # the whole conversation
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, Sequence) or not prompt:

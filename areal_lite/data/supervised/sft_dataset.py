@@ -82,7 +82,10 @@ class SFTDataset(BaseDataset):
         keys = self.config
         if row.get(keys.messages_key) is not None:
             return from_json(row, keys.messages_key)  # type: ignore[no-any-return]
-        prompt, response = row.get(keys.prompt_key), row.get(keys.response_key)
+        given = row.get(keys.prompt_key), row.get(keys.response_key)
+        prompt, response = (
+            str(one) if type(one) in (int, float) else one for one in given
+        )  # a CSV's digits are numbers
         if not isinstance(prompt, Sequence) or not isinstance(response, str):
             raise ConfigError(
                 f"it has neither {keys.messages_key!r} nor both {keys.prompt_key!r} (text or messages) and "

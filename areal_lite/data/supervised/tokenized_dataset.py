@@ -39,7 +39,7 @@ Item = dict[str, Any]
 Texts = tuple[ChatText, ...]  # text of one item: a sequence, or a pair of them
 _CHUNK = 512
 _LOG_EVERY_S = 15.0
-_INDEX_FORMAT = 1  # part of an index's file name; raise it when a row may give other items than before
+_INDEX_FORMAT = 2  # part of an index's file name; raise it when a row may give other items than before
 
 
 class BaseDataset(Dataset[Item], ABC):
@@ -125,7 +125,8 @@ class BaseDataset(Dataset[Item], ABC):
     def collate_fn(self, batch: Sequence[Item]) -> list[Item]:
         """Return the items, after the config's ``collate_fn``, as a list: the trainer packs them."""
         items = list(batch)
-        return items if self._collate_fn is None else rows_of_batch(self._collate_fn(items), len(items), items[0])
+        needs = [name for name in items[0] if all(name in item for item in items)]  # images only if each has some
+        return items if self._collate_fn is None else rows_of_batch(self._collate_fn(items), len(items), needs)
 
     @abstractmethod
     def texts(self, row: Row) -> Sequence[Texts]:

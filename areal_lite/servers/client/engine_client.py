@@ -109,8 +109,7 @@ class EngineClient:
         gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=num_tokens, ignore_eos=True)
 
         async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
-            req = ModelRequest(input_ids=input_ids, gconfig=gconfig, images=images)
-            answer = Answer(req, None, must_stay=False)
+            answer = Answer(ModelRequest(input_ids=input_ids, gconfig=gconfig, images=images), None, must_stay=False)
             answer.pngs = self._images.of(images)
             call = answer.next_call(input_ids, num_tokens, seed=None)
             body = self.requests.dialect.generate_body(call)

@@ -203,8 +203,7 @@ class ServerRequests:
     ) -> tuple[int, bytes]:
         """Return status and body; raises aiohttp.ClientError, TimeoutError or OSError if there is none in time."""
         async with asyncio.timeout(timeout_s or CONTROL_TIMEOUT_S):
-            sent = None if body is None else orjson.dumps(body)
-            reply = await self._control.send(method, server.url + path, sent)
+            reply = await self._control.send(method, server.url + path, None if body is None else orjson.dumps(body))
             try:
                 return reply.status, await bounded_body(reply.content, max_bytes)
             finally:

@@ -217,8 +217,7 @@ class Dumps(contextlib.AbstractContextManager["Dumps"]):
         for name, (root, part) in zip(_names(found), found, strict=True):
             key = (root, part, is_run(root))
             if (run := self._runs.get(key)) is None:
-                unique = str(root / part) if name in taken else name
-                run = RunDumps(DumpIndex(root, unique, self._on_progress), part)
+                run = RunDumps(DumpIndex(root, str(root / part) if name in taken else name, self._on_progress), part)
             runs[key] = run
         before, self._runs = self._runs, runs  # replaced, because other threads iterate over it
         for key in before.keys() - runs.keys():
@@ -266,8 +265,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
     elif depth:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            names = [e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
-            for name in names:
+            for name in [e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]:
                 yield from _runs_below(folder / name, depth - 1)
 
 

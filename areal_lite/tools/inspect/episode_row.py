@@ -162,5 +162,4 @@ def text_found(record: Mapping[str, Any], pattern: re.Pattern[str]) -> bool:
 def cause(error: str | None, error_type: str | None) -> str | None:
     """Return the line of an error that names the exception, otherwise the last one that says something."""
     lines = [line.strip()[:300] for line in (error or "").splitlines() if line.strip()]
-    named = [line for line in lines if error_type and line.startswith(error_type)]
-    return [error_type, *lines, *named][-1]
+    return [error_type, *lines, *[line for line in lines if error_type and line.startswith(error_type)]][-1]

@@ -289,8 +289,7 @@ def _recomputed(record: Record, groups: Sequence[Group], algorithm: Any, config:
         fill_advantages(step, algorithm)
     else:
         skipped = ("advantage", "reward") if config.reward_model is not None else ("advantage",)
-    found = step_metrics(step, record, config)
-    return {name: value for name, value in found.items() if not name.startswith(skipped)}
+    return {name: value for name, value in step_metrics(step, record, config).items() if not name.startswith(skipped)}
 
 
 def fill_advantages(step: Any, algorithm: Any) -> None:

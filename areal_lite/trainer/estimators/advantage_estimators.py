@@ -41,8 +41,7 @@ def gae(inputs: EstimatorInputs, *, gamma: Share = 1.0, lam: Share = 1.0) -> Est
     values, episodes = inputs.needed("values"), inputs.episodes
     following = torch.zeros_like(values)  # the value of the next token of the same episode; 0 at its end
     following[:-1] = torch.where(episodes[1:] == episodes[:-1], values[1:], 0.0)
-    errors = inputs.token_rewards + gamma * following - values
-    advantages = discounted_sums(errors, inputs.episodes, gamma * lam)
+    advantages = discounted_sums(inputs.token_rewards + gamma * following - values, inputs.episodes, gamma * lam)
     return Estimate(whiten(advantages), advantages + values)
 
 
@@ -191,8 +190,7 @@ def _compare(inputs: EstimatorInputs, values: Tensor, *, divide_by_std: bool) ->
     places = Grouping.numbered(group * width + visits % width)  # the visits of one group at one index
 
     baselines = places.spread(places.means(by_visit.means(values)))
-    compared = places.spread(places.size) > 1
-    advantages = torch.where(by_visit.spread(compared), values - by_visit.spread(baselines), 0.0)
+    advantages = torch.where(by_visit.spread(places.spread(places.size) > 1), values - by_visit.spread(baselines), 0.0)
     if divide_by_std:
         variances = places.sums(by_visit.means(advantages.square())) / (places.size - 1).clamp(min=1)
         advantages = advantages / (by_visit.spread(places.spread(variances.sqrt())) + STD_FLOOR)

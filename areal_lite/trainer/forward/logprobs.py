@@ -131,8 +131,7 @@ class _Head(NamedTuple):
         return max(1, LOGIT_BYTES // (itemsize * len(self.weight)))
 
     def logits(self, states: Tensor) -> Tensor:
-        missing = max(0, MIN_ROWS - len(states))
-        return F.linear(F.pad(states, (0, 0, 0, missing)), self.weight, self.bias)[: len(states)]
+        return F.linear(F.pad(states, (0, 0, 0, max(0, MIN_ROWS - len(states)))), self.weight, self.bias)[: len(states)]
 
     def weight_gradient(self, total: Tensor, grad_logits: Tensor, states: Tensor, *, add: bool) -> None:
         if grad_logits.dtype == total.dtype:

@@ -234,8 +234,7 @@ class PackedModel(nn.Module):
 
     def read(self, module: Any, packed: PackedSequences) -> Tensor:
         """Return ``[N, ...]``, what the model or a part of it gives for the token before each trained one."""
-        masked = len(packed.lengths) * max(packed.lengths) ** 2  # pairs of tokens of a mask of bins
-        wide = not packed.is_causal and masked > packed.num_pairs + WIDE
+        wide = not packed.is_causal and len(packed.lengths) * max(packed.lengths) ** 2 > packed.num_pairs + WIDE
         embeddings = self._embeddings(packed)
         tokens = {"input_ids": packed.input_ids} if embeddings is None else {"inputs_embeds": embeddings}
         if self.ragged or (self._reads_segments and wide):

@@ -7,6 +7,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -14,6 +15,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.config.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig
 from areal_lite.models.lora import adapters_off
 from areal_lite.models.parallel.sharding import is_empty, shard
+from areal_lite.trainer.forward.microbatches import num_inputs
 from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model
 from areal_lite.trainer.objectives.aggregation import LossTerms
@@ -78,7 +80,8 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
         return ValueScorer(model)
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
-        return [ending(sequence) for sequence in super()._sequences(items)]
+        ends = [(one, num_inputs(one) + 1) for one in super()._sequences(items)]  # at the end mark, as a run's
+        return [ending(replace(one, input_ids=one.input_ids[:end], loss_mask=one.loss_mask[:end])) for one, end in ends]
 
     def _scores(self, packed: PackedSequences) -> Tensor:
         rewards: Tensor = self.scorer(packed)

@@ -6,6 +6,7 @@ python -m tests.data.chat.test_real_chat_templates  # writes the table
 
 from __future__ import annotations
 import functools
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,6 +154,26 @@ def why_refused(error: str) -> str:
         "does not write its text": "it writes no last answer",
     }
     return next((reason for words, reason in reasons.items() if words in error), error)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_as_json_text_and_empty_lists_of_calls_are_written_like_objects_and_none(name: str) -> None:
+    messages, tools = CONVERSATIONS["tools"]
+    if outcome(name, "tools").refused:
+        return
+    as_text = [
+        {**message, "tool_calls": [openai_form(call) for call in message.get("tool_calls", ())]}
+        if message["role"] == "assistant"
+        else message
+        for message in messages
+    ]
+    given, wanted = (render_conversation(real_tokenizer(name), each, tools) for each in (as_text, messages))
+    assert [each.text for each in given] == [each.text for each in wanted]
+
+
+def openai_form(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
 
 
 def end_mark(name: str) -> str:

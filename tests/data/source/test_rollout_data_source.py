@@ -208,6 +208,14 @@ def test_sb13_a_state_of_other_data_is_refused_with_the_difference(other, said):
         other.load_state_dict(make().state_dict())
 
 
+def test_a_source_without_a_name_takes_the_state_of_equal_rows_from_elsewhere():
+    source = make(name="rows.jsonl")
+    source.get_samples(2)
+    moved = make()
+    moved.load_state_dict(source.state_dict())
+    assert moved.sample_offset == 2
+
+
 def test_sb8_owed_groups_are_handed_out_first_after_a_restart(tmp_path):
     source = make(9, n_samples_per_prompt=2)
     trained, lost = source.get_samples(3), source.get_samples(2)

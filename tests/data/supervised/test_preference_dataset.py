@@ -39,8 +39,10 @@ def trained(dataset: PreferenceDataset, name: str) -> list[str]:
         {"prompt": QUESTION, "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": QUESTION, "chosen": GOOD["content"], "rejected": BAD["content"]},
         {"prompt": "the", "chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]},
+        {"prompt": QUESTION, "chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]},
+        {"prompt": QUESTION[:1], "chosen": [*QUESTION[1:], GOOD], "rejected": [*QUESTION[1:], BAD]},
     ],
-    ids=["conversations", "messages", "texts", "conversations beside a prompt"],
+    ids=["conversations", "messages", "texts", "beside a text", "beside their beginning", "after their beginning"],
 )
 def test_only_the_last_answer_and_its_end_are_trained_in_every_row_format(chatml: Any, row: Any) -> None:
     dataset = PreferenceDataset([row], chatml, 1000)

@@ -78,6 +78,10 @@ def test_a_collate_fn_changes_the_batches_of_the_trainer(chatml):
     rows = [{"messages": conversation("so", "x" * n)} for n in (3, 1, 2)]
     dataset = SFTDataset(rows, chatml, config=config(collate_fn=f"{__name__}.shortest_first"))
     assert [int(item["row"]) for item in dataset.collate_fn([dataset[i] for i in range(3)])] == [1, 2, 0]
+    some = [dataset[0] | {"images": ["one"]}, dataset[1]]  # only some rows have images
+    assert [item["row"] for item in dataset.collate_fn(some)] == [
+        item["row"] for item in dataset.collate_fn(some[::-1])
+    ]
     dataset = SFTDataset(rows, chatml, config=config(collate_fn=f"{__name__}.stacked"))
     with pytest.raises(
         ConfigError, match="of 1 rows: each is needed by itself, so .* a list of 1 dicts with input_ids"
@@ -149,6 +153,13 @@ def test_a_prompt_and_a_response_are_a_question_and_its_answer(chatml, prompt):
     dataset = SFTDataset([{"q": prompt, "a": "hello"}], chatml, config=config(prompt_key="q", response_key="a"))
     same = SFTDataset([{"messages": conversation("so", "hello")}], chatml, 1000)
     assert texts(dataset) == texts(same)
+
+
+def test_digits_of_a_csv_are_a_prompt_and_a_response(chatml, tmp_path):
+    (tmp_path / "sums.csv").write_text("prompt,response\n1+1=,2\n2,0.5\n")
+    dataset = SFTDataset(str(tmp_path / "sums.csv"), chatml, 1000)
+    same = [{"messages": conversation("1+1=", "2")}, {"messages": conversation("2", "0.5")}]
+    assert texts(dataset) == texts(SFTDataset(same, chatml, 1000))
 
 
 def test_without_the_template_prompt_and_response_are_joined_and_the_eos_is_trained(chatml):
@@ -239,7 +250,7 @@ def test_worker_processes_give_the_same_items(chatml):
         ({"messages": [{"from": "human", "value": "so"}]}, r"row 1: messages\[0\] is .*'human'"),
         ({"chat": [], "id": 3}, r"row 1: it has neither 'messages' nor.*columns \['chat', 'id'\]"),
         ({"prompt": "so", "response": None}, "row 1: it has neither"),
-        ({"prompt": 3, "response": "so"}, "row 1: it has neither"),
+        ({"prompt": True, "response": "so"}, "row 1: it has neither"),
         ({"messages": conversation("so", "a"), "tools": "{"}, "row 1: 'tools' is the text '{'"),
         ({"messages": conversation("so", "a"), "tools": {"name": "add"}}, "row 1: the chat template cannot"),
     ],

@@ -12,6 +12,7 @@ from areal_lite.servers.weights.weight_folder import write_model
 from areal_lite.trainer.forward.microbatches import plan_blocks
 from areal_lite.trainer.forward.packed_model import pack
 from areal_lite.trainer.forward.scalar_model import ValueScorer, ending, load_reward_model, rewards_of
+from tests.trainer.supervised_data import reward_trainer
 from tests.trainer.training_data import drawn_batch, sequence
 
 CPU = torch.device("cpu")
@@ -40,6 +41,13 @@ def test_rewards_equal_those_of_transformers(model: Any, max_tokens: int) -> Non
         expected = torch.stack([alone(model, one) for one in batch])
     torch.testing.assert_close(rewards, expected, atol=1e-5, rtol=1e-5)
     assert len(np.unique(rewards.numpy().round(4))) == len(batch)
+
+
+def test_an_answer_is_read_up_to_its_end_mark_in_training_as_in_a_run(tiny: Path) -> None:
+    ids, mask = torch.tensor([3, 4, 5, 6, 7]), torch.tensor([0, 0, 1, 1, 0])  # the template writes 7 after it
+    item = {"chosen_ids": ids, "chosen_mask": mask, "rejected_ids": ids[:4], "rejected_mask": mask[:4]}
+    for one in reward_trainer(tiny)._sequences([item]):
+        assert (one.input_ids[:-1].tolist(), one.loss_mask.tolist()) == ([3, 4, 5, 6], [False] * 4 + [True])
 
 
 def test_no_sequences_give_no_rewards(model: Any) -> None:
