@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
         # 1:1:1:... is a number to the base of 60 in YAML 1.1: a megabyte of it takes minutes.
         if len(node.value) > MAX_DIGITS:
             raise yaml.MarkedYAMLError(problem=f"a number of {len(node.value)} digits", problem_mark=node.start_mark)
-        if re.fullmatch(r"[-+]?0[\d_]+|[^.]*[_:].*", node.value):  # text in YAML 1.2, such as 2024_01_15
+        if re.fullmatch(r"(?![-+]?[1-9]\d{0,2}(_\d{3})+$)([-+]?0[\d_]+|[^.]*[_:].*)", node.value):  # as 2024_01_15
             return node.value
         return self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
 

@@ -86,6 +86,9 @@ def test_a_name_of_digits_stays_as_it_is_written(write, name):
 def test_numbers_of_yaml_1_1_are_read_as_people_mean_them(write):
     config = load_config(write(), ["trainer.total_steps=1_000", "seed=010", "train_dataset.path=0123"])
     assert (config.trainer.total_steps, config.seed, config.train_dataset.path) == (1000, 10, "0123")
+    given = ["train_dataset.kwargs={size: 10_000, low: -1_000_000, some: 1_0, none: 0, hex: 0x10}"]
+    kwargs = {"size": 10_000, "low": -1_000_000, "some": "1_0", "none": 0, "hex": 16}
+    assert load_config(write(), given).train_dataset.kwargs == kwargs
     for name, says in (
         ("1.10", "the number 1.1 becomes a folder: put it in quotes"),
         ("12:30", "'12:30' becomes a fol"),
