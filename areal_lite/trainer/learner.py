@@ -144,8 +144,7 @@ class Learner:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                halved = self.max_tokens < self._config.max_tokens_per_microbatch
-                if halved or tokens == 1 or self.ranks.size > 1:
+                if self.max_tokens < self._config.max_tokens_per_microbatch or tokens == 1 or self.ranks.size > 1:
                     raise TrainingError(
                         f"step {self.steps_done}: out of memory with micro-batches of {tokens} tokens: lower "
                         f"trainer.{'max_inference_length_per_device' if inference else 'max_tokens_per_microbatch'}, "

@@ -222,6 +222,8 @@ def _with_arguments(messages: Sequence[Any], convert: Callable[[Any], Any]) -> l
         new = {**one, "arguments": convert(one["arguments"])}
         return new if one is call else {**call, "function": new}
 
+    if not any("tool_calls" in message for message in messages):
+        return list(messages)
     made = ({**message, "tool_calls": list(map(converted, message.get("tool_calls") or ()))} for message in messages)
     return [{name: value for name, value in message.items() if value or name != "tool_calls"} for message in made]
 

@@ -168,7 +168,8 @@ def broadcast_json(value: Any = None) -> Any:
 
 def gather_json(value: Any) -> list[Any]:
     """Return the ``value`` of every rank, in rank order, after a round trip through JSON."""
-    return [orjson.loads(_from_rank(rank, orjson.dumps(value))) for rank in range(Ranks.current().size)]
+    own = orjson.dumps(value)
+    return [orjson.loads(_from_rank(rank, own)) for rank in range(Ranks.current().size)]
 
 
 def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group] | DataProto:

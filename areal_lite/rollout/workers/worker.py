@@ -68,8 +68,7 @@ class WorkerGroup:
                 setattr(episode, name, reply.records[name])
             if trajectory is None:
                 continue
-            unfinished = trajectory.status in (EpisodeStatus.FAILED, EpisodeStatus.CANCELLED)
-            if unfinished and trajectory.reward is None:
+            if trajectory.status in (EpisodeStatus.FAILED, EpisodeStatus.CANCELLED) and trajectory.reward is None:
                 episode.end(trajectory.status, trajectory.failure)
             else:
                 reply.link(trajectory, episode.calls)

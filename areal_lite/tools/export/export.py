@@ -131,10 +131,9 @@ class _TrainingRows:
 
     def sft(self) -> Iterator[Mapping[str, Any]]:
         for group in self.groups():
-            # Of an episode with several lines, the longest says most.
             ranked = sorted(
                 group, key=lambda each: (-each["reward"], each.get("member_idx") or 0, -(each.get("seqlen") or 0))
-            )
+            )  # of an episode's lines, the longest first
             usable = ((record, messages) for record in ranked if (messages := self.messages(record)) is not None)
             for record, messages in itertools.islice(usable, 1 if self.options.choose == "best" else None):
                 row: dict[str, Any] = {"messages": messages}
