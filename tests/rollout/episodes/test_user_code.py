@@ -78,9 +78,7 @@ def source_with(packer: DataPacker, size: int) -> RolloutDataSource:
 
 
 def test_a_packer_that_fails_for_a_row_costs_that_row_alone(start_stub: StartStub, start_engine: StartEngine) -> None:
-    engine = start_engine(
-        start_stub(), consumer_batch_size=1, max_head_offpolicyness=1, faults={"failed_group_retries": 1}
-    )
+    engine = start_engine(start_stub(), consumer_batch_size=1, faults={"failed_group_retries": 1})
     source = source_with(PackerOf(3), 4)
     trained = []
     for version in range(1, 5):
