@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if args.smoke:
-        args.episodes, args.in_flight, args.rounds = 400, [16], 1
+        args.episodes, args.in_flight, args.rounds = 64, [16], 1
     report = []
     torch.set_num_threads(1)
     with socket.socket() as probe:

@@ -100,6 +100,7 @@ class _Client:
         elif command[1] == "-m":
             name = command[2] if len(command) > 2 else ""
             ours = name.partition(".")[0] in ("areal_lite", "tests") or name == "torch.distributed.run"
+            ours = ours or environment.get("PYTHONPATH", "").partition(os.pathsep)[0].endswith("/fake_packages")
         else:
             script = Path(command[1])
             ours = script.suffix == ".py" and script.resolve().is_relative_to(ROOT)
@@ -210,6 +211,10 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
             above = max(*request["targets"], 255) + 1
             kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
             os.closerange(3, above)
+            if any(".dump_writer " in one for one in request["arguments"][:3]):  # it starts none
+                install()
+                _become(request, kept)
+                return request
             ours, theirs = socket.socketpair()
             if os.fork() == 0:  # the server of the programs that this one starts
                 ours.close()

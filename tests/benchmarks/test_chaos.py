@@ -21,6 +21,7 @@ from benchmarks.chaos import (
     stall_s,
     unnamed_causes,
 )
+from tests.fork_server import IN_A_FORK
 
 URL = "http://127.0.0.1:4000"
 
@@ -102,7 +103,9 @@ def test_a_run_in_which_nothing_ends_says_where_each_task_is(monkeypatch: pytest
 
 
 def test_a_trainer_tells_its_stacks_when_it_is_asked_and_ends_with_its_parent() -> None:
-    program = "from benchmarks.chaos_trainer import Orders; import threading; Orders(); threading.Event().wait()"
+    program = (
+        IN_A_FORK + "from benchmarks.chaos_trainer import Orders; import threading; Orders(); threading.Event().wait()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         input='{"stacks": true}\n',

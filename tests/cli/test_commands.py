@@ -30,7 +30,7 @@ run = types.ModuleType("areal_lite.runs.entry_points")
 from areal_lite.cli.main import main
 from areal_lite.cli import stop_signals
 
-stop_signals.STOP_SECONDS = 1.0
+stop_signals.STOP_SECONDS = float(os.environ.get("STOP_SECONDS", "60"))
 
 @contextlib.contextmanager
 def no_progress(total_steps):
@@ -64,11 +64,13 @@ REFUSES = """
             pass
 """
 FINISHES = """
-    from areal_lite.runs.stopping import finishing
+    from areal_lite.runs.stopping import finishing, stopping_signal
     with finishing(lambda: ["step 2", "a checkpoint"]):
-        while True:
-            print("running", flush=True)
-            threading.Event().wait(0.1)
+        print("running", flush=True)
+        while not stopping_signal():
+            threading.Event().wait(0.05)
+        print("running", flush=True)
+        threading.Event().wait()
 """
 STUCK = """
     import contextlib, ctypes
@@ -99,6 +101,22 @@ def areal_lite(*arguments, **settings):
         timeout=60,
         **settings,
     )
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """Run a command in this process, as if in a terminal of eighty columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*arguments):
+        try:
+            code = main([*arguments])
+        except SystemExit as end:
+            code = end.code
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
 
 
 SHOWN = """\
@@ -190,8 +208,8 @@ def test_a_bad_config_ends_with_64_and_one_line_per_error():
         (("inspect", "runs", "--reward=1"), "unrecognized arguments: --reward=1. See"),
     ],
 )
-def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
-    done = areal_lite(*arguments)
+def test_wrong_arguments_end_with_64_and_one_line(arguments, message, here):
+    done = here(*arguments)
     assert done.returncode == 64
     assert message in done.stderr
     assert errors_of(done).startswith("error: ")
@@ -214,8 +232,8 @@ def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
         ),
     ],
 )
-def test_help_of_all_shows_every_config_key_within_eighty_columns(command, key):
-    done = areal_lite(command, "--help", "all", env={**os.environ, "COLUMNS": "80"})
+def test_help_of_all_shows_every_config_key_within_eighty_columns(command, key, here):
+    done = here(command, "--help", "all")
     assert done.returncode == 0
     assert key in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -257,8 +275,8 @@ def test_help_on_a_terminal_is_paged(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [("--dry-run", "seed=-1"), ("seed=-1", "--dry-run")])
-def test_overrides_may_follow_options(words):
-    done = areal_lite("train", "run.yaml", *words)
+def test_overrides_may_follow_options(words, here):
+    done = here("train", "run.yaml", *words)
     assert done.returncode == 64
     assert "override 'seed=-1'" in done.stderr
 
@@ -280,8 +298,8 @@ def test_a_closed_output_pipe_is_not_an_error(arguments):
         (("--backend", "sglang"), "server.backend is sglang, which is not installed"),
     ],
 )
-def test_serve_checks_its_options_before_anything_starts(options, message):
-    done = areal_lite("serve", "models/tiny", *options)
+def test_serve_checks_its_options_before_anything_starts(options, message, here):
+    done = here("serve", "models/tiny", *options)
     assert (done.returncode, done.stdout) == (64, "")
     assert done.stderr.startswith(f"error: {message}")
 
@@ -420,7 +438,8 @@ def test_the_first_signal_says_what_it_waits_for_and_the_second_what_it_skips():
 
 
 @pytest.mark.parametrize("body", [REFUSES, STUCK])
-def test_a_process_that_does_not_stop_is_killed_after_the_grace_period(body):
+def test_a_process_that_does_not_stop_is_killed_after_the_grace_period(body, monkeypatch):
+    monkeypatch.setenv("STOP_SECONDS", "1")
     code, _, error = signalled(body, signal.SIGTERM)
     assert code == 143
     assert error.endswith("still running after 1 s (-v shows where)\nnot stopped after 1 s: ending here\n")

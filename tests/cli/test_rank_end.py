@@ -32,7 +32,7 @@ logging.getLogger("areal_lite").addHandler(log)
 
 
 def last():
-    time.sleep(0.3)
+    time.sleep(0.6)
     print("thread")
     kept[0].write(" of a thread")
 

@@ -45,9 +45,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_ends_the_run_with_the_path_and_the_number_of_missing_groups(
-    run_yaml: Path, small_disk: Path
+    served_yaml: Path, small_disk: Path
 ) -> None:
-    process = start(run_yaml, "eval_dataset=null")
+    process = start(served_yaml, "eval_dataset=null")
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 74, errors
     assert "step    2 " in output  # the disk took some

@@ -27,7 +27,7 @@ from tests.fixtures.tiny_vlm import IMAGE_ID, build_tiny_vlm, save_tiny_vlm
 from tests.fixtures.vision_sequences import Pictures
 from tests.rollout.scripted import tensors_of
 
-LONG = 150
+LONG = 400
 
 
 class ThreeTurns(RolloutWorkflow):

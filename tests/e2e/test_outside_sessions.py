@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 from areal_lite.cli.commands import parse
 from areal_lite.cli.main import main
 from areal_lite.errors import ConfigError
+from areal_lite.processes.ports import free_ports
 from areal_lite.tools.serve import serve
 from tests.e2e.test_training_run import dumped, records
 
@@ -39,26 +39,21 @@ def play():
         answer = client.chat.completions.create(model="default", messages=messages).choices[0].message.content
         reward = sum(each.islower() for each in answer or "") / 8
         own = desk.with_options(api_key=session["api_key"])
+        line = {"task": session["task_id"], "member": session["member_idx"], "reward": reward}
+        print(json.dumps(line), file=out, flush=True)
         replies = [end(own, body) for body in ({"score": 1}, {"reward": reward}, {"reward": reward}, {"reward": 0})]
         replies.append(end(desk, {"reward": reward}))
-        line = {"task": session["task_id"], "member": session["member_idx"], "reward": reward, "replies": replies}
-        print(json.dumps(line), file=out, flush=True)
+        print(json.dumps({"replies": replies}), file=out, flush=True)  # the run may have ended
 
 for _ in range(4):
     threading.Thread(target=play).start()
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def test_sessions_of_a_program_outside_are_dumped_and_trained(
     served_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, seen = free_port(), tmp_path / "seen.jsonl"
+    (port,), seen = free_ports("127.0.0.1", 1), tmp_path / "seen.jsonl"
     config: dict[str, Any] = yaml.safe_load(served_yaml.read_text())
     config |= {"workflow": None, "workflow_kwargs": {"port": port}, "eval_dataset": None}
     config["rollout"] |= {"group_size": 2, "consumer_batch_size": 2}
@@ -74,13 +69,14 @@ def test_sessions_of_a_program_outside_are_dumped_and_trained(
     (run_dir,) = (tmp_path / "runs").glob("*/*")
     assert [record["step"] for record in records(run_dir) if "train/loss" in record] == [1, 2]
     sent = [json.loads(line) for line in seen.read_text().splitlines()]
-    rewards = {(each["task"], each["member"]): each["reward"] for each in sent}
+    rewards = {(each["task"], each["member"]): each["reward"] for each in sent if "task" in each}
     accepted = [line for line in dumped(run_dir, "rollout") if line["status"] == "accepted"]
     assert len(accepted) == 8
     for line in accepted:
         assert rewards[line["task_id"], line["member_idx"]] == line["reward"]
         assert sum(map(sum, (turn["loss_mask"] for turn in line["turns"]))) > 0
-    assert all(each["replies"] == [400, {}, 410, 410, 410] for each in sent)
+    replies = [each["replies"] for each in sent if "replies" in each]
+    assert len(replies) >= 4 and all(each == [400, {}, 410, 410, 410] for each in replies)
 
 
 def test_a_run_that_cannot_offer_sessions_is_refused(served_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 import json
+import os
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ from areal_lite.cli import main as cli
 from areal_lite.config.loader import load_config
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.files.crash_points import VARIABLE
 from areal_lite.runs import stopping
 from areal_lite.runs import training_run as loop
 from areal_lite.runs.entry_points import run_training
@@ -162,13 +164,9 @@ def test_t14_a_killed_run_trains_exactly_the_rows_its_data_source_reports(
         "trainer.weight_decay=0",
     ]
     run_dir = run_yaml.parent / "runs" / "e2e" / "t"
-    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while not (run_dir / "checkpoints" / "step_00000002").exists():
-        assert killed.poll() is None and time.monotonic() < deadline
-        time.sleep(0.001)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    crash = os.environ | {VARIABLE: "checkpoint:after_rename:2"}
+    killed = subprocess.run(command, env=crash, capture_output=True, timeout=90)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert steps_of(run_dir) == [1, 2, 3, 4, 5, 6]

@@ -22,7 +22,7 @@ FAKES = Path(__file__).parents[1] / "servers/programs/fake_packages"
 
 
 def test_a_run_goes_on_when_its_server_is_killed(run_yaml: Path, tmp_path: Path) -> None:
-    process = start(run_yaml, "trainer.total_steps=5", "eval_dataset=null", "rollout.request_retries=3")
+    process = start(run_yaml, "trainer.total_steps=20", "eval_dataset=null", "rollout.request_retries=3")
     until_step(process, 2)
     (server,) = [one for one in children_of(process.pid) if "areal_lite.embedded" in one.cmdline()]
     server.kill()
@@ -32,7 +32,7 @@ def test_a_run_goes_on_when_its_server_is_killed(run_yaml: Path, tmp_path: Path)
     assert errors.count("server embedded-0 is up again at") == 1
     run_dir = tmp_path / "runs/e2e/t"
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in steps] == list(range(1, 21))
     # A restarted server has the newest weights, under their version; no episode was lost.
     assert max(record["train/engine_mismatch/log_prob_diff_max"] for record in steps) < 1e-3
     assert max(record["train/staleness_max"] for record in steps) == 0

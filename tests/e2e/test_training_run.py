@@ -28,7 +28,6 @@ from areal_lite.runs.evaluation import Evaluation
 from areal_lite.runs.folder.run_directory import run_directory
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.runs.training_run import Summary
-from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from areal_lite.servers.programs.server_process import ServerProcess
 
 TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second|mfu)")
@@ -163,18 +162,12 @@ def test_impossible_adapters_and_routers_are_refused_before_the_run(
         train(run_yaml, *changes)
 
 
-def test_a_second_run_on_a_running_server_starts_with_the_models_weights(run_yaml: Path, tiny_model: Path) -> None:
-    with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
-        for trial in ("first", "second"):
-            summary = train(
-                run_yaml,
-                f"trial_name={trial}",
-                f"rollout.addresses=[{server.address}]",
-                "trainer.total_steps=2",
-            )
-            steps = [r for r in records(summary.run_dir) if "train/loss" in r]
-            assert [(r["train/staleness_mean"], r["train/staleness_max"]) for r in steps] == [(0, 0)] * 2
-            assert max(r["train/engine_mismatch/log_prob_diff_max"] for r in steps) < 1e-3
+def test_a_second_run_on_a_running_server_starts_with_the_models_weights(served_yaml: Path) -> None:
+    for trial in ("first", "second"):
+        summary = train(served_yaml, f"trial_name={trial}", "trainer.total_steps=2")
+        steps = [r for r in records(summary.run_dir) if "train/loss" in r]
+        assert [(r["train/staleness_mean"], r["train/staleness_max"]) for r in steps] == [(0, 0)] * 2
+        assert max(r["train/engine_mismatch/log_prob_diff_max"] for r in steps) < 1e-3
 
 
 def test_asynchronous_training_uses_and_keeps_the_staleness_bound(run_yaml: Path) -> None:

@@ -44,6 +44,7 @@ def is_aborted(reply: Any) -> bool:
 def test_abort_ends_only_the_named_request_and_returns_its_tokens_so_far(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
+            client.pace()
             first, second = await in_flight(client, "ep-1"), await in_flight(client, "ep-10")
             for nothing in ({}, {"rid": "nope"}, {"rid": "ep"}):
                 assert (await client.call("/abort_request", nothing))[0] == 200
@@ -59,6 +60,7 @@ def test_abort_ends_only_the_named_request_and_returns_its_tokens_so_far(tiny: P
 def test_abort_ends_a_request_running_or_waiting(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny, max_running_requests=2) as client:
+            client.pace()
             some = [asyncio.create_task(client.generate(PROMPT, rid=rid, **LONG)) for rid in ("nn", "mm")]
             running = await client.call("/v1/loads")
             while running[1]["loads"][0]["num_running_reqs"] < 2:
@@ -81,6 +83,7 @@ def test_abort_ends_a_request_running_or_waiting(tiny: Path) -> None:
 def test_a_disconnected_client_aborts_its_request(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
+            client.pace()
             for stream in (True, False):
                 body = {"input_ids": PROMPT, "rid": "gone", "stream": stream, "sampling_params": LONG}
                 call = asyncio.create_task(client.call("/generate", body))
@@ -155,6 +158,7 @@ def on_old_kv(old: Any, new: Any, prompt: list[int], ids: list[int], switch: int
 def test_an_update_without_a_pause_recomputes_the_running_requests(tiny: Path, other: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
+            client.pace()
             running = await in_flight(client, "r")
             update = {"model_path": str(other), "weight_version": "1"}
             assert (await client.call("/update_weights_from_disk", update))[0] == 200
@@ -257,6 +261,7 @@ def test_a_model_with_untied_embeddings(tmp_path: Path) -> None:
 def test_the_version_can_change_without_new_weights(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
+            client.pace()
             running = await in_flight(client, "r")
             keep = {"new_version": "5", "abort_all_requests": False}
             status, answer = await client.call("/update_weight_version", keep)

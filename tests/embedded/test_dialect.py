@@ -260,8 +260,8 @@ def test_a_temperature_near_0_is_greedy(tiny: Path, temperature: float) -> None:
 def test_a_stream_is_cumulative_and_ends_like_the_plain_reply(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
-            plain = await client.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
-            async with client.stream(PROMPT, temperature=0, max_new_tokens=12, ignore_eos=True) as stream:
+            plain = await client.generate(PROMPT, max_new_tokens=200, ignore_eos=True)
+            async with client.stream(PROMPT, temperature=0, max_new_tokens=200, ignore_eos=True) as stream:
                 events = [event async for event in stream]
             theirs = [json.loads(line[6:]) for _, line in sglang_reply("stream_basic")["lines"] if "{" in line]
             assert shape(events[0]) == shape(theirs[0])

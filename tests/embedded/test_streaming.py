@@ -88,6 +88,7 @@ def test_top_logprobs_are_those_of_a_plain_forward(tiny: Path) -> None:
 def test_a_caller_that_leaves_frees_its_slot(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny, max_running_requests=1) as server, engine_client(server) as client:
+            server.pace()
             started = asyncio.Event()
             endless = {"max_new_tokens": 200, "ignore_eos": True}
             answer = asyncio.ensure_future(
@@ -137,7 +138,7 @@ def test_an_aborted_and_continued_answer_equals_the_uninterrupted_one(
                     client.gate.release("trainer")
                 await asyncio.sleep(0)
             answer = await task
-            assert answer.attempts == 1 + steps > 1
+            assert 1 < answer.attempts <= 1 + steps  # the last pause may come after the answer
             assert answer.output_tokens == whole.output_tokens
             assert worst(answer.output_logprobs, whole.output_logprobs) < 1e-4
             if streamed:

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 import pytest
 from areal_lite.processes.child_process import ChildProcess, pickled_object
+from tests.fork_server import IN_A_FORK
 
-REPOSITORY = Path(__file__).parents[2]
-SCRIPT = """
+PATH = {"PYTHONPATH": str(Path(__file__).parents[2])}
+SCRIPT = f"""{IN_A_FORK}
 from areal_lite.agents.isolation.agent_processes import pickled_agent
 from areal_lite.config.rollout_config import InferenceEngineConfig
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
@@ -32,9 +33,7 @@ def test_a_script_that_would_run_again_in_every_process_is_refused(what: str, tm
     for main, refused in ((SENDS[what], True), (f"if __name__ == '__main__':\n    {SENDS[what]}", False)):
         script = tmp_path / "script.py"
         script.write_text(f"{SCRIPT}{main}\n")
-        done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, env={"PYTHONPATH": str(REPOSITORY)}
-        )
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=os.environ | PATH)
         assert (done.returncode != 0) == refused, done.stderr
         assert (f"lives in {script}, which every process would run again as a whole" in done.stderr) == refused
 
@@ -53,7 +52,7 @@ prepare(sent, elsewhere=False)
 assert os.getcwd() == folder
 """
     words = [sys.executable, "-c", program, pickle.dumps(sent).hex(), str(Path.cwd())]
-    subprocess.run(words, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    subprocess.run(words, cwd=tmp_path, check=True, env=os.environ | PATH)
 
 
 def test_a_program_whose_end_another_took_still_ends_here_with_all_it_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import get_scheduler
 from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.trainer.learner import learning_rate, make_optimizer
+from tests.fork_server import IN_A_FORK
 
 
 def config(**changes: Any) -> TrainerConfig:
@@ -59,7 +60,7 @@ def test_norms_and_biases_do_not_decay() -> None:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
 def test_a_process_that_trains_on_a_cpu_keeps_the_memory_it_frees() -> None:
-    program = """
+    program = f"""{IN_A_FORK}
 import resource, torch
 from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.trainer.learner import Learner

@@ -34,6 +34,7 @@ from tests.agents.isolated_agents import (
     Unloadable,
 )
 from tests.agents.isolation.conftest import Start, gone, wait_until
+from tests.fork_server import IN_A_FORK
 
 ISOLATIONS = pytest.mark.parametrize("isolation", ["thread", "process"])
 
@@ -191,7 +192,7 @@ def test_a_call_of_another_episode_waits_for_a_blocked_loop_and_is_answered(star
 
 
 def test_an_agents_processes_die_with_the_run_even_while_they_compute(tmp_path: Path) -> None:
-    code = f"""
+    code = f"""{IN_A_FORK}
 import asyncio
 from areal_lite.agents.isolation.agent_access import AgentAccess
 from areal_lite.agents.isolation.agent_processes import pickled_agent, run_in_process

@@ -17,6 +17,7 @@ import areal_lite
 from areal_lite.cli.main import main
 from areal_lite.tools.inspect import dump_index
 from areal_lite.tools.inspect.dumps import Dumps
+from tests.fork_server import IN_A_FORK
 from tests.tools.inspect.dump_lines import line, turn, write
 
 ESC = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202e"
@@ -91,7 +92,7 @@ def command(name: str, run: Path) -> list[str]:
 
 def in_time(runs: list[Path]) -> dict[str, list[str]]:
     """Run every command on each folder, in a process that is killed if one waits for ever; return their words."""
-    code = (
+    code = IN_A_FORK + (
         "import json, sys\nfrom areal_lite.cli.main import main\nsys.stderr = sys.stdout\n"
         "for arguments in json.loads(sys.argv[1]):\n    print('exit code', main(arguments), end='\\0', flush=True)"
     )

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 import pytest
 from tests.e2e.conftest import run_yaml as run_yaml
+from tests.e2e.conftest import served_yaml as served_yaml
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from areal_lite.tools import notebook
 FEW = ["eval_dataset=null", "save_model=false", "rollout.dump_to_file=false"]
 
 
-def test_a_run_leaves_the_loop_free_and_prints_its_steps(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_the_loop_free_and_prints_its_steps(served_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def cell() -> tuple[Any, int]:
-        run = asyncio.ensure_future(areal_lite.train(run_yaml, "trainer.total_steps=2", *FEW))
+        run = asyncio.ensure_future(areal_lite.train(served_yaml, "trainer.total_steps=2", *FEW))
         turns = 0
         while not run.done():
             await asyncio.sleep(0.01)

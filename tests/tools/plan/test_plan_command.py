@@ -10,7 +10,7 @@ from areal_lite.cli.main import main
 from areal_lite.config.loader import load_config
 from areal_lite.rollout.episodes.lookahead import Lookahead
 from areal_lite.tools.plan import plan as planning
-from areal_lite.tools.plan.probe import Measurements, measure
+from areal_lite.tools.plan.probe import Measurements, Trainable, measure
 
 
 def test_a_plan_of_the_first_steps_agrees_with_the_run(
@@ -52,20 +52,25 @@ def test_a_plan_of_an_asynchronous_run_asks_for_the_lead_of_all_steps_that_are_l
     run_yaml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "_STEADY_S", 0.0)
-    asked, forecast = list[tuple[int, float]](), Lookahead.forecast
+    asked, forecast, predict = list[tuple[int, float]](), Lookahead.forecast, planning.predict
 
     def noted(ahead: Lookahead, batches: int) -> float:
         asked.append((batches, forecast(ahead, batches)))
         return 100 * asked[-1][1]  # what is measured in three steps is small beside it
 
+    def late(config: Trainable, measured: Measurements, **given: float) -> planning.Plan:
+        measured.staleness = [1.0] * len(measured.staleness)  # by chance no token of three steps may be late
+        return predict(config, measured, **given)
+
     monkeypatch.setattr(Lookahead, "forecast", noted)
+    monkeypatch.setattr(planning, "predict", late)
     changes = ["trainer.total_steps=60", "rollout.max_head_offpolicyness=2", "eval_dataset=null"]
     assert main(["plan", str(run_yaml), "--json", *changes]) == 0
     plan = json.loads(capsys.readouterr().out)
     [(batches, lead)] = asked
     assert batches == 60 - plan["probed_steps"]
     assert 1 <= lead <= 2 * 4  # groups
-    assert 2 * lead < plan["staleness"]["mean"] <= 100 * lead  # so much of it as three steps showed
+    assert 10 * lead < plan["staleness"]["mean"] <= 100 * lead  # so much of it as the lead of three steps shows
 
 
 def test_a_plan_of_sft_counts_its_steps(sft_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,6 +202,7 @@ async def test_a_client_that_leaves_frees_the_model(tiny_model: Path) -> None:
 @in_loop
 async def test_a_request_that_a_weight_update_aborts_is_refused(tiny_model: Path) -> None:
     async with served(tiny_model) as (client, dialect):
+        dialect.pace()
         stream = await client.completions.create(
             model="any", prompt="a", stream=True, max_tokens=250, extra_body={"ignore_eos": True}
         )

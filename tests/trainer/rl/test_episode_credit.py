@@ -40,6 +40,14 @@ def make_trainer(model_path: Path, **changes: Any) -> PolicyTrainer:
     return trainer
 
 
+def still_trainer(model_path: Path, changes: dict[str, Any], last: list[Any] = []) -> PolicyTrainer:  # noqa: B006
+    """Return a trainer that does not learn, again for the examples of one test."""
+    if last[:2] != [model_path, changes]:
+        last[:] = model_path, changes, make_trainer(model_path, learning_rate=STILL, **changes)
+    trainer: PolicyTrainer = last[2]
+    return trainer
+
+
 def with_advantages(trainer: PolicyTrainer, batch: Batch) -> Step:
     step = trainer.begin(batch, version=VERSION)
     trainer.score_proximal(step)
@@ -137,7 +145,7 @@ def assert_credit_ignores_the_cut(
     model_path: Path, changes: dict[str, Any], drawn: tuple[list[Group], list[Group], int]
 ) -> None:
     before, after, target = drawn
-    trainer = make_trainer(model_path, learning_rate=STILL, **changes)
+    trainer = still_trainer(model_path, changes)
     expected, found = (contributions(trainer, batch, target) for batch in (before, after))
     torch.testing.assert_close(found[1], expected[1], atol=1e-6, rtol=0)
     torch.testing.assert_close(found[2], expected[2], atol=1e-5, rtol=1e-4)

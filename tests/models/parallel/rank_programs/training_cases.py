@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from areal_lite.config.trainer_config import CriticConfig, KLConfig, LoRAConfig,
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import save_data_proto
 from areal_lite.models.parallel.ranks import broadcast_batch, broadcast_json, gather_json, join_ranks
+from areal_lite.processes.ports import free_ports
 from areal_lite.servers.weights.broadcaster import WeightBroadcaster
 from areal_lite.servers.weights.weight_folder import write_model
 from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter
@@ -213,8 +213,7 @@ def start_ranks(size: int, target: Callable[..., None], *arguments: Any) -> None
     import peft  # noqa: F401
 
     fork = multiprocessing.get_context("fork")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports("127.0.0.1", 1)
     os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = []
     for rank in range(size):
