@@ -213,7 +213,7 @@ class LateStart:
         await openai.AsyncOpenAI(**extra_kwargs).chat.completions.create(model="m", messages=MESSAGES)
 
         def start() -> None:
-            time.sleep(0.5)
+            time.sleep(2)
             try:
                 subprocess.Popen(["sleep", "1000"])
             except RuntimeError as error:

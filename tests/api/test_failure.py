@@ -141,13 +141,14 @@ class Calls(RolloutWorkflow):
 
 
 @pytest.fixture
-def engine() -> Iterator[RemoteInfEngine]:
+def engine(request: pytest.FixtureRequest) -> Iterator[RemoteInfEngine]:
+    timeout_s = 0.5 if "deadline" in request.node.name else 30.0
     with StubThread(StubServer()) as stub:
         config = InferenceEngineConfig(
             backend="sglang",
             addresses=[stub.address],
             consumer_batch_size=1,
-            faults={"episode_timeout_s": 0.5, "max_empty_batches": 1, "failed_group_retries": 0},
+            faults={"episode_timeout_s": timeout_s, "max_empty_batches": 1, "failed_group_retries": 0},
         )
         with RemoteInfEngine(config) as engine:
             yield engine

@@ -128,7 +128,7 @@ def test_a_timeout_raises_and_the_next_call_gets_a_new_worker(function):
 def test_a_timeout_kills_processes_that_the_function_started(tmp_path):
     note = tmp_path / "pid"
     with pytest.raises(TimeoutError):
-        score(samples.starts_a_child, str(note), timeout_seconds=1)
+        score(samples.starts_a_child, str(note), timeout_seconds=3)
     try:
         child = psutil.Process(int(note.read_text()))
     except psutil.NoSuchProcess:
@@ -139,7 +139,7 @@ def test_a_timeout_kills_processes_that_the_function_started(tmp_path):
 def test_a_timeout_kills_a_function_that_forks_without_end(tmp_path):
     note = tmp_path / "pid"
     with pytest.raises(TimeoutError):
-        score(samples.forks, str(note), timeout_seconds=1)
+        score(samples.forks, str(note), timeout_seconds=3)
     left = [each for each in psutil.process_iter() if group_of(each) == int(note.read_text())]
     assert all(has_ended(each.pid) for each in left)
 

@@ -41,7 +41,7 @@ def test_a_blocking_episode_ends_at_its_deadline_and_the_others_finish(
     monkeypatch.setattr(loop_watchdog, "BLOCKED_S", 0.2)
     engine = start_engine(start_stub(), faults={"episode_timeout_s": 1.5})
     began = time.monotonic()
-    groups = engine.rollout_batch([{"spin": n == 7} for n in range(50)], Blocks)
+    groups = engine.rollout_batch([{"spin": n == 7} for n in range(20)], Blocks)
     assert time.monotonic() - began < 10
     assert [n for n, group in enumerate(groups) if group.status is not EpisodeStatus.ACCEPTED] == [7]
     assert groups[7].failure is not None

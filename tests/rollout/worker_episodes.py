@@ -140,7 +140,7 @@ async def misbehave(engine: InferenceEngine, data: dict[str, Any]) -> None:
         raise ValueError("odd member")
     if do == "give up":
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(engine.agenerate(ModelRequest(input_ids=[9])), 0.5)
+            await asyncio.wait_for(engine.agenerate(ModelRequest(input_ids=[9])), 2.0)
     if do == "block":
         is_new(data["begun"])
         signal.pause()

@@ -621,7 +621,7 @@ def test_the_timeout_of_a_client_ends_its_generation(door: str, stream: bool) ->
         doors = await Listener(AgentService()).open()
         engine = Hanging([])
         session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
-        client = openai_client(doors.access(doors.service.open(session)), door).with_options(timeout=0.2, max_retries=0)
+        client = openai_client(doors.access(doors.service.open(session)), door).with_options(timeout=1.0, max_retries=0)
         async with asyncio.timeout(5):
             with pytest.raises((openai.APITimeoutError, httpx2.ReadTimeout)):
                 answer: Any = await client.chat.completions.create(

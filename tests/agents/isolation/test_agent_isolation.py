@@ -136,7 +136,7 @@ def test_the_process_of_a_cancelled_episode_is_killed_and_replaced(tmp_path: Pat
 def test_a_thread_that_does_not_end_is_left_behind_counted_and_named(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = start("thread", faults={"episode_timeout_s": 1})
+    engine = start("thread", faults={"episode_timeout_s": 3})
     (group,) = engine.rollout_batch([{"do": "hang"}], PlainAgent)
     assert "episode_timeout_s" in end_of(group)
     assert engine.rollout_metrics()["abandoned_threads"] == 1

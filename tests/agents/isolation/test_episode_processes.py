@@ -49,7 +49,7 @@ def test_a_daemon_that_ignores_signals_ends_with_its_episode(
     code = STUBBORN.partition("\n")[0] + "\n" + DAEMON.format(pid=str(pid))
     (group,) = start(isolation).rollout_batch([row(pid, code, how)], Leaving)
     assert group.status == "accepted", group.failure
-    assert gone(int(pid.read_text()))
+    wait_until(lambda: gone(int(pid.read_text())))
     assert "still ran when its episode ended, and was killed" in caplog.text + capfd.readouterr().err
 
 
@@ -78,7 +78,8 @@ def test_an_episode_ends_its_own_processes_and_names_them(
     engine.submit(rows[1], Leaving)
     wait_until(lambda: shown(pids[1]))
     assert [group.status for group in engine.rollout_batch([rows[0], rows[2]], Leaving)] == ["accepted"] * 2
-    assert gone(int(pids[0].read_text())) and not gone(int(pids[1].read_text()))
+    wait_until(lambda: gone(int(pids[0].read_text())))
+    assert not gone(int(pids[1].read_text()))
     assert not gone(int(pids[2].read_text()))  # it belongs to no episode
     (record,) = [each for each in caplog.records if "still ran" in each.message]
     assert "python" in record.message and "end it in run()" in record.message

@@ -29,10 +29,11 @@ Call = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
-def closed() -> str:
+def closed() -> Iterator[str]:
     """Return an address where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}"
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")

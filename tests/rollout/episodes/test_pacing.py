@@ -240,6 +240,7 @@ def test_a_full_batch_waits_for_the_group_that_the_next_one_could_not_train(
     stub, engine, source = started_slow(start_stub, start_engine)
     with ThreadPoolExecutor() as thread:
         batch = thread.submit(engine.prepare_batch, source, OneTurn)
+        until(engine._executor.batches._asking.locked)
         until_finished(engine, 2)
         assert not batch.done()
         let_go(stub)

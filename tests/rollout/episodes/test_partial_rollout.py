@@ -133,8 +133,8 @@ def test_without_the_mask_an_answer_of_an_older_policy_is_begun_anew_on_policy(
     source = source_of(9)
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [2]
     let_go(stub)
-    engine.update_weights_from_disk("ckpt", 1)
     hold(stub, lambda ids: ids[0] == 3)
+    engine.update_weights_from_disk("ckpt", 1)
     (result,) = engine.prepare_batch(source, OneTurn)
     assert (result.data["n"], result.head_version, result.tail_version) == (1, 1, 1)
 
@@ -148,7 +148,7 @@ def test_s26_a_stopped_conversation_goes_on_in_another_process_from_its_tokens(
     source = source_of(1, members=2)
     with ThreadPoolExecutor() as thread:
         batch = thread.submit(engine.prepare_batch, source, AskTwice, group_size=2)
-        stub.until_held(2)
+        stub.until_held(4)
         engine.close_source(source)
         with pytest.raises(ConfigError, match="the source was closed while a batch was waited for"):
             batch.result(10)

@@ -45,7 +45,7 @@ def test_a_batch_waits_for_a_slow_group_that_would_be_too_old_for_the_next(
 
 
 def test_a_failure_has_a_kind(start_stub: StartStub, start_engine: StartEngine) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=2, faults={"episode_timeout_s": 0.5})
+    engine = start_engine(start_stub(), consumer_batch_size=2, faults={"episode_timeout_s": 2.0})
     rows = [{"do": "raise"}, {"do": "bad"}, {"do": "hang"}, {"do": "ok"}]
     *failed, finished = engine.rollout_batch(rows, OneTurn)
     failures = [group.failure for group in failed]

@@ -95,6 +95,7 @@ def test_a_batch_whose_caller_left_while_it_was_cut_is_for_the_next_caller(
     let_go(stub)
     if asks_next == "another":
         return
+    hold(stub, lambda ids: ids[0] == 3)
     engine.update_weights_from_disk("ckpt", 1)
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [1]
 
@@ -121,7 +122,9 @@ def test_the_places_of_a_batch_whose_caller_left_are_for_the_next_source(
 def test_a_batch_whose_caller_left_when_it_was_ready_is_for_the_next_caller(
     start_stub: StartStub, start_engine: StartEngine, max_staleness: int
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=2, max_head_offpolicyness=max_staleness)
+    engine = start_engine(
+        start_stub(), consumer_batch_size=2, max_head_offpolicyness=max_staleness, max_concurrent_rollouts=1
+    )
     source = source_of(6)
 
     async def ask_and_leave() -> None:
@@ -175,14 +178,15 @@ def test_a_group_given_back_from_a_batch_is_owed_when_it_runs_again(
     engine = start_engine(stub, consumer_batch_size=2, max_head_offpolicyness=1)
     source = source_of(6)
     untrained, trained = engine.prepare_batch(source, OneTurn)
-    hold(stub, lambda ids: ids[0] == 1)
+    row = untrained.data["n"]
+    hold(stub, lambda ids: ids[0] == row)
     source.mark_trained([trained.samples])
     source.give_back([untrained.samples])
     engine.update_weights_from_disk("ckpt", 1)
     stub.until_held(1)
     batch = engine.prepare_batch(source, OneTurn)  # by which the batch before counts as trained
-    assert 1 not in rows_of(batch)
-    assert 1 in owed_rows(source)
+    assert row not in rows_of(batch)
+    assert row in owed_rows(source)
 
 
 def test_a_loader_of_batches_gives_a_group_for_each_row(start_stub: StartStub, start_engine: StartEngine) -> None:

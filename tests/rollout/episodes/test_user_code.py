@@ -190,6 +190,7 @@ def test_a_group_that_a_workflow_makes_itself_is_begun_anew_after_it_was_stopped
     assert (result.data["n"], len(result.rewards), len(result.trajectories)) == (2, 2, 2)
     assert [[sample.status for sample in group] for group in source.buffer] == [["pending"]]
     let_go(stub)
+    hold(stub, lambda ids: ids[0] == 3)
     engine.update_weights_from_disk("ckpt", 1)
     (result,) = engine.prepare_batch(source, workflow)
     assert (result.data["n"], len(result.rewards)) == (1, 2)

@@ -553,7 +553,7 @@ def test_an_engine_that_starts_again_finds_a_server_that_was_down(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
     stub = start_stub()
-    engine = start_engine(stub, faults={"outage_patience_s": 1.0}, request_retries=1)
+    engine = start_engine(stub, faults={"outage_patience_s": 2.0}, request_retries=1)
     stub.server.refuses.update(["/generate", "/health", "/server_info", "/model_info"])
     with pytest.raises(ServerError, match="no inference server was healthy"):
         engine.rollout_batch([{}], OneTurn)

@@ -452,7 +452,7 @@ def test_silence_in_the_middle_is_a_broken_connection(others_are_answered: bool)
                 client.pool.servers[0].heard = time.monotonic()
                 await asyncio.sleep(0.01)
 
-        async with connected(server, faults={"request_timeout_s": 0.2}) as client:
+        async with connected(server, faults={"request_timeout_s": 1.0}) as client:
             others = asyncio.create_task(hear_others(client))
             async with asyncio.timeout(20):
                 response = await client.generate(request(receive))

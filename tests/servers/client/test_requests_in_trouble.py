@@ -108,7 +108,7 @@ def test_a_server_on_trial_with_a_long_first_answer_is_slow_and_no_outage(
     monkeypatch.setattr(reconciler, "SILENCE_S", 0.1)
     monkeypatch.setattr(server_pool, "FIRST_REST_S", 0.02)
     stub = StubThread(StubServer(fault=lambda number: "503" if number < 3 else None))
-    with stub, engine_of(stub, faults={"outage_patience_s": 1.0}) as engine:
+    with stub, engine_of(stub, faults={"outage_patience_s": 10.0}) as engine:
         hold(stub)
         answers = [ask(threads, engine, request()) for _ in range(3)]
         until(lambda: engine.servers[0].state == "slow" and engine.servers[0].outstanding == 3)

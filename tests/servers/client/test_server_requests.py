@@ -387,27 +387,28 @@ async def test_no_reply_is_read_further_than_it_may_be_long(route: str, status: 
 @pytest.mark.parametrize(
     ("parts", "ends"),
     [
-        ([(0.0, event(1)), *[(0.01, b":")] * 400], False),  # bytes without a token
-        ([(0.0, b":"), *[(0.01, b":")] * 400], False),
-        ([(0.0, event(1)), *[(0.01, b": ping\n\n")] * 400], False),
-        ([(0.0, event(1)), *[(0.1, event(i)) for i in range(2, 40)]], False),  # 10 tokens/s
-        ([*[(0.0, event(i)) for i in range(1, 400)], *[(0.1, b":")] * 40], False),  # fast at first: no more is saved
+        ([(0.0, event(1)), *[(0.01, b":")] * 2000], False),  # bytes without a token
+        ([(0.0, b":"), *[(0.01, b":")] * 2000], False),
+        ([(0.0, event(1)), *[(0.01, b": ping\n\n")] * 2000], False),
+        ([(0.0, event(1)), *[(0.1, event(i)) for i in range(2, 200)]], False),  # 10 tokens/s
+        ([*[(0.0, event(i)) for i in range(1, 400)], *[(0.1, b":")] * 200], False),  # fast at first: no more is saved
         ([(0.0, event(i)) for i in range(1, 30)] + [(0.02, event(30, last=True))], True),
-        ([(0.5, event(1)), (0.0, event(2)), (0.3, event(3)), (0.0, event(4, last=True))], True),  # a queue, a pause
-        ([(0.012, event(i, last=i == 60)) for i in range(1, 61)], True),  # longer than the timeout, and fast enough
-        ([(0.0, event(1, last=True)), *[(0.01, b":")] * 400], True),  # only the connection's end is missing
+        ([(1.2, event(1)), (0.0, event(2)), (1.2, event(3)), (0.0, event(4, last=True))], True),  # a queue, a pause
+        ([(0.012, event(i, last=i == 180)) for i in range(1, 181)], True),  # longer than the timeout, and fast enough
+        ([(0.0, event(1, last=True)), *[(0.01, b":")] * 2000], True),  # only the connection's end is missing
     ],
 )
 @on_a_loop
 async def test_a_stream_that_has_begun_must_bring_tokens(parts: list[tuple[float, bytes]], ends: bool) -> None:
-    async with paced(Paced(parts), request_timeout_s=0.6, min_stream_tokens_per_s=40) as (requests, server):
+    timeout_s = 2.0 if ends else 0.6
+    async with paced(Paced(parts), request_timeout_s=timeout_s, min_stream_tokens_per_s=40) as (requests, server):
         reader, began = streaming(requests), time.monotonic()
         if ends:
             assert (await requests.generate(server, b"{}", reader)).finish == "stop"
         else:
             with pytest.raises(SilentServerError, match=r"a stream of less than 40 tokens/s|no answer in 0.6 s"):
                 await requests.generate(server, b"{}", reader)
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < 10
         assert not requests._silences.pending()
 
 

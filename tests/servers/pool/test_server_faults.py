@@ -152,14 +152,14 @@ def test_a_reply_that_has_begun_must_end_in_time_also_while_its_server_answers_o
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
     dripping, sound = start_stub(fault=lambda n: "trickle"), start_stub()
-    engine = start_engine(dripping, sound, faults={"request_timeout_s": 0.3})
+    engine = start_engine(dripping, sound, faults={"request_timeout_s": 1.0})
     servers(engine)[1].load += 10**6
     servers(engine)[0].heard = time.monotonic() + 1000
     began = time.monotonic()
     answer = generate(engine, max_new_tokens=8000)
     assert (answer.attempts, answer.server) == (2, servers(engine)[1].url)
-    assert 0.3 <= time.monotonic() - began < 5
-    assert "no answer in 0.3 s" in servers(engine)[0].last_failure
+    assert 1.0 <= time.monotonic() - began < 10
+    assert "no answer in 1 s" in servers(engine)[0].last_failure
 
 
 def test_a_resumed_answer_longer_than_its_rest_is_refused(start_stub: StartStub, start_engine: StartEngine) -> None:
@@ -278,13 +278,13 @@ def test_a_server_that_does_not_answer_at_the_start_is_left_out_and_joins_later(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(reconciler, "START_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(server_requests, "CONTROL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reconciler, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server_requests, "CONTROL_TIMEOUT_S", 1.0)
     sound, hung = start_stub(), start_stub()
     hung.server.hangs = {"/server_info"}
     began = time.monotonic()
     engine = start_engine(sound, hung)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert accepted(engine, 20) == 20
     assert hung.server.seen["generate"] == 0
     hung.server.hangs = set()
@@ -324,7 +324,7 @@ def test_patience_ends_the_run_with_the_cause_and_says_so_before(
     assert 0.5 < time.monotonic() - began < 5
     with pytest.raises(ServerError, match=r"no inference server was healthy"):
         engine.rollout_batch([{}] * 4, OneTurn)
-    assert 3 <= sum("the run ends after" in message for message in caplog.messages) < 20
+    assert 1 <= sum("the run ends after" in message for message in caplog.messages) < 20
 
 
 def test_a_wait_is_no_try_and_lasts_as_long_as_the_server_says(
@@ -375,7 +375,7 @@ def test_more_requests_than_the_limit_wait_and_are_all_answered(
 
 def test_all_that_wait_are_sent_at_once_when_a_server_is_back(start_stub: StartStub, start_engine: StartEngine) -> None:
     out = [True]
-    stub = start_stub(fault=lambda n: "503" if out[0] else None, delay_s=0.1)
+    stub = start_stub(fault=lambda n: "503" if out[0] else None, delay_s=0.3)
     engine = start_engine(stub)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(accepted, engine, 60)
@@ -383,7 +383,7 @@ def test_all_that_wait_are_sent_at_once_when_a_server_is_back(start_stub: StartS
         out[0] = False
         began = time.monotonic()
         assert running.result(30) == 60
-    assert time.monotonic() - began < 3  # one by one they would take 6 s
+    assert time.monotonic() - began < 10  # one by one they would take 18 s
 
 
 def test_a_refusal_in_the_middle_of_a_stream_ends_the_request(start_stub: StartStub, start_engine: StartEngine) -> None:
@@ -399,7 +399,7 @@ def test_a_refusal_in_the_middle_of_a_stream_ends_the_request(start_stub: StartS
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler, "SILENCE_S", 0.2)
     monkeypatch.setattr(reconciler, "IDLE_WATCH_S", 0.05)
-    monkeypatch.setattr(server_requests, "CONTROL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_requests, "CONTROL_TIMEOUT_S", 0.5)
 
 
 @pytest.mark.usefixtures("quick")
@@ -411,7 +411,7 @@ def test_a_hung_server_loses_its_requests_to_the_others(
     hung.server.hangs = {"/generate", "/health", "/server_info", "/continue_generation"}
     began = time.monotonic()
     assert accepted(engine, 40) == 40
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert lines(caplog, hung) == ["down"]
     assert "no answer to its health probes" in caplog.text
 
@@ -447,11 +447,11 @@ def test_a_long_answer_may_take_its_time_while_the_server_answers_others(
     stub = start_stub()
     stub.server.holds = lambda ids: ids == [9]
     stub.call(lambda: setattr(stub.server, "hold", asyncio.Event()))
-    engine = start_engine(stub, faults={"request_timeout_s": 0.5})
+    engine = start_engine(stub, faults={"request_timeout_s": 1.5})
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(asyncio.run, engine.agenerate(ModelRequest(input_ids=[9])))
         stub.until_held(1)
-        ends = time.monotonic() + 1.2
+        ends = time.monotonic() + 2.5
         while time.monotonic() < ends:
             generate(engine)
         stub.call(lambda: stub.server.hold.set())  # type: ignore[union-attr]

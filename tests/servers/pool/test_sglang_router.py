@@ -133,7 +133,7 @@ def test_a_dead_server_costs_no_episode_and_comes_back(routed: Routed) -> None:
 def test_a_router_that_restarts_gets_the_servers_again(routed: Routed) -> None:
     routed.thread.call(routed.router.workers.clear)
     assert accepted(routed.engine, 10) == 10
-    assert routed.behind_it == [0, 1]
+    until(lambda: routed.behind_it == [0, 1])
 
 
 def test_a_constrained_answer_stays_on_its_server_during_an_update(routed: Routed) -> None:
@@ -161,7 +161,7 @@ def test_a_router_that_stays_away_ends_the_run(start_stub: StartStub, start_engi
 def test_an_address_without_a_router_fails_the_start(
     stack: ExitStack, start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(router, "START_TIMEOUT_S", 1.0)
     stub = start_stub()
     with pytest.raises(ServerError, match="is not ready: .* said HTTP 404.*is it sglang-router"):
         start_engine(stub, router=stub.address)
