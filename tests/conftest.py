@@ -34,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
         compiler.write_bytes(Path(__file__).with_name("compile_once.sh").read_bytes())
         compiler.chmod(0o755)
         os.environ["CXX"] = str(compiler)
+    if hasattr(config, "workerinput"):
+        fork_server.start()
 
 
 def pytest_collection_finish() -> None:

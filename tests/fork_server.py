@@ -112,7 +112,7 @@ class _Client:
         """Return the process id of the program, a child of this process."""
         body = json.dumps(request).encode()
         with self._lock:
-            connection = self._connection = self._connection or self._start_server()
+            connection = self.connect()
             prctl = ctypes.CDLL(None).prctl
             prctl(_SUBREAPER, 1, 0, 0, 0)
             try:
@@ -122,6 +122,12 @@ class _Client:
             finally:
                 prctl(_SUBREAPER, 0, 0, 0, 0)
         return int(pid)
+
+    def connect(self) -> socket.socket:
+        """Return the connection to the server, which is started before its first program."""
+        if self._connection is None:
+            self._connection = self._start_server()
+        return self._connection
 
     def _start_server(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -165,6 +171,11 @@ class _Popen(RealPopen):  # type: ignore[type-arg]
         self.pid = _client.start(request, [*standard, *map(int, pass_fds)])
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def start() -> None:
+    """Start the server now: nobody waits for it later."""
+    _client.connect()
 
 
 def install(server: socket.socket | None = None) -> None:

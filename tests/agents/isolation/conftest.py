@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +12,16 @@ import pytest
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.agents.scripted_engine import tokenizer
+from tests.fork_server import IN_A_FORK
 from tests.stub_server import StubServer, StubThread
 
 Start = Callable[..., RemoteInfEngine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    """Wait for the server of forks here, since it may take longer than a loop of episodes may be blocked."""
+    subprocess.run([sys.executable, "-c", IN_A_FORK], check=True)
 
 
 @pytest.fixture(scope="module")
