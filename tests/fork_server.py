@@ -18,11 +18,13 @@ What makes that true, step by step, since none of it shows when it is wrong:
    (``_READ_AT_IMPORT``) starts as always, as does one with another interpreter or with flags. The number of threads is
    set again.
 5. A writer of dumps loads transformers as if torch were missing: what transformers keeps of finding torch is undone.
-6. Generators of random numbers are copied by a fork: Python's seeds itself again, numpy's is seeded here, and torch's
+6. Servers, workers and other children of a run, of which there are many, end as soon as all their code has run.
+7. Generators of random numbers are copied by a fork: Python's seeds itself again, numpy's is seeded here, and torch's
    begins with the same seed in every process anyway.
 """
 
 from __future__ import annotations
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -34,6 +36,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -297,6 +300,25 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def _run_and_leave(arguments: list[str]) -> None:
+    """Run the program, and end without the interpreter's last part, which takes torch apart page by page."""
+    code: Any = 0
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def _main() -> None:
     install()  # torchrun keeps the Popen that it finds at import
     for name in _PRELOADED:
@@ -306,7 +328,9 @@ def _main() -> None:
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is None:
         os._exit(0)
-    _run(request["arguments"])
+    arguments = request["arguments"]
+    child = arguments[0] == "-P" or arguments[1:2] == ["areal_lite.embedded"]
+    (_run_and_leave if child else _run)(arguments)
 
 
 if __name__ == "__main__":
