@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 import pytest
@@ -10,7 +11,7 @@ from areal_lite.config.loader import load_config
 from areal_lite.runs.entry_points import run_training
 from areal_lite.tools.inspect.dumps import Dumps
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="it is an extra")
 STEPS, BATCH = 3, 24
 A, B = "reasoning-gym:chain_sum", "reasoning-gym:lcm"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.turn_tree import trajectory_of
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
-from workflows import calculator, largest_number, reasoning_gym
+from workflows import calculator, largest_number
 from workflows.multi_turn import MultiTurnWorkflow
 from workflows.single_turn import SingleTurnWorkflow
 
@@ -168,7 +169,14 @@ def test_the_calculator_does_arithmetic_and_nothing_else(expression: str, says: 
     assert all("error" not in row["answer"] for row in calculator.rows(20))
 
 
-def test_reasoning_gym_scores_as_the_task_does(tokenizer_path: Path) -> None:
+@pytest.fixture
+def reasoning_gym() -> Any:
+    """Return the workflow's module, whose library takes a second to import."""
+    pytest.importorskip("reasoning_gym")
+    return importlib.import_module("workflows.reasoning_gym")
+
+
+def test_reasoning_gym_scores_as_the_task_does(tokenizer_path: Path, reasoning_gym: Any) -> None:
     gym = pytest.importorskip("reasoning_gym")
     row = {**gym.create_dataset("chain_sum", size=1, seed=1)[0], "task": "chain_sum"}
     answers = [f"<think>42</think>Sure.\n<answer> {row['answer']} </answer>"]
@@ -183,7 +191,7 @@ def test_reasoning_gym_scores_as_the_task_does(tokenizer_path: Path) -> None:
      ("that is (2)=3", "3"), ("a: 4.", "4"), ("3/10", "3/10"), ("2, 3", "2, 3"), ("1 2\n3 4", "1 2\n3 4"),
      ("so this:\n3 4", "3 4"), ("</think>\n5\n6", "6")],
 )  # fmt: skip
-def test_final_answer(text: str, answer: str) -> None:
+def test_final_answer(text: str, answer: str, reasoning_gym: Any) -> None:
     assert reasoning_gym.final_answer(text) == answer
 
 
@@ -195,7 +203,7 @@ UNTAGGED = (
 
 
 @pytest.mark.parametrize("task", UNTAGGED.split())
-def test_a_right_answer_needs_no_tags(task: str) -> None:
+def test_a_right_answer_needs_no_tags(task: str, reasoning_gym: Any) -> None:
     gym = pytest.importorskip("reasoning_gym")
     for row in gym.create_dataset(task, size=5, seed=3):
         answer = reasoning_gym.final_answer(row["answer"])
