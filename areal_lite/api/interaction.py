@@ -38,8 +38,7 @@ class InteractionWithTokenLogpReward:
 
     def trained_chain(self) -> "list[InteractionWithTokenLogpReward]":
         """Return those of :meth:`chain` whose answers this sequence trains."""
-        nodes = self.chain() if self.concat else [self]
-        return [node for node in nodes if node.trained]
+        return [node for node in (self.chain() if self.concat else [self]) if node.trained]
 
     def columns(self) -> dict[str, Any]:
         """Return ids, loss mask, log-probs and versions of its sequence, each ``[T]``."""

@@ -275,7 +275,6 @@ def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[Span]:
     if not _any(mask[start:end]):
         yield start, end, None, False
         return
-    borders = np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1])
-    edges = [start, *(borders + start + 1).tolist(), end]
+    edges = [start, *(np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1]) + start + 1).tolist(), end]
     for first, last in pairwise(edges):
         yield first, last, None, bool(mask[first])

@@ -106,7 +106,11 @@ def _found(env: str, *, where: str) -> tuple[Any, list[str]]:
     """Return the class behind a name, and its argument: what follows the prefix."""
     prefix = _prefix(env, where=where)
     if prefix == OWN:
-        return load_object(env, where=where), []
+        made = load_object(env, where=where)
+        lacks = [f"{name}()" for name in ("reset", "step", "close") if not hasattr(made, name)]
+        if lacks and isinstance(made, type) and not hasattr(made, "__getattr__"):
+            raise ConfigError(f"{where} {env} has no {' and no '.join(lacks)}: write each as `async def` in its class")
+        return made, []
     module, _, name = f"{__package__}.adapters.{ADAPTERS[prefix].place}".rpartition(".")
     try:
         made = getattr(importlib.import_module(module), name)

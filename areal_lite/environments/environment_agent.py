@@ -27,6 +27,7 @@ from areal_lite.errors import ConfigError
 
 T = TypeVar("T")
 OPPONENTS = ("self", "older", "random")
+_RETURNS: dict[str, Any] = {"reset": Observation | str | list, "step": Step, "close": object}
 
 
 @dataclass(eq=False)
@@ -110,9 +111,11 @@ class EnvironmentAgent:
     async def call(self, name: str, own: OwnRandom, call: Coroutine[Any, Any, T]) -> T:
         """Await a method of the environment: with its random state, within its time, its errors attributed."""
         with attributed_to(FailureKind.ENVIRONMENT):
+            if not asyncio.iscoroutine(call):
+                raise TypeError(f"{name}() of env {self.env} is no coroutine: write `async def {name}`")
             try:
                 async with asyncio.timeout(self.timeout_s) as limit:
-                    return await own.run(call)
+                    result = await own.run(call)
             except TimeoutError as error:
                 if not limit.expired():
                     raise
@@ -120,6 +123,10 @@ class EnvironmentAgent:
                     f"{name}() of env {self.env} took longer than timeout_s {self.timeout_s:g}: look at what it waits "
                     "for, or raise it in workflow_kwargs"
                 ) from error
+            if not isinstance(result, _RETURNS[name]):
+                kind = "a Step" if name == "step" else "a text, messages or an Observation"
+                raise TypeError(f"{name}() of env {self.env} must return {kind}, not {result!r:.80}")
+            return result
 
 
 class _Game:

@@ -50,7 +50,6 @@ def _nucleus(largest: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 def truncate_(logprobs: Tensor, targets: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     """Renormalize ``logprobs [n, vocabulary]``, in place, over those from ``least [n, 1]`` up and the sampled
     ``targets [n]``, which may miss it by rounding. Return them, and the log of the kept mass ``[n]``."""
-    dropped = (logprobs < least).scatter_(1, targets[:, None], False)
-    logprobs = logprobs.masked_fill_(dropped, DROPPED)
+    logprobs = logprobs.masked_fill_((logprobs < least).scatter_(1, targets[:, None], False), DROPPED)
     log_kept = logprobs.logsumexp(1)
     return logprobs - log_kept[:, None], log_kept

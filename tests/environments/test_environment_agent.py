@@ -215,6 +215,53 @@ def test_a_step_that_is_none_is_the_environments_failure(play: Any, step: Any) -
     assert Failure.of(caught.value).kind is FailureKind.ENVIRONMENT
 
 
+class Mistaken(Scripted):
+    """Has a method that is not what the loop awaits."""
+
+    def __init__(self, name: str, method: Any) -> None:
+        super().__init__([Step(done=True)])
+        setattr(self, name, method)
+
+
+async def gives(*_: Any) -> Any:
+    return {"messages": "x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "says"),
+    [
+        ("reset", lambda *_: "begin", "^reset() of env .*Scripted is no coroutine: write `async def reset`$"),
+        ("step", lambda *_: Step(), "^step() of env .* is no coroutine: write `async def step`$"),
+        ("close", lambda *_: None, "^close() of env .* is no coroutine: write `async def close`$"),
+        ("reset", gives, r"^reset() of env .* must return a text, messages or an Observation, not {'messages': 'x'}$"),
+        ("step", gives, r"^step() of env .* must return a Step, not {'messages': 'x'}$"),
+    ],
+)
+def test_a_method_that_is_not_as_documented_is_named_with_the_fix(play: Any, name: str, method: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says.replace("()", r"\(\)")) as caught:
+        play(["a"], Mistaken(name, method))
+    assert Failure.of(caught.value).kind is FailureKind.ENVIRONMENT
+
+
+class NoClose:
+    reset = step = Scripted.step
+
+
+class Passes:
+    """Hands all calls on."""
+
+    def __getattr__(self, name: str) -> Any:
+        return gives
+
+
+def test_a_class_without_a_method_is_refused_before_it_plays() -> None:
+    with pytest.raises(ConfigError, match=r"NoClose has no close\(\): write each as `async def` in its class$"):
+        EnvironmentAgent(f"{__name__}.NoClose")
+    with pytest.raises(ConfigError, match=r"env .*\.dict has no reset\(\) and no step\(\) and no close\(\): write"):
+        EnvironmentAgent("builtins.dict")
+    assert EnvironmentAgent(f"{__name__}.Passes")
+
+
 def test_tools_are_drawn_from_the_episodes_random_state_and_fail_as_the_environment(play: Any) -> None:
     prompts = [play(["a"], DrawsTools([Step(done=True)]))[1] for _ in range(2)]
     assert prompts[0] == prompts[1] and "tool-0." in prompts[0][0]

@@ -113,6 +113,9 @@ class Named:
     async def reset(self, row: dict[str, Any], seed: int) -> str:
         raise LookupError(self.name)
 
+    async def step(self, action: Any) -> Any:
+        pass
+
     async def close(self) -> None:
         pass
 

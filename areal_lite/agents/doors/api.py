@@ -81,5 +81,4 @@ def arguments_object(text: str) -> Any:
 
 def event(data: Any, name: str | None = None) -> bytes:
     """Return one server-sent event."""
-    head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + orjson.dumps(data) + b"\n\n"

@@ -130,8 +130,7 @@ def _minigrid_text(seen: dict[str, Any]) -> str:
         name = constants.IDX_TO_OBJECT[kind]
         if name in ("unseen", "empty", "wall"):
             return {"unseen": "?", "empty": ".", "wall": "#"}[name]
-        words = [states[state]] if name == "door" else []
-        return " ".join([*words, constants.IDX_TO_COLOR[colour], name])
+        return " ".join([*([states[state]] if name == "door" else []), constants.IDX_TO_COLOR[colour], name])
 
     lines = [" | ".join(cell(*map(int, each)) for each in line) for line in seen["image"].transpose(1, 0, 2)]
     facing = ("east", "south", "west", "north")[int(seen["direction"])]

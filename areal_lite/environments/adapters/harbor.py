@@ -154,8 +154,7 @@ async def _printed(stream: asyncio.StreamReader) -> str:
         first, last = first + part[:room], last + part[room:]
         left_out += max(len(last) - _LAST_BYTES, 0)
         last = last[-_LAST_BYTES:]
-    between = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
-    return (first + between + last).decode(errors="replace")
+    return (first + (f"\n[{left_out} bytes left out]\n".encode() if left_out else b"") + last).decode(errors="replace")
 
 
 _RESOURCES = ("cpus", "cpus", ""), ("memory_mb", "memory", "m"), ("memory", "memory", "")

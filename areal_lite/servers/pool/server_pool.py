@@ -216,8 +216,7 @@ class ServerPool:
         self._refresh(server)
 
     def _refresh(self, server: Server) -> None:
-        blocked = server.out or server.waits > 0
-        server.capacity = 0 if blocked else 1 if server.state == "trial" else server.limit
+        server.capacity = 0 if server.out or server.waits > 0 else 1 if server.state == "trial" else server.limit
         self._changed(server)
 
     def metrics(self) -> dict[str, float]:

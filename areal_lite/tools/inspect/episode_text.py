@@ -41,8 +41,7 @@ def episode_text(record: Mapping[str, Any], root: Path) -> Iterator[Text]:
         printable(f"  reward {record.get('reward')}{of_episode}  {record.get('seqlen')} tokens  versions {versions}"),
     )
     if isinstance(parent := (record.get("extra") or {}).get("continues"), dict):
-        origin = ", ".join(f"{name} {value}" for name, value in parent.items())
-        yield Text(printable(f"continues {origin}"), "dim")
+        yield Text(printable("continues " + ", ".join(f"{name} {value}" for name, value in parent.items())), "dim")
     if record.get("error_kind"):
         yield Text(printable(f"{record['error_kind']}: {record.get('error_type') or 'stopped'}"), "red")
     if record.get("error"):

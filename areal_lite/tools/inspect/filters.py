@@ -165,8 +165,7 @@ class _Parser:
 
     def error(self, rule: str) -> ConfigError:
         match = self.tokens[self.at][1]
-        begin = len(self.text) if match is None else match.end()
-        return _error(self.text[:begin], f"{rule}. {_EXAMPLE}")
+        return _error(self.text[: len(self.text) if match is None else match.end()], f"{rule}. {_EXAMPLE}")
 
 
 def _error(where: str, rule: str) -> ConfigError:

@@ -168,8 +168,7 @@ def predict(config: Trainable, measured: Measurements, *, held_out_scale: float 
 
 def _per_step(measured: Measurements, totals: Sequence[float]) -> float:
     warm_up = min(measured.warm_up_steps, len(totals) - 1)
-    before = totals[warm_up - 1] if warm_up else 0.0
-    return (totals[-1] - before) / (len(totals) - warm_up)
+    return (totals[-1] - (totals[warm_up - 1] if warm_up else 0.0)) / (len(totals) - warm_up)
 
 
 def _checkpoints(config: Trainable, steps: int, step_s: float) -> int:

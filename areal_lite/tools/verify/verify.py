@@ -77,7 +77,7 @@ def check_run(path: Path, *, reward: str | None = None, trust_config: bool = Fal
     if not run.groups:
         run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
     with importing(allowed=trust_config):
-        run.findings += token_findings(run)
+        run.findings += token_findings(run, scored=reward is not None)
         for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
             run.findings.extend((name, finding) for finding in _found(check(run), run))
     return run

@@ -53,13 +53,13 @@ class _Rows:
         """The lists of all rows, joined: ``[T]``, NaN for null."""
 
 
-def token_findings(run: Run) -> Iterator[Finding]:
-    """Check the training facts of every recorded step."""
+def token_findings(run: Run, *, scored: bool) -> Iterator[Finding]:
+    """Check the training facts of every recorded step; ``scored``, the rewards were scored again."""
     if (config := comparable(run)) is None:
         return
     if not (files := fact_files(run.root)):
-        fix = "set dump_training for runs, or score the episodes again with --reward PKG.FN"
-        run.unproved.append(f"each episode's own reward, and what its tokens trained with: {fix}")
+        reward = "" if scored else "each episode's own reward (score it again with --reward PKG.FN), and "
+        run.unproved.append(f"{reward}what each token trained with: set dump_training for runs")
         return
     if missing := [record["step"] for record in run.steps if record["step"] not in files]:
         text = f"the steps {some(missing)} have no training facts"

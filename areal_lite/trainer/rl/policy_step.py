@@ -133,8 +133,7 @@ class Step:
         tokens, nothing = self.tokens, torch.full_like(self.tokens.proximal, math.nan)
 
         def shared(values: Tensor, own: Tensor) -> Tensor:
-            total = ranks.sum_(torch.where(own, values, 0.0))
-            return torch.where(ranks.sum_(own.float()) > 0, total, values)
+            return torch.where(ranks.sum_(own.float()) > 0, ranks.sum_(torch.where(own, values, 0.0)), values)
 
         # What this rank scored; a step that trains nothing measures its tokens without an update.
         scored = tokens.computed | ~self.statistics.get("entropy", nothing).isnan()
