@@ -4,7 +4,7 @@
 ranks, scripts of this repository, workers and writers of dumps, and programs whose first line is ``IN_A_FORK`` then
 begin in a fork of the server below; every other command starts as always. To its starter and itself such a program is
 like one that was started: the same parent, process group, files, directory, variables, ``sys.argv`` and ``sys.path``,
-and it ends through the interpreter's end.
+and it ends through the interpreter's end, but for 6.
 
 What makes that true, step by step, since none of it shows when it is wrong:
 
